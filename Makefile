@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-algorithms bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -169,6 +169,10 @@ demo-swaps: $(VENV)/installed ## 100 versions take over under 20 streaming sessi
 LEARNING_SEEDS ?= 5
 bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)
 	$(BIN)/python -m benchmarks.learning --seeds $(LEARNING_SEEDS)
+
+ALGORITHM_SEEDS ?= 5
+bench-algorithms: $(VENV)/installed ## each algorithm from the signal that it is for, signals dealt out by lot, SFT then RL, rewards of turns (ALGORITHM_SEEDS=5)
+	$(BIN)/python -m benchmarks.algorithms --seeds $(ALGORITHM_SEEDS)
 
 bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
 	@$(call MEASURE,trainer)

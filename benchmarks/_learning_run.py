@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks._engine_world import EngineWorld
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_world import MODEL, SETTINGS, World
 from headrace_registry.evaluation import run_trial
@@ -80,18 +82,14 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
     return found
 
 
-class _Training:
-    def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: World) -> None:
-        self._arm, self._lineage, self._world = arm, lineage, world
-        self._chance = random.Random(f"{arm.control.name} {seed}")
-        self._sampled: deque[Sequence[Experience]] = deque()
-        self._place = 0
-        self._loaded: str | None = None
-        self.rewards: list[float] = []
-        self.effective: list[float] = []
+class Newest:
+    """The newest version of a lineage, loaded; the one before it is forgotten, except for the first."""
 
-    async def version(self) -> str:
-        """The newest one, loaded; the one before it is forgotten, except for the first."""
+    def __init__(self, lineage: Lineage, world: EngineWorld[Any]) -> None:
+        self._lineage, self._world = lineage, world
+        self._loaded: str | None = None
+
+    async def __call__(self) -> str:
         checkpoint = self._lineage.saved.checkpoint
         assert checkpoint is not None
         version = await self._world.load(checkpoint.manifest)
@@ -100,6 +98,17 @@ class _Training:
             await self._world.unload(str(self._loaded))
         self._loaded = version
         return version
+
+
+class _Training:
+    def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: World) -> None:
+        self._arm, self._lineage, self._world = arm, lineage, world
+        self._chance = random.Random(f"{arm.control.name} {seed}")
+        self._sampled: deque[Sequence[Experience]] = deque()
+        self._place = 0
+        self.version = Newest(lineage, world)
+        self.rewards: list[float] = []
+        self.effective: list[float] = []
 
     async def step(self, experiences: int) -> bool:
         """False when training has stopped itself."""

@@ -94,6 +94,11 @@ def as_toml(found: Values) -> str:
     return "".join(tables)
 
 
+def _algorithms(report: Values) -> Values:
+    """Runs by their names."""
+    return {**report, "runs": {one["arm"]: one for one in report["runs"]}}
+
+
 def _attack(report: Values) -> Values:
     """The figures of an attack by the places of their lines. One that was not played to its end has other lines."""
     held = {
@@ -149,6 +154,7 @@ def _trainer(report: Values) -> Values:
 
 READERS: dict[str, Callable[[Values], Values]] = {
     "attack": _attack,
+    "bench-algorithms": _algorithms,
     "bench-bus": _bus,
     "bench-trainer": _trainer,
     "compose-test": _compose,

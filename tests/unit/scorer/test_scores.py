@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_schemas import RewardPart
+from headrace_schemas import Experience, RewardPart
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
@@ -111,6 +111,18 @@ async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again
         assert rig.experiences() == [(0, 0, None, "no_reward")]
         await rig.stream.deliver(reward(trajectory, "judge:x", 1.0))
         assert rig.experiences()[1:] == [(0, 1, 1.0, None)]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_branch_without_a_reward_comes_where_it_is_asked_for(open_scorer: Open, wanted: bool) -> None:
+    """Some algorithms train it: a teacher grades the tokens, and no reward has a part in it."""
+    async with open_scorer(half, reward_wait_s=60, unrewarded_branches=wanted) as rig:
+        trajectory = closed()
+        await rig.stream.deliver(trajectory)
+        await rig.pass_time(61)
+        (made,) = rig.stream.sent(Experience)
+        assert (made.reward, made.no_reward) == (None, "no_reward")
+        assert made.branch == (trajectory.branches[0] if wanted else None)
 
 
 def measured(name: str, **labels: str) -> float:

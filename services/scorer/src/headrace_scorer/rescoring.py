@@ -38,7 +38,7 @@ from headrace_scorer.learned.features import features_of
 from headrace_scorer.learned.replaying import LearnedReplay, TwiceRead
 from headrace_scorer.learned.settings import PREFIX
 from headrace_scorer.learned.source import LearnedSource
-from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings
 
@@ -125,8 +125,7 @@ class Rescoring:
     def __init__(self, settings: ScorerSettings, pool: FunctionPool) -> None:
         self._settings = settings
         self._pool = pool
-        sources = [function.source for function in pool.functions]
-        self._policy = RewardPolicy(settings.weights, settings.required, settings.expected, sources, settings.combine)
+        self._policy = settings.policy([function.source for function in pool.functions])
         self._sessions: dict[tuple[str, str], _Session] = defaultdict(_Session)
         self._of_tasks: dict[tuple[str, str], dict[str, feedback_matching.PlacedFeedback]] = defaultdict(dict)
         self._rewards: dict[tuple[str, str], dict[EntryKey, Reward]] = defaultdict(dict)

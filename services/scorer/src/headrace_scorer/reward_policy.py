@@ -47,6 +47,8 @@ class RewardPolicy:
     functions: Sequence[str] = ()
     """Sources that are our own reward functions. They are expected, too."""
     combine: Literal["mean", "sum"] = "mean"
+    unrewarded_branches: bool = False
+    """Whether a branch comes with its experience where that has no reward."""
 
     def weight(self, source: str) -> float:
         return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)

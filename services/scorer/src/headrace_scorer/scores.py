@@ -169,6 +169,7 @@ def experience(
     own = answer_remarks.about(source_rewards, branch)
     reward = policy.branch_reward(own, branch.turn_ids, rewarded=rewarded)
     said: AnswerRemarks = answer_remarks.remarks(branch, own, given, policy)
+    wanted = reward.reward is not None or said.need_the_branch or policy.unrewarded_branches
     return Experience(
         time=now,
         experience_id=Experience.id_of(trajectory.trajectory_id, index),
@@ -181,7 +182,7 @@ def experience(
         run_id=run_id,
         model=trajectory.model,
         branch_index=index,
-        branch=branch if reward.reward is not None or said.need_the_branch else None,
+        branch=branch if wanted else None,
         turn_ids=branch.turn_ids,
         weight=1 / (len(trajectory.branches) * parts),
         reward=reward.reward,

@@ -92,9 +92,7 @@ class Scoring:
     @property
     def policy(self) -> RewardPolicy:
         """The policy with the functions that are loaded now."""
-        settings = self._settings
-        sources = [function.source for function in self.functions]
-        return RewardPolicy(settings.weights, settings.required, settings.expected, sources, settings.combine)
+        return self._settings.policy([function.source for function in self.functions])
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
         """A digest of the feedback that functions read. When it changes, those functions have to be called again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.patterns import fits
+from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.service import INFO
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,6 +58,9 @@ class ScorerSettings(ServiceSettings):
     labels: dict[Text, Finite] = Field(default_factory=dict)
     """The value of each label that feedback may carry, e.g. `{ good = 1.0, bad = 0.0 }`. Other labels are kept and
     abstain."""
+    unrewarded_branches: bool = False
+    """Whether experiences without a reward bring their tokens, for algorithms that train without one
+    (`on_policy_distill`). They take as much room on the bus as others."""
     corrections_max: Annotated[int, Field(ge=1, le=128)] = 128
     """Edits of a trajectory that count, and preferences; of more the newest do."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
@@ -72,3 +77,9 @@ class ScorerSettings(ServiceSettings):
             if "*" not in name and not weight:
                 raise ValueError(f"required source {name!r} has no weight; add it to weights")
         return self
+
+    def policy(self, functions: Sequence[str]) -> RewardPolicy:
+        """By these settings; `functions` are the sources of the reward functions that are loaded."""
+        return RewardPolicy(
+            self.weights, self.required, self.expected, functions, self.combine, self.unrewarded_branches
+        )

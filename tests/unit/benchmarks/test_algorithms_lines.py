@@ -1,0 +1,156 @@
+"""`make bench-algorithms`: its arms are those of the registry, its controls deal out what was said, and its lines miss
+what is planted in made-up runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import _corridor
+from benchmarks._algorithms_arms import CONTROLS, PER_TURN, SFT_RL, STAGES, TERMINAL, algorithms, arms
+from benchmarks._algorithms_found import Found
+from benchmarks._algorithms_lines import Interval, Table, lines, markdown
+from benchmarks._algorithms_spoiled import edits_of_others, sides_by_lot, turns_by_lot
+from headrace_cli.controls.statistics import Score
+from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
+from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
+from tests.unit.trainer.world import experience
+
+SEEDS, TASKS = 5, 60
+BASE, LEARNED = 0.35, 0.6
+RUNS = {arm.name: BASE if arm.control_of or not arm.stages[0].share else LEARNED for arm in arms()}
+RUNS |= {SFT_RL: 0.75, PER_TURN: 0.75}
+
+
+def plays(score: float, seed: int) -> list[Score]:
+    """The same luck for everybody of a seed, so that differences are about scores."""
+    draw = random.Random(seed)
+    return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
+
+
+def missed(changed: dict[str, float]) -> set[str]:
+    runs = [Found(arm, seed, plays(score, seed)) for arm, score in (RUNS | changed).items() for seed in range(SEEDS)]
+    return {line.name.split(":")[0] for line in lines(Table(arms(), runs)) if not line.holds}
+
+
+def test_each_algorithm_of_the_registry_has_an_arm() -> None:
+    trained = {stage.algorithm for arm in algorithms() for stage in arm.stages}
+    announced = ALGORITHMS.all()
+    assert all(any(one is announced[name] for name in trained) for one in announced.values())
+
+
+def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named() -> None:
+    announced = dict(ALGORITHMS.all())
+    with pytest.raises(LookupError, match=r"algorithms without a stage: brand_new; .* none; say in benchmarks/"):
+        algorithms({**announced, "brand_new": Algorithm("grpo", "gspo")})
+    del announced["kto"]
+    with pytest.raises(LookupError, match="stages without an algorithm: kto;"):
+        algorithms(announced)
+
+
+def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() -> None:
+    from pathlib import Path
+
+    from benchmarks._algorithms_lessons import LESSONS
+    from benchmarks._algorithms_run import SIGNALS, WORLDS, settings_of
+
+    for arm in arms():
+        assert arm.lesson in WORLDS
+        assert arm.lesson in LESSONS
+        for stage in arm.stages:
+            assert stage.signal in SIGNALS
+            assert settings_of(stage, 3, Path("base"), arm.teacher).seed == 3
+
+
+def test_a_sound_trainer_misses_no_line() -> None:
+    assert missed({}) == set()
+    runs = [Found(arm, seed, plays(score, seed)) for arm, score in RUNS.items() for seed in range(SEEDS)]
+    assert "| gspo | gspo from groups | " in markdown(Table(arms(), runs).rows())
+
+
+@pytest.mark.parametrize("name", [*STAGES, SFT_RL, PER_TURN])
+def test_what_learns_nothing_is_missed(name: str) -> None:
+    assert name in missed({name: BASE})
+
+
+@pytest.mark.parametrize("control", [arm.name for arm in CONTROLS])
+def test_a_control_that_learns_is_missed(control: str) -> None:
+    assert missed({control: 0.5}) == {control}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({SFT_RL: LEARNED}, "sft and then reinforce++"),
+        ({TERMINAL: 0.75}, "rewards of turns"),
+    ],
+)
+def test_a_planted_fault_misses_its_line(changed: dict[str, float], line: str) -> None:
+    assert line in missed(changed)
+
+
+def test_the_interval_is_student_s() -> None:
+    found = Interval.of([0.1, 0.2, 0.3, 0.4, 0.5])
+    half = 2.7764 * math.sqrt(0.025 / 5)  # by hand: variance 0.1 / 4
+    assert (found.value, found.low, found.high) == pytest.approx((0.3, 0.3 - half, 0.3 + half))
+    with pytest.raises(ValueError, match="1 seeds: an interval needs 2 to 10"):
+        Interval.of([0.1])
+
+
+def said(number: int) -> Experience:
+    """With an edit, a side of a comparison with its neighbour, and a reward of its first turn."""
+    plain = experience(number, "m@0123456789abcdef", 1.0)
+    turn, pair = f"turn-{number}-0", f"pair-{number // 2}"
+    side = PreferenceSide(preference_id=pair, side="rejected" if number % 2 else "chosen", turn_id=turn)
+    edit = Edit(turn_id=turn, message=Message(role="assistant", content=f"edit {number}"))
+    turns = (TurnReward(turn_id=turn, value=float(number)),)
+    return plain.model_copy(update={"preferences": (side,), "edits": (edit,), "turn_rewards": turns})
+
+
+Said = Callable[[Experience], object]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "of"),
+    [
+        (edits_of_others, lambda one: one.edits[0].message.text),
+        (turns_by_lot, lambda one: one.turn_rewards[0].value),
+    ],
+)
+def test_what_was_said_is_dealt_to_others(spoil: Callable[..., list[Experience]], of: Said) -> None:
+    before = [said(number) for number in range(40)]
+    after = spoil(before, random.Random(0))
+    assert sorted(map(str, map(of, after))) == sorted(map(str, map(of, before)))
+    assert sum(of(one) == of(other) for one, other in zip(after, before, strict=True)) < 5
+    assert [one.edits[0].turn_id for one in after] == [one.edits[0].turn_id for one in before]
+
+
+def test_a_coin_turns_both_sides_of_a_comparison() -> None:
+    before = [said(number) for number in range(80)]
+    sides = [one.preferences[0].side for one in sides_by_lot(before, random.Random(0))]
+    pairs = list(zip(sides[::2], sides[1::2], strict=True))
+    assert set(pairs) == {("chosen", "rejected"), ("rejected", "chosen")}
+    assert 10 < pairs.count(("chosen", "rejected")) < 30
+
+
+def test_the_corridor_tells_right_doors_and_asks_nothing_of_the_audit() -> None:
+    walk = _corridor.Walk(_corridor.SIGNS[: _corridor.ROOMS])
+    rooms = _corridor.Rooms(walk)
+    messages = []
+    for number, sign in enumerate(walk.signs):
+        door = _corridor.DOOR_OF[sign] if number else "nowhere"
+        arguments = f'{{"door": "{door}"}}'
+        function = {"name": "take_door", "arguments": arguments}
+        messages.append({"role": "assistant", "tool_calls": [{"function": function}]})
+        answer = rooms.call("take_door", arguments)
+        assert answer.startswith("error") if number == 0 else answer in (*walk.signs, "exit")
+    assert _corridor.right_doors(walk, messages) == [False] + [True] * (_corridor.ROOMS - 1)
+    assert _corridor.right_doors(walk, [{"role": "assistant", "content": "out"}]) == []
+    asked = {split: _corridor.walks(split, 0) for split in ("train", "audit")}
+    trained, audited = ({next(source).id for _ in range(500)} for source in asked.values())
+    assert not trained & audited
+    assert replace(walk, signs=("moon",)).question == "The sign is moon"
