@@ -80,15 +80,12 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
     return found
 
 
-class _Training:
-    def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: World) -> None:
-        self._arm, self._lineage, self._world = arm, lineage, world
-        self._chance = random.Random(f"{arm.control.name} {seed}")
-        self._sampled: deque[Sequence[Experience]] = deque()
-        self._place = 0
+class Serving:
+    """What a lineage publishes, in a world."""
+
+    def __init__(self, lineage: Lineage, world: World) -> None:
+        self._lineage, self._world = lineage, world
         self._loaded: str | None = None
-        self.rewards: list[float] = []
-        self.effective: list[float] = []
 
     async def version(self) -> str:
         """The newest one, loaded; the one before it is forgotten, except for the first."""
@@ -100,6 +97,17 @@ class _Training:
             await self._world.unload(str(self._loaded))
         self._loaded = version
         return version
+
+
+class _Training(Serving):
+    def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: World) -> None:
+        super().__init__(lineage, world)
+        self._arm = arm
+        self._chance = random.Random(f"{arm.control.name} {seed}")
+        self._sampled: deque[Sequence[Experience]] = deque()
+        self._place = 0
+        self.rewards: list[float] = []
+        self.effective: list[float] = []
 
     async def step(self, experiences: int) -> bool:
         """False when training has stopped itself."""

@@ -11,12 +11,12 @@ import asyncio
 import json
 import tomllib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
@@ -58,13 +58,15 @@ PLAYS_SEED = 1_000_000
 FUNCTIONS = {f"function:{name}": getattr(rewards, name) for name in ("answer", "evidence", "tool_use")}
 POLICY = RewardPolicy(SETTINGS["scorer"]["weights"], SETTINGS["scorer"]["required"])
 
+T = TypeVar("T")
+
 
 class World:
     """The mailbox of one seed, and an engine. `open` makes one."""
 
     def __init__(self, seed: int, blobs: BlobStore, folder: Path, engine: TorchEngine) -> None:
         self._box = mailbox.generate(seed)
-        self._tools = Mailtools(self._box.open())
+        self.tools = Mailtools(self._box.open())
         self._asked = stream(self._box, "train", seed)
         self._audit = stream(self._box, "audit", seed)
         self._audited: list[Task] = []
@@ -84,7 +86,7 @@ class World:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, seed: int, blobs: BlobStore, folder: Path) -> AsyncIterator[World]:
+    async def open(cls, seed: int, blobs: BlobStore, folder: Path) -> AsyncIterator[Self]:
         engine = TorchEngine(TorchSettings(device="cpu", threads=1))
         try:
             yield cls(seed, blobs, folder, engine)
@@ -105,16 +107,24 @@ class World:
 
     async def collect(self, version: str, episodes: int) -> list[Experience]:
         """What so many questions of the agent's own traffic come to, in the order in which they were asked."""
+
+        async def one(task: Task) -> Sequence[Turn]:
+            turns, _ = await self._episode(version, task, None)
+            return turns
+
+        found = await self.attend(episodes, one)
+        return [made for task, turns in found for made in experiences_of(task, turns)]
+
+    async def attend(self, episodes: int, visit: Callable[[Task], Awaitable[T]]) -> list[tuple[Task, T]]:
+        """What comes of the next questions of the agent's own traffic, in the order in which they were asked."""
         asked = [next(self._asked) for _ in range(episodes)]
         room = asyncio.Semaphore(PLAYERS)
 
-        async def one(task: Task) -> list[Experience]:
+        async def one(task: Task) -> tuple[Task, T]:
             async with room:
-                turns, _ = await self._episode(version, task, None)
-            return experiences_of(task, turns)
+                return task, await visit(task)
 
-        found = await asyncio.gather(*map(one, asked))
-        return [made for some in found for made in some]
+        return list(await asyncio.gather(*map(one, asked)))
 
     async def score(self, version: str, plays: int) -> list[Score]:
         """Plays of audit tasks, the same for every version."""
@@ -128,6 +138,10 @@ class World:
 
         return list(await asyncio.gather(*(one(*pair) for pair in enumerate(self._audited[:plays]))))
 
+    def client(self, version: str) -> Client:
+        """For one session with a loaded version."""
+        return Client(self._completions, self._tokenizers[version], version)
+
     async def play(self, version: str, task: str, seed: int) -> float:
         return await self._play(version, self._known[task], seed)
 
@@ -136,8 +150,8 @@ class World:
         return float(answer is not None and rewards.same_answer(answer, task.expected))
 
     async def _episode(self, version: str, task: Task, seed: int | None) -> tuple[list[Turn], str | None]:
-        client = _Client(self._completions, self._tokenizers[version], version)
-        episode = await play(cast(AsyncOpenAI, client), version, self._tools, task.question, MAX_TOKENS, seed)
+        client = self.client(version)
+        episode = await play(cast(AsyncOpenAI, client), version, self.tools, task.question, MAX_TOKENS, seed)
         return client.turns, episode.answer
 
     def _names(self, split: Split) -> tuple[str, ...]:
@@ -148,7 +162,7 @@ class World:
         return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, split)}
 
 
-class _Client:
+class Client:
     """As much of `AsyncOpenAI` as the agent uses; keeps what the gateway would capture."""
 
     def __init__(self, completions: Completions, tokenizer: ChatTokenizer, version: str) -> None:
