@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +26,8 @@ sys.path.insert(0, "examples")  # examples are not installed
 from benchmarks import _learning_plot
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
+from benchmarks._parts import quietly, reports
 from headrace_cli.controls import kinds
-from headrace_cli.progress import ProgressDisplay
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
@@ -64,43 +60,12 @@ class Job:
 
 def work(job: Job) -> Found:
     """In a process of its own."""
-    import structlog
-    import transformers
-
     from benchmarks._learning_run import run
     from email_agent.build_base import LESSON
 
-    os.nice(max(0, 5 - os.nice(0)))  # whoever works at this machine comes first
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    transformers.utils.logging.disable_progress_bar()
+    quietly()
     arm = next(one for one in ARMS if one.name == job.arm)
     return run(arm, job.seed, LESSON.build(job.cache, LESSON.recipe(job.seed)).absolute(), job.plan)
-
-
-def found_in(path: Path) -> Found:
-    """A run that was done before."""
-    return Found(**json.loads(path.read_text(encoding="utf-8")))
-
-
-def play(jobs: Sequence[Job], parts: Path, workers: int) -> Iterator[Found]:
-    """All runs, those that were done before first."""
-    parts.mkdir(parents=True, exist_ok=True)
-    todo = [job for job in jobs if not job.place(parts).exists()]
-    yield from (found_in(job.place(parts)) for job in jobs if job not in todo)
-    context = multiprocessing.get_context("spawn")
-    with (
-        ProgressDisplay("bench-learning", len(todo), unit="runs") as progress,
-        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool,
-    ):
-        waiting: dict[Future[Found], Job] = {pool.submit(work, job): job for job in todo}
-        while waiting:
-            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in ended:
-                place = waiting.pop(future).place(parts)
-                found = future.result()
-                place.write_text(json.dumps(found.report()), encoding="utf-8")
-                progress.advance()
-                yield found
 
 
 def main() -> int:
@@ -120,7 +85,9 @@ def main() -> int:
     # Seed by seed, so that an interrupted benchmark has whole seeds.
     jobs = [Job(name, seed, plan, options.cache) for seed in range(options.seeds) for name in names]
     began, runs = time.monotonic(), []
-    for one in play(jobs, options.parts, options.workers):
+    places = {job.place(options.parts): job for job in jobs}
+    for kept in reports("bench-learning", places, work, options.workers):
+        one = Found(**kept)
         runs.append(one)
         table = Table([one])
         print(f"{one.arm:26} seed {one.seed}: {table.score(one.arm).value:6.1%} ({table.gain(one.arm).value:+.1%})",
