@@ -120,7 +120,9 @@ def _few(found: Gains) -> list[Line]:
         return []
     few, full = found.gain(arms.FEW).mean, found.gain(arms.EXPLICIT).mean
     made = [
-        Line("few thumbs: AUROC of the reward model, of the worst seed", min(found.aurocs(arms.FEW).values), AUROC_MIN, 1),
+        Line(
+            "few thumbs: AUROC of the reward model, of the worst seed", min(found.aurocs(arms.FEW).values), AUROC_MIN, 1
+        ),
         Line("few thumbs: share of the gain with full labels", _share(few, full), FEW_SHARE_MIN, math.inf),
     ]
     if found.has(arms.POISONED):
@@ -158,7 +160,14 @@ def _gaps(found: Gains) -> list[Line]:
     right += [not run.steps for arm in arms.HAS_NONE for run in found.arms.get(arm.name, [])]
     if not right:
         return []
-    return [Line("typed corrections: settings whose gap has the right sign", _share(sum(right), len(right)), RIGHT_SIGN_MIN, 1)]
+    return [
+        Line(
+            "typed corrections: settings whose gap has the right sign",
+            _share(sum(right), len(right)),
+            RIGHT_SIGN_MIN,
+            1,
+        )
+    ]
 
 
 def _share(part: float, whole: float) -> float:

@@ -124,9 +124,7 @@ async def _run(arm: Arm, seed: int, base: Path, plays: int, scratch: Path) -> Ga
 
 
 class _Training(Serving):
-    def __init__(
-        self, arm: Arm, seed: int, lineage: Lineage, world: Traffic, scoring: Scoring, found: Gain
-    ) -> None:
+    def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: Traffic, scoring: Scoring, found: Gain) -> None:
         super().__init__(lineage, world)
         self._arm, self._scoring, self._found = arm, scoring, found
         self._traffic = world

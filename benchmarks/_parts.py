@@ -24,7 +24,9 @@ class Reported(Protocol):
 J = TypeVar("J")
 
 
-def reports(title: str, jobs: Mapping[Path, J], work: Callable[[J], Reported], workers: int) -> Iterator[dict[str, Any]]:
+def reports(
+    title: str, jobs: Mapping[Path, J], work: Callable[[J], Reported], workers: int
+) -> Iterator[dict[str, Any]]:
     """The report of each job, by the file where it is kept; those that were done before first."""
     todo = {place: job for place, job in jobs.items() if not place.exists()}
     yield from (json.loads(place.read_text(encoding="utf-8")) for place in jobs if place not in todo)

@@ -148,8 +148,8 @@ def hints(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Hint]:
 
 
 def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
-    """Of the run the mean over signals, each with the mean of its hints; of a turn the mean of its hints. Abstains where
-    there is none. A reward function.
+    """The mean over the signals of a run, each with the mean of its hints, and the mean of the hints on each turn;
+    abstains where there is none. A reward function.
 
     Signals count alike: however many calls worked, what the user says of the answer weighs as much.
     """
