@@ -62,12 +62,8 @@ def _place(number: int, seed: int) -> tuple[Iterator[Task], Mailtools]:
 
 def _directed(task: Task, tools: Mailtools, told: list[Message], draw: random.Random) -> list[Message]:
     """A right conversation is cut behind its first call; a wrong one is kept, or loses its answer."""
-    *before, last = told
-    right = demonstrate(task, tools, draw, lapses=0.0)
-    if told == right:
-        before, last = told[:4], None
-    if last is not None and draw.random() < 0.5:
-        before.append(last)
+    right = told == demonstrate(task, tools, draw, lapses=0.0)
+    before = told[:4] if right else told if draw.random() < 0.5 else told[:-1]
     text, rest = direction(task, tools, before, draw)
     return [*before, {"role": "user", "content": text}, *rest]
 
