@@ -153,8 +153,9 @@ bench-gate: $(VENV)/installed ## the error rates of the gate, against versions w
 bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
 	@$(call MEASURE,rollout)
 
-bench-signals: $(VENV)/installed ## what few and noisy thumbs teach on traffic whose truth is known, and when a judge drifts; a minute
-	@$(call MEASURE,signals)
+SIGNALS ?= gains thumbs drift
+bench-signals: $(VENV)/installed ## what each signal gains, what few and noisy thumbs say, when a judge drifts; 25 minutes (SIGNALS="thumbs drift": one)
+	$(BIN)/python -m benchmarks.signals --only $(SIGNALS)
 
 bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known
 	@$(call MEASURE,shadow)

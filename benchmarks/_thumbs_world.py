@@ -15,9 +15,10 @@ import numpy as np
 from headrace_scorer.learned.models import Thumb, ThumbedRun
 
 _RATERS = 60
-_HINTS = {"corrected": (0.12, 0.45, 0.0), "thanked": (0.40, 0.10, 1.0), "looped": (0.05, 0.20, 0.0)}
+HINTS = {"corrected": (0.12, 0.45, 0.0), "thanked": (0.40, 0.10, 1.0), "looped": (0.05, 0.20, 0.0)}
 """How often a good run and a bad one show a hint, and for what it speaks."""
 _TOOL_RATE, _TOOL_WORKED = 0.6, (0.85, 0.55)
+JUDGE = "judge:help"
 _JUDGE_MEANS, _JUDGE_DEVIATION, _JUDGE_RATE = (0.62, 0.42), 0.2, 0.9
 _TURNS = (3.0, 4.0)
 
@@ -56,7 +57,7 @@ def _run(draw: np.random.Generator, name: str) -> KnownRun:
     found: dict[str, float] = {}
     odds = 0.0
     hints = []
-    for hint, (*rates, value) in _HINTS.items():
+    for hint, (*rates, value) in HINTS.items():
         shown = draw.random() < rates[side]
         odds += _ratio(rates, yes=bool(shown))
         if shown:
@@ -69,16 +70,24 @@ def _run(draw: np.random.Generator, name: str) -> KnownRun:
         hints.append(float(worked))
     if hints:
         found["function:signals"] = sum(hints) / len(hints)
-    if draw.random() < _JUDGE_RATE:
-        clarity = float(draw.normal(_JUDGE_MEANS[side], _JUDGE_DEVIATION))
+    said = judge_says(draw, good=good)
+    if said is not None:
         middle = sum(_JUDGE_MEANS) / 2
-        odds += (clarity - middle) * (_JUDGE_MEANS[0] - _JUDGE_MEANS[1]) / _JUDGE_DEVIATION**2
-        tone = float(draw.random())
-        found |= {"judge:help/clarity": clarity, "judge:help/tone": tone, "judge:help": (clarity + tone) / 2}
+        odds += (said["clarity"] - middle) * (_JUDGE_MEANS[0] - _JUDGE_MEANS[1]) / _JUDGE_DEVIATION**2
+        found |= {f"{JUDGE}/{name}": value for name, value in said.items()}
+        found[JUDGE] = sum(said.values()) / len(said)
     turns = int(draw.poisson(_TURNS[side]))
     odds += turns * math.log(_TURNS[0] / _TURNS[1]) - _TURNS[0] + _TURNS[1]
     found |= {"run/turns": math.log1p(turns + 1), "run/tokens": float(draw.normal(5, 0.5))}
     return KnownRun(name, found, good, 1 / (1 + math.exp(-odds)))
+
+
+def judge_says(draw: np.random.Generator, *, good: bool) -> dict[str, float] | None:
+    """The criteria of a judge: one that has to do with the run's worth, one that has not. It abstains now and then."""
+    if draw.random() >= _JUDGE_RATE:
+        return None
+    clarity = float(draw.normal(_JUDGE_MEANS[0 if good else 1], _JUDGE_DEVIATION))
+    return {"clarity": clarity, "tone": float(draw.random())}
 
 
 def _ratio(rates: Sequence[float], *, yes: bool) -> float:

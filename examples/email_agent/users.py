@@ -21,6 +21,8 @@ from email_agent.tools import Mailtools
 from example_parts import at_work
 
 THUMBS_SHARE, THUMBS_FLIPPED, THUMBS_USERS = 0.1, 0.2, 40
+POISONERS = 3
+THANKS, WRONG = "Thank you, that is right.", "No, that is wrong."
 _REPLY_TOKENS_MAX = 16
 
 
@@ -49,12 +51,17 @@ async def rewards(played: Played) -> None:
     await played.end(value=float(played.accepted), context={"expected": played.task.expected})
 
 
-async def thumbs(played: Played) -> None:
-    """One user in ten says whether the answer was accepted, and one in five of those the contrary."""
-    if played.draw.random() >= THUMBS_SHARE:
+async def thumbs(played: Played, share: float = THUMBS_SHARE, poisoners: float = 0.0) -> None:
+    """One user in ten says whether the answer was accepted, and one in five of those the contrary.
+
+    `share`: how many speak. Of those, `poisoners` always say the contrary; they are few people.
+    """
+    if played.draw.random() >= share:
         return await played.end()
-    up = played.accepted is not (played.draw.random() < THUMBS_FLIPPED)
-    return await played.end(value=float(up), rater=f"user {played.draw.randrange(THUMBS_USERS)}")
+    poisons = played.draw.random() < poisoners
+    wrong = poisons or played.draw.random() < THUMBS_FLIPPED
+    rater = f"poisoner {played.draw.randrange(POISONERS)}" if poisons else f"user {played.draw.randrange(THUMBS_USERS)}"
+    return await played.end(value=float(played.accepted is not wrong), rater=rater)
 
 
 async def edits(played: Played) -> None:
@@ -68,12 +75,17 @@ async def edits(played: Played) -> None:
 
 async def corrections(played: Played) -> None:
     """The next message says what was wrong, or thanks. Nothing else is said."""
-    episode = played.episode
-    if episode.answer is not None:
-        text = "Thank you, that is right." if played.accepted else f"No, that is wrong. It is {played.task.expected}."
-        episode.messages += [{"role": "assistant", "content": episode.answer}, {"role": "user", "content": text}]
-        await go_on(played.client, played.model, played.tools, episode, _REPLY_TOKENS_MAX)
+    await reply(played, THANKS if played.accepted else f"{WRONG} It is {played.task.expected}.")
     await played.end()
+
+
+async def reply(played: Played, text: str, tokens_max: int = _REPLY_TOKENS_MAX) -> None:
+    """The user's next message, if there was an answer, and what the agent makes of it."""
+    episode = played.episode
+    if episode.answer is None:
+        return
+    episode.messages += [{"role": "assistant", "content": episode.answer}, {"role": "user", "content": text}]
+    await go_on(played.client, played.model, played.tools, episode, tokens_max)
 
 
 SIGNALS: Mapping[str, Callable[[Played], Awaitable[None]]] = {

@@ -112,6 +112,14 @@ def test_how_much_of_the_answer_was_used() -> None:
     assert 0.3 < some < 0.7
 
 
+def test_calls_that_worked_do_not_outvote_the_user() -> None:
+    looked = [one for number in range(9) for one in (model("", json.dumps({"a": number})), tool("42"))]
+    told = {"": 1.0, "No, that is wrong.": 0.5, "Thank you!": 1.0}
+    for reply, value in told.items():
+        said = [user(reply), model("b")] if reply else []
+        assert signals(run(user("q"), *looked, model("a"), *said), {}).value == value
+
+
 def test_what_the_client_brought_is_no_turn() -> None:
     brought = run(user("q"), model("from elsewhere"), user("no, wrong"), model("a"), user("thanks"), sampled=1)
     assert [(one.turn_id, one.answer.text) for one in exchanges(brought)] == [("t0", "a")]

@@ -148,7 +148,11 @@ def hints(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Hint]:
 
 
 def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
-    """The mean of the hints on the run and on each turn; abstains where there is none. A reward function."""
+    """The mean over the signals of a run, each with the mean of its hints, and the mean of the hints on each turn;
+    abstains where there is none. A reward function.
+
+    Signals count alike: however many calls worked, what the user says of the answer weighs as much.
+    """
     found = hints(trajectory, context)
     by_signal: dict[str, list[float]] = {}
     by_turn: dict[str, list[float]] = {}
@@ -159,9 +163,8 @@ def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
     turns = {turn_id: sum(values) / len(values) for turn_id, values in by_turn.items()}
     if not found:
         return RewardResult()
-    value = sum(one.value for one in found) / len(found)
     criteria = {name: sum(values) / len(values) for name, values in by_signal.items()}
-    return RewardResult(value=value, criteria=criteria, turns=turns)
+    return RewardResult(value=sum(criteria.values()) / len(criteria), criteria=criteria, turns=turns)
 
 
 def _alike(one: str, other: str) -> float:

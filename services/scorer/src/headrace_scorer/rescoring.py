@@ -120,9 +120,12 @@ class _Session:
 
 
 class Rescoring:
-    """First `know` everything, then `score` each trajectory; several calls may run at once."""
+    """First `know` everything, then `score` each trajectory; several calls may run at once.
 
-    def __init__(self, settings: ScorerSettings, pool: FunctionPool) -> None:
+    `learning`: what a reward model knows of runs before these. Else it learns from these alone.
+    """
+
+    def __init__(self, settings: ScorerSettings, pool: FunctionPool, learning: LearnedReplay | None = None) -> None:
         self._settings = settings
         self._pool = pool
         self._policy = settings.policy([function.source for function in pool.functions])
@@ -133,8 +136,8 @@ class Rescoring:
         self._not_trained: Counter[str] = Counter()
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._trajectories = 0
-        self._learning: LearnedReplay | None = None
-        if settings.learned.model is not None:
+        self._learning = learning
+        if learning is None and settings.learned.model is not None:
             self._learning = LearnedReplay(LearnedSource(settings.learned, lambda: pool.functions))
         self._spool = TwiceRead()
 

@@ -1,0 +1,61 @@
+"""The kinds of runs that train a model, each by what its users say."""
+
+from __future__ import annotations
+
+from benchmarks._gains_found import Arm
+
+BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
+FEW, POISONED, NATURAL = "few thumbs", "few thumbs, poisoned", "natural signals"
+DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "binary rewards"
+EDITS = 200
+GUARD = "mail_count"
+"""The kind of question that nobody asks while corrections are typed."""
+_THUMBS = {
+    "functions": ["signals"],
+    "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},
+    "learned": {"model": "thumbs"},
+}
+_SIGNALS = {"functions": ["signals"], "weights": {"*": 1.0}}
+_EXPLICIT = {"weights": {"*": 1.0}}
+_HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 16}
+
+
+def _edited(name: str, algorithm: str) -> Arm:
+    trainer = {"algorithm": algorithm, "batch_experiences": 8}
+    return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=True)
+
+
+def _gap(base: str, users: str, lesson: str) -> Arm:
+    trainer = {**_HINDSIGHT, "batch_experiences": 64}
+    return Arm(f"gap, {base}, {users}", users, _SIGNALS, trainer, rounds=1, lesson=lesson, times=0)
+
+
+HAS_A_GAP = _gap(DIRECTED_BASE, "directions", "directed")
+HAS_NONE = (
+    _gap(DIRECTED_BASE, "directions of others", "directed"),
+    _gap(BASE, "directions", "demo"),
+    _gap(BASE, "directions of others", "demo"),
+)
+ARMS = {
+    one.name: one
+    for one in (
+        Arm(BASE, "rewards"),
+        Arm(EXPLICIT, "rewards", _EXPLICIT, rounds=40),
+        _edited(SFT, "sft"),
+        _edited(DPO, "dpo"),
+        Arm(NATURAL, "corrections", _SIGNALS, rounds=20),
+        Arm(FEW, "few thumbs", _THUMBS, rounds=40, before=1440, judged=True),
+        Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=40, before=1440, judged=True),
+        Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
+        Arm(
+            TYPED, "directions", _SIGNALS, _HINDSIGHT, rounds=15, sessions=32, lesson="directed", held_back=GUARD,
+            times=3, traced=True,
+        ),
+        Arm(
+            BINARY, "rewards", _EXPLICIT, {"batch_experiences": 16}, rounds=15, sessions=32, lesson="directed",
+            held_back=GUARD, times=3, traced=True,
+        ),
+        HAS_A_GAP,
+        *HAS_NONE,
+    )
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""The gain lines of `make bench-signals` on made-up runs: sound ones miss none, and each planted fault misses its own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks import _gains_arms as arms
+from benchmarks._gains_found import Gain
+from benchmarks._gains_lines import Figure, Gains, lines, rows
+from headrace_cli.controls.statistics import Score
+
+SEEDS, TASKS, BASE = 5, 400, 0.35
+SCORES = {
+    arms.BASE: BASE,
+    arms.EXPLICIT: 0.75,
+    arms.SFT: 0.65,
+    arms.DPO: 0.65,
+    arms.NATURAL: 0.65,
+    arms.FEW: 0.67,
+    arms.POISONED: 0.66,
+    arms.DIRECTED_BASE: BASE,
+    arms.TYPED: 0.6,
+    arms.BINARY: 0.6,
+    **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE)},
+}
+QUICK = {arms.TYPED: 1.0, arms.BINARY: 0.3}
+"""How much of the gain is there after a tenth of the sessions."""
+
+
+def plays(score: float, seed: int, guard: float | None = None) -> list[Score]:
+    """The same luck for everybody of a seed, so that differences are about scores."""
+    draw = random.Random(seed)
+    kinds = ["extension", arms.GUARD] * (TASKS // 2)
+    wanted = {"extension": score, arms.GUARD: score if guard is None else guard}
+    return [(f"{kind}-{number}", float(draw.random() < wanted[kind])) for number, kind in enumerate(kinds)]
+
+
+def run(arm: str, seed: int, score: float, **changes: object) -> Gain:
+    found = Gain(arm, seed, [] if math.isnan(score) else plays(score, seed))
+    found.edits = 150 if arm in (arms.SFT, arms.DPO) else 0
+    found.sessions = 480
+    found.steps = int(arm == arms.HAS_A_GAP.name or bool(found.scores))
+    if arm in QUICK:
+        shares = (QUICK[arm], 1.0)
+        found.trace = [(48 + 432 * n, plays(BASE + (score - BASE) * one, seed)) for n, one in enumerate(shares)]
+    if arm in (arms.FEW, arms.POISONED):
+        draw = random.Random(seed)
+        found.judged = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def table(scores: Mapping[str, float], changed: Mapping[str, Mapping[str, object]] | None = None) -> Gains:
+    changes = changed or {}
+    return Gains(
+        run(arm, seed, score, **changes.get(arm, {})) for arm, score in scores.items() for seed in range(SEEDS)
+    )
+
+
+def missed(found: Gains) -> list[str]:
+    return [line.name for line in lines(found) if not line.holds]
+
+
+def test_sound_runs_miss_no_line() -> None:
+    found = table(SCORES)
+    assert missed(found) == []
+    assert len(lines(found)) == 13
+    assert set(rows(found)) == {arm for arm, score in SCORES.items() if not math.isnan(score)}
+    assert found.sessions_to(arms.TYPED, 0.15) == 48
+    assert found.sessions_to(arms.BINARY, 0.15) == 480
+
+
+@pytest.mark.parametrize(
+    ("scores", "changed", "line"),
+    [
+        ({arms.SFT: 0.45}, {}, "edits, sft: gain"),
+        ({arms.DPO: 0.3}, {}, "edits, dpo: gain"),
+        ({}, {arms.DPO: {"edits": 201}}, "edits, dpo: edits"),
+        ({arms.NATURAL: 0.5}, {}, "natural signals"),
+        ({arms.FEW: 0.58, arms.POISONED: 0.57}, {}, "few thumbs: share"),
+        ({arms.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
+        ({}, {arms.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC"),
+        ({}, {arms.TYPED: {"scores": plays(0.45, 0)}, arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}, "typed corrections: gain"),
+        ({}, {arms.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
+        ({}, {arms.BINARY: {"trace": [(48, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
+        ({}, {arms.TYPED: {"scores": plays(0.9, 0, guard=0.3)}, arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}, "typed corrections: what the guard"),
+        ({}, {arms.HAS_NONE[0].name: {"steps": 1}}, "typed corrections: settings"),
+        ({}, {arms.HAS_A_GAP.name: {"steps": 0}}, "typed corrections: settings"),
+    ],
+)  # fmt: skip
+def test_each_fault_fails_its_line(scores: dict[str, float], changed: dict[str, dict[str, object]], line: str) -> None:
+    found = missed(table(SCORES | scores, changed))
+    assert len(found) == 1, found
+    assert found[0].startswith(line)
+
+
+def test_what_learned_nothing_has_no_share_of_a_gain() -> None:
+    found = missed(table(SCORES | {arms.EXPLICIT: 0.3}))
+    assert "few thumbs: share of the gain with full labels" in found
+    assert "natural signals: share of the gain of explicit feedback" in found
+
+
+def test_an_interval_is_student_s_and_one_seed_has_none() -> None:
+    figure = Figure((0.1, 0.2, 0.3, 0.4, 0.5))
+    assert figure.reach == pytest.approx(2.776 * 0.158114 / math.sqrt(5), abs=2e-3)
+    assert math.isinf(Figure((0.1,)).reach)
+
+
+def test_other_tasks_than_the_base_s_are_not_compared() -> None:
+    other = [(f"other-{task}", value) for task, value in plays(0.7, 0)]
+    with pytest.raises(AssertionError, match="the same tasks"):
+        Gains([run(arms.BASE, 0, BASE), run(arms.SFT, 0, 0.7, scores=other)]).gain(arms.SFT)
