@@ -11,16 +11,19 @@ import itertools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from benchmarks._engine_world import PlayedRun
+from benchmarks._corrections import THANKS, correction
+from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
 from email_agent import users
-from email_agent.tasks import Task
+from email_agent.demonstrations import ROUTES
+from email_agent.react import go_on
+from email_agent.tasks import Kind, Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Experience, Feedback, Trajectory
 from headrace_schemas.base import utcnow
@@ -144,10 +147,23 @@ async def _turns(heard: Heard) -> None:
     await users.rewards(heard)
 
 
-async def _corrected_by_others(heard: users.Played) -> None:
-    """A user who speaks of something else."""
-    other = heard.draw.choice(_OTHER_ANSWERS)
-    await users.corrections(replace(heard, task=replace(heard.task, expected=other)))
+async def _corrections(heard: Heard) -> None:
+    """The next message says what to do instead, or thanks. Nothing else is said."""
+    await _reply(heard, heard.task.kind, heard.task.expected)
+
+
+async def _corrected_by_others(heard: Heard) -> None:
+    """Users who speak of something else."""
+    await _reply(heard, heard.draw.choice(sorted(ROUTES)), heard.draw.choice(_OTHER_ANSWERS))
+
+
+async def _reply(heard: Heard, kind: Kind, expected: str) -> None:
+    episode = heard.episode
+    if episode.answer is not None:
+        text = THANKS if heard.accepted else correction(kind, expected, episode.messages)
+        episode.messages += [{"role": "assistant", "content": episode.answer}, {"role": "user", "content": text}]
+        await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
+    await heard.end()
 
 
 async def _say_nothing(heard: users.Played) -> None:
@@ -202,7 +218,7 @@ SIGNALS: Mapping[str, Signal] = {
     "edits": _of(users.edits, nobody, ALONE),
     "edits and rewards": _of(_edits_and_rewards, rewarded, POLICY),
     "pairs": pairs,
-    "corrections": _of(users.corrections, next_messages, ALONE),
+    "corrections": _of(_corrections, next_messages, ALONE),
     "corrections of others": _of(_corrected_by_others, next_messages, ALONE),
     "nothing": _of(_say_nothing, nobody, UNREWARDED),
 }
