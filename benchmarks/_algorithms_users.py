@@ -21,9 +21,8 @@ from benchmarks._corrections import THANKS, correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
 from email_agent import users
-from email_agent.demonstrations import ROUTES
 from email_agent.react import go_on
-from email_agent.tasks import Kind, Task
+from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Experience, Feedback, Trajectory
 from headrace_schemas.base import utcnow
@@ -118,15 +117,26 @@ def _of(said: Said, functions: Functions, policy: RewardPolicy, *, times: int = 
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
         runs = await world.played(version, _asked(world, episodes, times))
-        groups = [one.task.kind if times == 1 else one.task.id for one in runs]
-        told = await asyncio.gather(
-            *(_heard(world, run, said, group, draw) for run, group in zip(runs, groups, strict=True))
-        )
-        return [
-            made for run, some in zip(runs, told, strict=True) for made in experiences(run, some, functions, policy)
-        ]
+        return await _spoken(world, runs, said, functions, policy, draw, grouped=times > 1)
 
     return collect
+
+
+async def _spoken(
+    world: World,
+    runs: Sequence[PlayedRun[Task]],
+    said: Said,
+    functions: Functions,
+    policy: RewardPolicy,
+    draw: Random | None = None,
+    *,
+    grouped: bool = False,
+) -> list[Experience]:
+    """What comes of runs once their users have spoken."""
+    told = await asyncio.gather(
+        *(_heard(world, run, said, run.task.id if grouped else run.task.kind, draw or Random(0)) for run in runs)
+    )
+    return [made for run, some in zip(runs, told, strict=True) for made in experiences(run, some, functions, policy)]
 
 
 async def _edits_and_rewards(heard: users.Played) -> None:
@@ -147,27 +157,36 @@ async def _turns(heard: Heard) -> None:
     await users.rewards(heard)
 
 
-async def _corrections(heard: Heard) -> None:
-    """The next message says what to do instead, or thanks. Nothing else is said."""
-    await _reply(heard, heard.task.kind, heard.task.expected)
-
-
-async def _corrected_by_others(heard: Heard) -> None:
-    """Users who speak of something else."""
-    await _reply(heard, heard.draw.choice(sorted(ROUTES)), heard.draw.choice(_OTHER_ANSWERS))
-
-
-async def _reply(heard: Heard, kind: Kind, expected: str) -> None:
-    episode = heard.episode
-    if episode.answer is not None:
-        text = THANKS if heard.accepted else correction(kind, expected, episode.messages)
-        episode.messages += [{"role": "assistant", "content": episode.answer}, {"role": "user", "content": text}]
-        await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
-    await heard.end()
-
-
 async def _say_nothing(heard: users.Played) -> None:
     await heard.end()
+
+
+def _corrections(*, dealt: bool) -> Signal:
+    """Next messages that say what to do instead, or thank. `dealt`: those of other runs."""
+
+    async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
+        runs = await world.played(version, _asked(world, episodes, 1))
+        texts = [_next_message(world, run) for run in runs]
+        given = draw.sample(texts, len(texts)) if dealt else texts
+        text_of = {id(run.episode): text for run, text in zip(runs, given, strict=True)}
+
+        async def reply(heard: Heard) -> None:
+            episode = heard.episode
+            if episode.answer is not None:
+                episode.messages.append({"role": "assistant", "content": episode.answer})
+                episode.messages.append({"role": "user", "content": text_of[id(episode)]})
+                await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
+            await heard.end()
+
+        return await _spoken(world, runs, reply, next_messages, ALONE)
+
+    return collect
+
+
+def _next_message(world: World, run: PlayedRun[Task]) -> str:
+    if world.right(run.task, run.episode):
+        return THANKS
+    return correction(run.task.kind, run.task.expected, run.episode.messages)
 
 
 async def pairs(world: World, version: str, episodes: int, _draw: Random) -> list[Experience]:
@@ -209,7 +228,6 @@ def _apart(one: PlayedRun[Task], other: PlayedRun[Task]) -> int | None:
     return None
 
 
-_OTHER_ANSWERS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "1", "2", "3", "Anna Adler", "Ben Berg")
 SIGNALS: Mapping[str, Signal] = {
     "rewards": _of(users.rewards, rewarded, POLICY),
     "groups": _of(users.rewards, rewarded, POLICY, times=GROUP),
@@ -218,7 +236,7 @@ SIGNALS: Mapping[str, Signal] = {
     "edits": _of(users.edits, nobody, ALONE),
     "edits and rewards": _of(_edits_and_rewards, rewarded, POLICY),
     "pairs": pairs,
-    "corrections": _of(_corrections, next_messages, ALONE),
-    "corrections of others": _of(_corrected_by_others, next_messages, ALONE),
+    "corrections": _corrections(dealt=False),
+    "corrections of others": _corrections(dealt=True),
     "nothing": _of(_say_nothing, nobody, UNREWARDED),
 }
