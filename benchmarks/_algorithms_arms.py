@@ -87,8 +87,8 @@ COMPARED = (
     Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _ITS_OWN),), CORRIDOR),
     Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR),
 )
-"""RL has as many steps after SFT as alone; with as many in all (`RL_TWICE`) it is shown beside, without a promise. Both of
-the corridor's have as many steps."""
+"""RL has as many steps after SFT as alone; with as many in all (`RL_TWICE`) it is shown beside, without a promise. In
+the corridor both have as many."""
 
 
 def base(lesson: str) -> Arm:
