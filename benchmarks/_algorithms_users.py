@@ -51,18 +51,17 @@ Signal = Callable[[World, str, int, Random], Awaitable[list[Experience]]]
 class Heard(users.Played):
     """What is said, in place of being sent."""
 
-    group: str = ""
+    run: PlayedRun[Task]
+    group: str
     """What its run is compared within."""
     told: list[Feedback] = field(default_factory=list)
 
     async def send(self, **said: Any) -> None:
-        self.told.append(feedback(cast(PlayedRun[Any], self.run), **said))
+        self.told.append(feedback(self.run, **said))
 
     async def end(self, **said: Any) -> None:
         ids = self.episode.response_ids
         await self.send(msg_ids=ids, ends_session=True, task_id=self.group, **said)
-
-    run: Any = None
 
 
 def feedback(run: PlayedRun[Any], **said: Any) -> Feedback:
@@ -101,7 +100,7 @@ async def _heard(world: World, run: PlayedRun[Task], said: Said, group: str, dra
     client = cast(AsyncOpenAI, run.client)
     accepted = world.right(run.task, run.episode)
     version = run.client.version
-    heard = Heard(client, version, world.tools, run.task, run.episode, accepted, draw, group, run=run)
+    heard = Heard(client, version, world.tools, run.task, run.episode, accepted, draw, run, group)
     await said(heard)
     return heard.told
 
