@@ -42,6 +42,7 @@ CORRECTED, CORRIDOR, WEAK = "e-mail with corrections", "corridor", "e-mail, weak
 _LESSON_OF: Mapping[str, str] = {"hindsight": CORRECTED}
 _TEACHER_OF: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
 SFT_RL, RL_ALONE = "weak base, sft and then reinforce++", "weak base, reinforce++ alone"
+RL_TWICE = "weak base, reinforce++ alone, twice the steps"
 PER_TURN, TERMINAL = "corridor, rewards of turns", "corridor, reward of the run alone"
 
 
@@ -80,12 +81,14 @@ CONTROLS = (
 _ITS_OWN: Mapping[str, object] = {**_SLOW, "advantage.step_wise_grpo.turn_decay": 0.0}
 """A door has no part in whether later ones are right."""
 COMPARED = (
-    Arm(SFT_RL, (replace(STAGES["sft"], share=0.5), replace(STAGES["reinforce++"], share=0.5)), WEAK),
+    Arm(SFT_RL, (STAGES["sft"], STAGES["reinforce++"]), WEAK),
     Arm(RL_ALONE, (STAGES["reinforce++"],), WEAK),
+    Arm(RL_TWICE, (replace(STAGES["reinforce++"], share=2.0),), WEAK),
     Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _ITS_OWN),), CORRIDOR),
     Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR),
 )
-"""Both of a pair have as many steps."""
+"""RL has as many steps after SFT as alone; with as many in all (`RL_TWICE`) it is shown beside, without a promise. In
+the corridor both have as many."""
 
 
 def base(lesson: str) -> Arm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import _corrections_lesson, _corridor
+from benchmarks import _corrections, _corridor
 from email_agent import build_base, warm_up
 from example_parts.base_model import Lesson
 from example_parts.warm_up import Schedule
@@ -15,7 +15,7 @@ _WEAK = warm_up.Schedule(lapses=0.9)
 LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
     "e-mail": (build_base.LESSON, build_base.LESSON.schedule),
     "e-mail, weak base": (build_base.LESSON, _WEAK),
-    "e-mail with corrections": (_corrections_lesson.LESSON, _corrections_lesson.LESSON.schedule),
+    "e-mail with corrections": (_corrections.LESSON, _corrections.LESSON.schedule),
     "corridor": (_corridor.LESSON, _corridor.LESSON.schedule),
 }
 

@@ -129,7 +129,7 @@ def _controls(table: Table) -> Iterator[Line]:
 
 def _compared(table: Table) -> Iterator[Line]:
     for name, ours, other in (
-        ("sft and then reinforce++: gain over reinforce++ alone, with as many steps", SFT_RL, RL_ALONE),
+        ("sft and then reinforce++: gain over reinforce++ alone, with as many steps of it", SFT_RL, RL_ALONE),
         ("rewards of turns: gain over the reward of the run alone", PER_TURN, TERMINAL),
     ):
         if ours in table.runs and other in table.runs:

@@ -11,15 +11,17 @@ import itertools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from benchmarks._engine_world import PlayedRun
+from benchmarks._corrections import THANKS, correction
+from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
 from email_agent import users
+from email_agent.react import go_on
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Experience, Feedback, Trajectory
@@ -49,18 +51,17 @@ Signal = Callable[[World, str, int, Random], Awaitable[list[Experience]]]
 class Heard(users.Played):
     """What is said, in place of being sent."""
 
-    group: str = ""
+    run: PlayedRun[Task]
+    group: str
     """What its run is compared within."""
     told: list[Feedback] = field(default_factory=list)
 
     async def send(self, **said: Any) -> None:
-        self.told.append(feedback(cast(PlayedRun[Any], self.run), **said))
+        self.told.append(feedback(self.run, **said))
 
     async def end(self, **said: Any) -> None:
         ids = self.episode.response_ids
         await self.send(msg_ids=ids, ends_session=True, task_id=self.group, **said)
-
-    run: Any = None
 
 
 def feedback(run: PlayedRun[Any], **said: Any) -> Feedback:
@@ -99,7 +100,7 @@ async def _heard(world: World, run: PlayedRun[Task], said: Said, group: str, dra
     client = cast(AsyncOpenAI, run.client)
     accepted = world.right(run.task, run.episode)
     version = run.client.version
-    heard = Heard(client, version, world.tools, run.task, run.episode, accepted, draw, group, run=run)
+    heard = Heard(client, version, world.tools, run.task, run.episode, accepted, draw, run, group)
     await said(heard)
     return heard.told
 
@@ -115,15 +116,26 @@ def _of(said: Said, functions: Functions, policy: RewardPolicy, *, times: int = 
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
         runs = await world.played(version, _asked(world, episodes, times))
-        groups = [one.task.kind if times == 1 else one.task.id for one in runs]
-        told = await asyncio.gather(
-            *(_heard(world, run, said, group, draw) for run, group in zip(runs, groups, strict=True))
-        )
-        return [
-            made for run, some in zip(runs, told, strict=True) for made in experiences(run, some, functions, policy)
-        ]
+        return await _spoken(world, runs, said, functions, policy, draw, grouped=times > 1)
 
     return collect
+
+
+async def _spoken(
+    world: World,
+    runs: Sequence[PlayedRun[Task]],
+    said: Said,
+    functions: Functions,
+    policy: RewardPolicy,
+    draw: Random | None = None,
+    *,
+    grouped: bool = False,
+) -> list[Experience]:
+    """What comes of runs once their users have spoken."""
+    told = await asyncio.gather(
+        *(_heard(world, run, said, run.task.id if grouped else run.task.kind, draw or Random(0)) for run in runs)
+    )
+    return [made for run, some in zip(runs, told, strict=True) for made in experiences(run, some, functions, policy)]
 
 
 async def _edits_and_rewards(heard: users.Played) -> None:
@@ -144,14 +156,36 @@ async def _turns(heard: Heard) -> None:
     await users.rewards(heard)
 
 
-async def _corrected_by_others(heard: users.Played) -> None:
-    """A user who speaks of something else."""
-    other = heard.draw.choice(_OTHER_ANSWERS)
-    await users.corrections(replace(heard, task=replace(heard.task, expected=other)))
-
-
 async def _say_nothing(heard: users.Played) -> None:
     await heard.end()
+
+
+def _corrections(*, dealt: bool) -> Signal:
+    """Next messages that say what to do instead, or thank. `dealt`: those of other runs."""
+
+    async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
+        runs = await world.played(version, _asked(world, episodes, 1))
+        texts = [_next_message(world, run) for run in runs]
+        given = draw.sample(texts, len(texts)) if dealt else texts
+        text_of = {id(run.episode): text for run, text in zip(runs, given, strict=True)}
+
+        async def reply(heard: Heard) -> None:
+            episode = heard.episode
+            if episode.answer is not None:
+                episode.messages.append({"role": "assistant", "content": episode.answer})
+                episode.messages.append({"role": "user", "content": text_of[id(episode)]})
+                await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
+            await heard.end()
+
+        return await _spoken(world, runs, reply, next_messages, ALONE)
+
+    return collect
+
+
+def _next_message(world: World, run: PlayedRun[Task]) -> str:
+    if world.right(run.task, run.episode):
+        return THANKS
+    return correction(run.task.kind, run.task.expected, run.episode.messages)
 
 
 async def pairs(world: World, version: str, episodes: int, _draw: Random) -> list[Experience]:
@@ -193,7 +227,6 @@ def _apart(one: PlayedRun[Task], other: PlayedRun[Task]) -> int | None:
     return None
 
 
-_OTHER_ANSWERS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "1", "2", "3", "Anna Adler", "Ben Berg")
 SIGNALS: Mapping[str, Signal] = {
     "rewards": _of(users.rewards, rewarded, POLICY),
     "groups": _of(users.rewards, rewarded, POLICY, times=GROUP),
@@ -202,7 +235,7 @@ SIGNALS: Mapping[str, Signal] = {
     "edits": _of(users.edits, nobody, ALONE),
     "edits and rewards": _of(_edits_and_rewards, rewarded, POLICY),
     "pairs": pairs,
-    "corrections": _of(users.corrections, next_messages, ALONE),
-    "corrections of others": _of(_corrected_by_others, next_messages, ALONE),
+    "corrections": _corrections(dealt=False),
+    "corrections of others": _corrections(dealt=True),
     "nothing": _of(_say_nothing, nobody, UNREWARDED),
 }

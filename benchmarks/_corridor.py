@@ -76,7 +76,7 @@ def walks(split: str, seed: int) -> Iterator[Walk]:
 
 def doors(messages: Sequence[Any]) -> list[str | None]:
     """What the agent took, turn by turn; None where its call was wrong."""
-    taken = []
+    taken: list[str | None] = []
     for message in messages:
         for call in message.get("tool_calls") or ():
             try:

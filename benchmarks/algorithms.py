@@ -3,8 +3,8 @@
 Writes `reports/bench-algorithms.json`. Exit status 1 when one of its lines does not hold, over five seeds, each with a
 mailbox, a base model and audit tasks of its own, which training never asks: each algorithm of the registry raises the
 score over its base; with the same signal dealt out by lot none does, and it does better than with that; SFT and then RL
-do better than RL alone with as many steps; rewards of turns do better than the reward of the run alone on a task of
-nine turns. An interval is Student's over seeds, 95 %, of gains on the same plays.
+do better than RL alone with as many steps of it; rewards of turns do better than the reward of the run alone, on a task
+of nine turns. An interval is Student's over seeds, 95 %, of gains on the same plays.
 
 Each run is one process with the trainer, the engine and the demo's agent in it, without services. The e-mail agent's
 users are the demo's (`email_agent.users`); `benchmarks._algorithms_arms` says who says what. `hindsight` begins with a
