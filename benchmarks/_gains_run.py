@@ -153,8 +153,9 @@ class _Training(Serving):
             measured = await asyncio.to_thread(lineage.step, items, stop)
             self._found.measured.append({name: measured[name] for name in MEASURED if name in measured})
             if lineage.health.stopped is not None:
+                await asyncio.to_thread(lineage.give_up)
                 break
-        await asyncio.to_thread(lambda: lineage.save(publish=True))
+        await asyncio.to_thread(lambda: lineage.save(publish=lineage.unpublished))
         return lineage.health.stopped is None and not enough
 
 
