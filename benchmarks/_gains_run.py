@@ -123,6 +123,10 @@ async def _run(arm: Arm, seed: int, base: Path, plays: int, scratch: Path) -> Ga
     return found
 
 
+MEASURED = ("hindsight_gap", "hindsight_gap_low", "hindsight_runs", "guard_drop_mean", "guard_drop")
+"""What is kept of a step's measures."""
+
+
 class _Training(Serving):
     def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: Traffic, scoring: Scoring, found: Gain) -> None:
         super().__init__(lineage, world)
@@ -157,9 +161,6 @@ class _Training(Serving):
                 break
         await asyncio.to_thread(lambda: lineage.save(publish=lineage.unpublished))
         return lineage.health.stopped is None and not enough
-
-
-MEASURED = ("hindsight_gap", "hindsight_gap_low", "hindsight_runs", "guard_drop_mean", "guard_drop", "loss")
 
 
 def _judged(visits: Sequence[Visit], made: Sequence[Experience]) -> list[tuple[bool, float]]:
