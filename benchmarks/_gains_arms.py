@@ -17,7 +17,7 @@ _THUMBS = {
 }
 _SIGNALS = {"functions": ["signals"], "weights": {"*": 1.0}}
 _EXPLICIT = {"weights": {"*": 1.0}}
-_HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 16}
+_HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 32}
 
 
 def _edited(name: str, algorithm: str) -> Arm:
@@ -40,12 +40,12 @@ ARMS = {
     one.name: one
     for one in (
         Arm(BASE, "rewards"),
-        Arm(EXPLICIT, "rewards", _EXPLICIT, rounds=40),
+        Arm(EXPLICIT, "rewards", _EXPLICIT, rounds=20),
         _edited(SFT, "sft"),
         _edited(DPO, "dpo"),
         Arm(NATURAL, "corrections", _SIGNALS, rounds=20),
-        Arm(FEW, "few thumbs", _THUMBS, rounds=40, before=1440, judged=True),
-        Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=40, before=1440, judged=True),
+        Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
+        Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
         Arm(
             TYPED, "directions", _SIGNALS, _HINDSIGHT, rounds=15, sessions=32, lesson="directed", held_back=GUARD,

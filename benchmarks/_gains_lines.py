@@ -121,7 +121,10 @@ def _few(found: Gains) -> list[Line]:
     few, full = found.gain(arms.FEW).mean, found.gain(arms.EXPLICIT).mean
     made = [
         Line(
-            "few thumbs: AUROC of the reward model, of the worst seed", min(found.aurocs(arms.FEW).values), AUROC_MIN, 1
+            "few thumbs: AUROC on the runs that the reward model speaks of, of the worst seed",
+            min(found.aurocs(arms.FEW).values),
+            AUROC_MIN,
+            1,
         ),
         Line("few thumbs: share of the gain with full labels", _share(few, full), FEW_SHARE_MIN, math.inf),
     ]

@@ -124,6 +124,10 @@ async def _run(arm: Arm, seed: int, base: Path, plays: int, scratch: Path) -> Ga
     return found
 
 
+MEASURED = ("hindsight_gap", "hindsight_gap_low", "hindsight_runs", "guard_drop_mean", "guard_drop")
+"""What is kept of a step's measures."""
+
+
 class _Training:
     def __init__(self, arm: Arm, seed: int, lineage: Lineage, world: Traffic, scoring: Scoring, found: Gain) -> None:
         self._lineage, self.version = lineage, Newest(lineage, world)
@@ -154,12 +158,10 @@ class _Training:
             measured = await asyncio.to_thread(lineage.step, items, stop)
             self._found.measured.append({name: measured[name] for name in MEASURED if name in measured})
             if lineage.health.stopped is not None:
+                await asyncio.to_thread(lineage.give_up)
                 break
-        await asyncio.to_thread(lambda: lineage.save(publish=True))
+        await asyncio.to_thread(lambda: lineage.save(publish=lineage.unpublished))
         return lineage.health.stopped is None and not enough
-
-
-MEASURED = ("hindsight_gap", "hindsight_gap_low", "hindsight_runs", "guard_drop_mean", "guard_drop", "loss")
 
 
 def _judged(visits: Sequence[Visit], made: Sequence[Experience]) -> list[tuple[bool, float]]:

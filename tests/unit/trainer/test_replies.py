@@ -9,6 +9,7 @@ import pytest
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Branch, Span
+from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.experiences.replies import ReplyReader
 from tests.support.hindsight_world import ASKED, OPENING, conversation, encoder, said
 
@@ -90,6 +91,15 @@ def test_the_turn_s_reward_says_what_an_answer_is(
         prompt = encoder(base)(ASKED + said("No.") + OPENING)
         assert found[0].length_max == len(prompt) + 2, "the answer itself stands once in it, at the end"
     assert list(reader(base).examples(told.model_copy(update={"origin": "written"}))) == []
+
+
+def test_a_call_that_a_tool_answered_is_no_accepted_answer(base: Path) -> None:
+    """Calls that worked have good rewards, and would outnumber what users thanked for in the guard set."""
+    branch = branch_of(base, f"\n{said('<tool_response>42</tool_response>')}{OPENING}")
+    told = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
+    rewards = tuple(TurnReward(turn_id=span.turn_id, value=1.0) for span in branch.spans)
+    both = told.model_copy(update={"branch": branch, "turn_rewards": rewards})
+    assert [one.part for one in reader(base).examples(both)] == [f"accepted/{branch.spans[1].turn_id}/0"]
 
 
 def test_a_template_that_hides_where_messages_begin_is_refused(base: Path, tmp_path: Path) -> None:

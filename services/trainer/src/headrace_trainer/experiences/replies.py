@@ -83,7 +83,7 @@ class ReplyReader:
         self._cached = lru_cache(_CACHED_MAX)(self._places)
 
     def examples(self, experience: Experience) -> Iterator[Example]:
-        """Contradicted answers, and accepted ones with the value 0."""
+        """Contradicted answers, and accepted ones with the value 0. Calls that a tool answered are neither."""
         branch, (contradicted_max, accepted_min) = experience.branch, self._bounds
         rewards = {one.turn_id: one.value for one in experience.turn_rewards}
         if branch is None or experience.origin != "sampled":
@@ -92,10 +92,10 @@ class ReplyReader:
             reward, name = rewards.get(span.turn_id), f"{span.turn_id}/{span.choice}"
             if reward is None:
                 continue
-            if reward >= accepted_min:
+            found = self.read(branch, span)
+            if reward >= accepted_min and (found is not None or span is branch.spans[-1]):
                 yield Example(f"{ACCEPTED}{name}", 0.0, "", span.turn_id, span.choice)
-            found = self.read(branch, span) if reward <= contradicted_max else None
-            if found is not None:
+            if found is not None and reward <= contradicted_max:
                 longest = max(len(span.logprobs), len(found.next.logprobs))
                 longest += len(found.prompt) + len(found.reply)
                 yield Example(f"{CONTRADICTED}{name}", 1.0, "", span.turn_id, span.choice, (), longest)
