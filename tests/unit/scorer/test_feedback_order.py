@@ -46,5 +46,6 @@ def test_the_talk_has_everything() -> None:
 
 
 @pytest.mark.own_target
+@pytest.mark.timeout(1800)
 async def test_ten_thousand_in_any_order(data_dir: Path) -> None:
     assert await differing("sqlite", data_dir, 7, 10_000) == []
