@@ -76,11 +76,7 @@ def experiences(
     """As collector and scorer make them of a run and what was said of it."""
     closed = trajectory_of(run.turns, told)
     entries = entries_of(FeedbackSet(tuple(told)), branch_answers(closed), {}, _CORRECTIONS_MAX)
-    rewards = [
-        source_reward(key, one.outcome, one.value)
-        for key, one in entries.items()
-        if key.kind == "reward" and one.outcome in ("scored", "abstained", "withdrawn")
-    ]
+    rewards = [source_reward(key, one.outcome, one.value) for key, one in entries.items() if key.kind == "reward"]
     given = {key: one.detail for key, one in entries.items() if one.outcome == "given" and one.detail is not None}
     return scored_experiences(closed, [*rewards, *functions(closed)], given, policy)
 
