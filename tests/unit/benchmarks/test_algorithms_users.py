@@ -46,7 +46,11 @@ def heard(signal: str, *answers: str) -> Experience:
     world = SimpleNamespace(
         asked=iter([TASK] * 99), tools=Mailtools(BOX.open()), played=alone, right=lambda _task, _episode: right
     )
-    (made,) = asyncio.run(SIGNALS[signal](cast(Any, world), "v", 64, Random(0)))
+
+    async def collected() -> list[Experience]:
+        return await SIGNALS[signal](cast(Any, world), "v", 64, Random(0))
+
+    (made,) = asyncio.run(collected())
     return made
 
 
