@@ -43,6 +43,7 @@ _LESSON_OF: Mapping[str, str] = {"hindsight": CORRECTED}
 _TEACHER_OF: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
 SFT_RL, RL_ALONE = "weak base, sft and then reinforce++", "weak base, reinforce++ alone"
 RL_TWICE = "weak base, reinforce++ alone, twice the steps"
+FOLLOWED = "hindsight, replies of others that the model follows"
 PER_TURN, TERMINAL = "corridor, rewards of turns", "corridor, reward of the run alone"
 
 
@@ -83,12 +84,14 @@ _ITS_OWN: Mapping[str, object] = {**_SLOW, "advantage.step_wise_grpo.turn_decay"
 COMPARED = (
     Arm(SFT_RL, (STAGES["sft"], STAGES["reinforce++"]), WEAK),
     Arm(RL_ALONE, (STAGES["reinforce++"],), WEAK),
-    Arm(RL_TWICE, (replace(STAGES["reinforce++"], share=2.0),), WEAK),
+    Arm(RL_TWICE, (replace(STAGES["reinforce++"], share=2.0),), WEAK, promised=False),
     Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _ITS_OWN),), CORRIDOR),
-    Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR),
+    Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR, promised=False),
+    Arm(FOLLOWED, (replace(STAGES["hindsight"], signal="corrections of others, followed"),), CORRECTED, promised=False),
 )
 """RL has as many steps after SFT as alone; with as many in all (`RL_TWICE`) it is shown beside, without a promise. In
-the corridor both have as many."""
+the corridor both have as many. Replies of others that the model was given, and follows, have a gap: they are shown,
+too."""
 
 
 def base(lesson: str) -> Arm:

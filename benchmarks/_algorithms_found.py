@@ -47,6 +47,8 @@ class Arm:
     """The arm whose last version teaches."""
     control_of: str = ""
     """The arm whose signal is dealt out by lot here."""
+    promised: bool = True
+    """Whether it has to learn; without, it is shown beside others."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from example_parts.base_model import Lesson
 from example_parts.warm_up import Schedule
 
 _WEAK = warm_up.Schedule(lapses=0.9)
-"""Nine of ten conversations that it saw last go wrong: it finds the way in one of ten."""
+"""Nine of ten conversations that it saw last go wrong: it finds the way in one or two of ten."""
 LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
     "e-mail": (build_base.LESSON, build_base.LESSON.schedule),
     "e-mail, weak base": (build_base.LESSON, _WEAK),

@@ -111,9 +111,8 @@ def lines(table: Table) -> list[Line]:
 
 
 def _learned(table: Table) -> Iterator[Line]:
-    """The reward of the run alone is there to be compared with: it may say too little."""
     for arm in table.arms:
-        if arm.name not in (base(arm.lesson).name, TERMINAL) and not arm.control_of:
+        if arm.name != base(arm.lesson).name and arm.promised and not arm.control_of:
             yield Line(f"{arm.name}: gain over the base", "rises", table.gain(arm))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from random import Random
 
-from headrace_schemas import Experience
+from headrace_schemas import Branch, Experience
 from headrace_schemas.events.experience import Edit, PreferenceSide, TurnReward
 
 
@@ -41,3 +42,38 @@ def turns_by_lot(made: Sequence[Experience], chance: Random) -> list[Experience]
         return turn.model_copy(update={"value": next(dealt)})
 
     return [one.model_copy(update={"turn_rewards": tuple(map(spoiled, one.turn_rewards))}) for one in made]
+
+
+def replies_of_others(made: Sequence[Experience], answered: Collection[str], chance: Random) -> list[Experience]:
+    """What stands between the answer of one of these turns and the next one is what stood there in another run; what
+    the model said to it stays."""
+    places = [_place(one.branch, answered) for one in made]
+    between = [
+        one.branch.token_ids[one.branch.spans[place].stop : one.branch.spans[place + 1].start]
+        for one, place in zip(made, places, strict=True)
+        if one.branch is not None and place is not None
+    ]
+    dealt = iter(chance.sample(between, len(between)))
+    return [
+        one if one.branch is None or place is None else one.model_copy(
+            update={"branch": _spliced(one.branch, place, next(dealt))}
+        )
+        for one, place in zip(made, places, strict=True)
+    ]  # fmt: skip
+
+
+def _place(branch: Branch | None, answered: Collection[str]) -> int | None:
+    """Of the span after which somebody replied and the model went on."""
+    spans = () if branch is None else branch.spans
+    return next((at for at, (one, _) in enumerate(pairwise(spans)) if one.turn_id in answered), None)
+
+
+def _spliced(branch: Branch, place: int, reply: Sequence[int]) -> Branch:
+    before, after = branch.spans[place].stop, branch.spans[place + 1].start
+    longer = len(reply) - (after - before)
+    spans = [
+        span if at <= place else span.model_copy(update={"start": span.start + longer})
+        for at, span in enumerate(branch.spans)
+    ]
+    ids = (*branch.token_ids[:before], *reply, *branch.token_ids[after:])
+    return branch.model_copy(update={"token_ids": ids, "spans": tuple(spans)})

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from openai import AsyncOpenAI
 
+from benchmarks._algorithms_spoiled import replies_of_others
 from benchmarks._corrections import THANKS, correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
@@ -76,11 +77,7 @@ def experiences(
     """As collector and scorer make them of a run and what was said of it."""
     closed = trajectory_of(run.turns, told)
     entries = entries_of(FeedbackSet(tuple(told)), branch_answers(closed), {}, _CORRECTIONS_MAX)
-    rewards = [
-        source_reward(key, one.outcome, one.value)
-        for key, one in entries.items()
-        if key.kind == "reward" and one.outcome in ("scored", "abstained", "withdrawn")
-    ]
+    rewards = [source_reward(key, one.outcome, one.value) for key, one in entries.items() if key.kind == "reward"]
     given = {key: one.detail for key, one in entries.items() if one.outcome == "given" and one.detail is not None}
     return scored_experiences(closed, [*rewards, *functions(closed)], given, policy)
 
@@ -160,8 +157,9 @@ async def _say_nothing(heard: users.Played) -> None:
     await heard.end()
 
 
-def _corrections(*, dealt: bool) -> Signal:
-    """Next messages that say what to do instead, or thank. `dealt`: those of other runs."""
+def _corrections(*, dealt: bool = False, spliced: bool = False) -> Signal:
+    """Next messages that say what to do instead, or thank. `dealt`: those of other runs, which the model then follows;
+    `spliced`: those of other runs in place of the ones that it has followed."""
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
         runs = await world.played(version, _asked(world, episodes, 1))
@@ -177,7 +175,9 @@ def _corrections(*, dealt: bool) -> Signal:
                 await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
             await heard.end()
 
-        return await _spoken(world, runs, reply, next_messages, ALONE)
+        answered = [run.turns[-1].turn_id for run in runs]
+        made = await _spoken(world, runs, reply, next_messages, ALONE)
+        return replies_of_others(made, answered, draw) if spliced else made
 
     return collect
 
@@ -235,7 +235,8 @@ SIGNALS: Mapping[str, Signal] = {
     "edits": _of(users.edits, nobody, ALONE),
     "edits and rewards": _of(_edits_and_rewards, rewarded, POLICY),
     "pairs": pairs,
-    "corrections": _corrections(dealt=False),
-    "corrections of others": _corrections(dealt=True),
+    "corrections": _corrections(),
+    "corrections of others": _corrections(spliced=True),
+    "corrections of others, followed": _corrections(dealt=True),
     "nothing": _of(_say_nothing, nobody, UNREWARDED),
 }

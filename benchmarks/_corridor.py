@@ -1,8 +1,8 @@
 """A task of nine turns: eight rooms, each with a sign that tells which of three doors to take, and nothing that tells
 whether it was the right one before the end.
 
-The way out is found when all doors were right. A base that takes the right one in six of ten rooms finds it in two of
-a hundred runs; what a run was worth says little about each of its turns.
+The way out is found when all doors were right. A base that takes the right one in every other room finds it in four
+of a thousand runs; what a run was worth says little about each of its turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXIT = "exit"
 TOOL, PARAMETER = "take_door", "door"
 DEFINITIONS = [definition(TOOL, "Go through a door of this room.", PARAMETER, f"One of {', '.join(DOORS)}.")]
 AGENT = Agent("Find the way out. Take the door that the sign tells.", DEFINITIONS, ROOMS + 1)
-RIGHT_SHARE = 0.6
+RIGHT_SHARE = 0.5
 """Of the doors that the warm-up shows."""
 
 

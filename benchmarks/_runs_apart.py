@@ -51,16 +51,17 @@ def play(
     work: Callable[[J], F],
     read: Callable[[Path], F],
     *,
-    runs_per_process: int = 1,
+    alone: bool = True,
 ) -> Iterator[F]:
-    """What came of all runs, those that were done before first. `name` is that of the benchmark."""
+    """What came of all runs, those that were done before first. `name` is that of the benchmark. `alone`: each run has
+    a process that had no other one; else a few processes do them all."""
     parts.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not job.place(parts).exists()]
     yield from (read(job.place(parts)) for job in jobs if job not in todo)
     context = multiprocessing.get_context("spawn")
     with (
         ProgressDisplay(name, len(todo), unit="runs") as progress,
-        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=runs_per_process) as pool,
+        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1 if alone else None) as pool,
     ):
         waiting: dict[Future[F], J] = {pool.submit(work, job): job for job in todo}
         while waiting:

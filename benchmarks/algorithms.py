@@ -15,6 +15,7 @@ for each run, and is not run again: a benchmark that was interrupted goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -32,8 +33,6 @@ from benchmarks._algorithms_lines import Table, lines, markdown
 from benchmarks._runs_apart import play, quietly
 
 NICE = 5
-RUNS_PER_PROCESS = 8
-"""A process takes seconds to import what it needs, as long as a run."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,12 @@ def found_in(path: Path) -> Found:
 
 
 def played(chosen: Sequence[Arm], options: argparse.Namespace, plan: Plan) -> Iterator[Found]:
-    """All runs; those that learn from a version of another one after it."""
-    for taught in (False, True):
-        wave = [arm.name for arm in chosen if bool(arm.teacher) is taught]
-        # Seed by seed, so that an interrupted benchmark has whole seeds.
-        jobs = [
-            Job(name, seed, plan, options.cache, options.parts / "versions")
-            for seed in range(options.seeds)
-            for name in wave
-        ]
-        yield from play(
-            "bench-algorithms", jobs, options.parts, options.workers, work, found_in, runs_per_process=RUNS_PER_PROCESS
-        )
+    """All runs, seed by seed; those that learn from a version of another one after it."""
+    versions = options.parts / "versions"
+    for seed, taught in itertools.product(range(options.seeds), (False, True)):
+        jobs = [Job(arm.name, seed, plan, options.cache, versions) for arm in chosen if bool(arm.teacher) is taught]
+        # A process takes as long to import what it needs as for a run, so it has those of a seed.
+        yield from play("bench-algorithms", jobs, options.parts, options.workers, work, found_in, alone=False)
 
 
 def main() -> int:

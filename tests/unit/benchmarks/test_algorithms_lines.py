@@ -14,7 +14,7 @@ from benchmarks import _corridor
 from benchmarks._algorithms_arms import CONTROLS, PER_TURN, SFT_RL, STAGES, TERMINAL, algorithms, arms
 from benchmarks._algorithms_found import Found
 from benchmarks._algorithms_lines import Interval, Table, lines, markdown
-from benchmarks._algorithms_spoiled import edits_of_others, sides_by_lot, turns_by_lot
+from benchmarks._algorithms_spoiled import edits_of_others, replies_of_others, sides_by_lot, turns_by_lot
 from headrace_cli.controls.statistics import Score
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
@@ -127,6 +127,37 @@ def test_what_was_said_is_dealt_to_others(spoil: Callable[..., list[Experience]]
     assert sorted(map(str, map(of, after))) == sorted(map(str, map(of, before)))
     assert sum(of(one) == of(other) for one, other in zip(after, before, strict=True)) < 5
     assert [one.edits[0].turn_id for one in after] == [one.edits[0].turn_id for one in before]
+
+
+def test_replies_are_put_in_place_of_others_and_answers_stay() -> None:
+    before = []
+    for number in range(20):
+        plain = experience(number, "", 1.0, versions=["m@0123456789abcdef"] * 2, length=13 + number, prompt=5)
+        assert plain.branch is not None
+        first, second = plain.branch.spans
+        logprobs = first.logprobs[:2]
+        branch = plain.branch.model_copy(update={"spans": (first.model_copy(update={"logprobs": logprobs}), second)})
+        before.append(plain.model_copy(update={"branch": branch}))
+    silent = before.pop().model_copy(update={"turn_ids": ()})
+    after = replies_of_others([*before, silent], {f"turn-{number}-0" for number in range(19)}, random.Random(0))
+    assert after.pop() == silent
+    assert sorted(map(reply, after)) == sorted(map(reply, before))
+    assert sum(reply(one) == reply(other) for one, other in zip(after, before, strict=True)) < 5
+    for one, other in zip(after, before, strict=True):
+        assert [said_tokens(one, place) for place in (0, 1)] == [said_tokens(other, place) for place in (0, 1)]
+        assert Experience.model_validate_json(one.to_json()) == one
+
+
+def reply(one: Experience) -> tuple[int, ...]:
+    assert one.branch is not None
+    first, second = one.branch.spans
+    return tuple(one.branch.token_ids[first.stop : second.start])
+
+
+def said_tokens(one: Experience, place: int) -> tuple[int, ...]:
+    assert one.branch is not None
+    span = one.branch.spans[place]
+    return tuple(one.branch.token_ids[span.start : span.stop])
 
 
 def test_a_coin_turns_both_sides_of_a_comparison() -> None:

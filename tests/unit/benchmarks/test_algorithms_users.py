@@ -1,0 +1,105 @@
+"""What users of `make bench-algorithms` say becomes what the algorithm trains: one signal, and nothing beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks import _algorithms_users
+from benchmarks._algorithms_users import SIGNALS
+from benchmarks._corrections import THANKS, correction
+from email_agent import mailbox
+from email_agent.demonstrations import ROUTES
+from email_agent.tasks import Task, stream
+from email_agent.tools import Mailtools
+from example_parts.react import Episode
+from headrace_schemas import Experience
+from tests.support.turns import after, ask, user
+
+BOX = mailbox.generate(3)
+TASK: Task = next(stream(BOX, "train", 3))
+
+
+def run(*answers: str, session: str = "s") -> Any:
+    """The agent answered, without a tool; was told to go on, and answered."""
+    turns = [ask([user(TASK.question)], answers[0], session=session)]
+    for text in answers[1:]:
+        turns.append(ask(after(turns[-1], user("go on")), text, session=session))
+    said = [{"role": "user", "content": TASK.question}]
+    episode = Episode(answers[-1], [turn.turn_id for turn in turns], messages=said)
+    client = SimpleNamespace(turns=turns, version=turns[0].version)
+    return SimpleNamespace(task=TASK, client=client, turns=turns, episode=episode)
+
+
+def heard(signal: str, *answers: str) -> Experience:
+    """The experience of the run."""
+    played = run(*answers)
+
+    async def alone(_version: str, _tasks: object) -> list[Any]:
+        return [played]
+
+    right = played.episode.answer == TASK.expected
+    world = SimpleNamespace(
+        asked=iter([TASK] * 99), tools=Mailtools(BOX.open()), played=alone, right=lambda _task, _episode: right
+    )
+
+    async def collected() -> list[Experience]:
+        return await SIGNALS[signal](cast(Any, world), "v", 64, Random(0))
+
+    (made,) = asyncio.run(collected())
+    return made
+
+
+def test_a_label_says_whether_and_an_edit_what_instead() -> None:
+    assert (heard("labels", TASK.expected).reward, heard("labels", "unknown").reward) == (1.0, 0.0)
+    made = heard("edits", "unknown")
+    assert made.reward is None
+    assert made.branch is not None
+    (edit,) = made.edits
+    assert edit.turn_id == made.turn_ids[0]
+    assert [call.function.name for call in edit.message.tool_calls or ()] == [ROUTES[TASK.kind][0]]
+
+
+def test_rewards_are_the_demo_s_and_groups_are_runs_of_one_question() -> None:
+    alone, grouped = heard("rewards", TASK.expected), heard("groups", TASK.expected)
+    assert alone.reward == grouped.reward == pytest.approx(1 / 1.7), "right, without evidence and without a tool"
+    assert (alone.task_id, grouped.task_id) == (TASK.kind, TASK.id)
+    both = heard("edits and rewards", "unknown")
+    assert (both.reward, len(both.edits)) == (0.0, 1)
+
+
+def test_a_step_that_was_wrong_is_worth_nothing_and_those_after_it_are_not_judged() -> None:
+    made = heard("turns", "unknown", "unknown")
+    assert [(one.turn_id, one.value) for one in made.turn_rewards] == [(made.turn_ids[0], 0.0)]
+    assert heard("turns", TASK.expected).reward == pytest.approx(1 / 1.7), "what is said of turns moves no reward"
+
+
+def test_who_says_nothing_leaves_the_tokens() -> None:
+    made = heard("nothing", "unknown")
+    assert (made.reward, made.no_reward, made.edits, made.preferences) == (None, "no_reward", (), ())
+    assert made.branch is not None
+
+
+def test_the_better_run_s_first_other_answer_is_preferred() -> None:
+    better, worse = run("same", TASK.expected, session="a"), run("same", "unknown", session="b")
+    told = _algorithms_users._compared([worse, better])
+    sides = {side.turn_id: side for one in told for side in one.preferences}
+    assert len({side.preference_id for side in sides.values()}) == 1
+    assert (sides[better.turns[1].turn_id].side, sides[worse.turns[1].turn_id].side) == ("chosen", "rejected")
+    assert all(one.reward is None for one in told)
+    assert _algorithms_users._compared([worse, run("same", "unknown", session="c")]) == [], "no better one"
+    other = run(TASK.expected, session="d")
+    assert len(_algorithms_users._compared([other, run("unknown", session="e")])) == 2
+
+
+def test_a_correction_names_the_next_tool_and_then_the_answer() -> None:
+    first, second = ROUTES["attachment"]
+    shown = {"role": "tool", "content": "something"}
+    assert correction("attachment", "a.pdf", []) == f"No, that is wrong. Use {first}."
+    assert correction("attachment", "a.pdf", [shown]) == f"No, that is wrong. Use {second}."
+    assert correction("attachment", "a.pdf", [shown, shown]) == "No, that is wrong. It is a.pdf."
+    assert "Thank" in THANKS
