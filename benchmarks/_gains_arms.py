@@ -10,6 +10,11 @@ DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "
 EDITS = 200
 GUARD = "mail_count"
 """The kind of question that nobody asks while corrections are typed."""
+PAPERS = {
+    TYPED: "arXiv:2601.20802, abstract: at test time, on hard tasks with a binary reward, as likely to find an answer "
+    "as best-of-k and several turns are, with a third of the attempts"
+}
+"""What a paper says of the like, to stand beside our figure."""
 _THUMBS = {
     "functions": ["signals"],
     "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},

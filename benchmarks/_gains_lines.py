@@ -193,5 +193,7 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["auroc"] = found.aurocs(arm).report()
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]
+    if arm in arms.PAPERS:
+        row["paper"] = arms.PAPERS[arm]
     row["stopped"] = [run.health for run in runs if run.health]
     return row
