@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from benchmarks._gains_found import Arm
 
 BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
@@ -30,6 +32,14 @@ def _edited(name: str, algorithm: str) -> Arm:
     return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=True)
 
 
+def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, object], *, rounds: int) -> Arm:
+    """In rounds of half the size: it is counted how many sessions are needed."""
+    return Arm(
+        name, users, scorer, trainer, rounds=rounds, sessions=32, lesson="directed", held_back=GUARD, times=3,
+        traced=True,
+    )  # fmt: skip
+
+
 def _gap(base: str, users: str, lesson: str) -> Arm:
     trainer = {**_HINDSIGHT, "batch_experiences": 64}
     return Arm(f"gap, {base}, {users}", users, _SIGNALS, trainer, rounds=1, lesson=lesson, times=0)
@@ -52,14 +62,8 @@ ARMS = {
         Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
-        Arm(
-            TYPED, "directions", _SIGNALS, _HINDSIGHT, rounds=15, sessions=32, lesson="directed", held_back=GUARD,
-            times=3, traced=True,
-        ),
-        Arm(
-            BINARY, "rewards", _EXPLICIT, {"batch_experiences": 16}, rounds=15, sessions=32, lesson="directed",
-            held_back=GUARD, times=3, traced=True,
-        ),
+        _replied(TYPED, "directions", _SIGNALS, _HINDSIGHT, rounds=15),
+        _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         HAS_A_GAP,
         *HAS_NONE,
     )
