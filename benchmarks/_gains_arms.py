@@ -47,10 +47,13 @@ def _gap(base: str, users: str, lesson: str) -> Arm:
 
 HAS_A_GAP = _gap(DIRECTED_BASE, "directions", "directed")
 HAS_NONE = (
-    _gap(DIRECTED_BASE, "directions of others", "directed"),
+    _gap(DIRECTED_BASE, "nothing but no", "directed"),
     _gap(BASE, "directions", "demo"),
-    _gap(BASE, "directions of others", "demo"),
+    _gap(BASE, "nothing but no", "demo"),
 )
+MISLED = _gap(DIRECTED_BASE, "directions of others", "directed")
+"""Not seen by the gap, as docs/algorithms.md says: the model follows replies that are wrong. The guard and the gate are
+for that, so it is told and is no line."""
 ARMS = {
     one.name: one
     for one in (
@@ -66,5 +69,6 @@ ARMS = {
         _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         HAS_A_GAP,
         *HAS_NONE,
+        MISLED,
     )
 }  # fmt: skip
