@@ -210,8 +210,8 @@ async def test_a_reward_model_goes_on_with_what_it_knew_and_speaks_of_what_is_ne
     made = []
     for part in (runs[:30], runs[30:]):
         rescoring = Rescoring(settings, pool, learning)
-        for place, one in enumerate(thumbed(part) if part[0] is runs[0] else []):
-            rescoring.know(*line(one, place))
+        for place, thumb in enumerate(thumbed(part) if part[0] is runs[0] else []):
+            rescoring.know(*line(thumb, place))
         for one in part:
             rescoring.taken(await rescoring.score(one.to_json()))
         made.append([experience async for experience in rescoring.learned()])
