@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from benchmarks._gains_found import Arm
 
 BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
@@ -10,6 +12,11 @@ DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "
 EDITS = 200
 GUARD = "mail_count"
 """The kind of question that nobody asks while corrections are typed."""
+PAPERS = {
+    TYPED: "arXiv:2601.20802, abstract: at test time, on hard tasks with a binary reward, as likely to find an answer "
+    "as best-of-k and several turns are, with a third of the attempts"
+}
+"""What a paper says of the like, to stand beside our figure."""
 _THUMBS = {
     "functions": ["signals"],
     "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},
@@ -18,11 +25,21 @@ _THUMBS = {
 _SIGNALS = {"functions": ["signals"], "weights": {"*": 1.0}}
 _EXPLICIT = {"weights": {"*": 1.0}}
 _HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 32}
+_CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guard_drop_max": 0.01}}
+"""With the demo's learning rate answers are best after a few steps, and then fall; a hundredth of a nat is a point."""
 
 
 def _edited(name: str, algorithm: str) -> Arm:
     trainer = {"algorithm": algorithm, "batch_experiences": 8}
     return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=True)
+
+
+def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, object], *, rounds: int) -> Arm:
+    """In rounds of half the size: it is counted how many sessions are needed."""
+    return Arm(
+        name, users, scorer, trainer, rounds=rounds, sessions=32, lesson="directed", held_back=GUARD, times=3,
+        traced=True,
+    )  # fmt: skip
 
 
 def _gap(base: str, users: str, lesson: str) -> Arm:
@@ -32,10 +49,13 @@ def _gap(base: str, users: str, lesson: str) -> Arm:
 
 HAS_A_GAP = _gap(DIRECTED_BASE, "directions", "directed")
 HAS_NONE = (
-    _gap(DIRECTED_BASE, "directions of others", "directed"),
+    _gap(DIRECTED_BASE, "nothing but no", "directed"),
     _gap(BASE, "directions", "demo"),
-    _gap(BASE, "directions of others", "demo"),
+    _gap(BASE, "nothing but no", "demo"),
 )
+MISLED = _gap(DIRECTED_BASE, "directions of others", "directed")
+"""Not seen by the gap, as docs/algorithms.md says: the model follows replies that are wrong. The guard and the gate are
+for that, so it is told and is no line."""
 ARMS = {
     one.name: one
     for one in (
@@ -47,15 +67,10 @@ ARMS = {
         Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
-        Arm(
-            TYPED, "directions", _SIGNALS, _HINDSIGHT, rounds=15, sessions=32, lesson="directed", held_back=GUARD,
-            times=3, traced=True,
-        ),
-        Arm(
-            BINARY, "rewards", _EXPLICIT, {"batch_experiences": 16}, rounds=15, sessions=32, lesson="directed",
-            held_back=GUARD, times=3, traced=True,
-        ),
+        _replied(TYPED, "directions", _SIGNALS, _CAREFUL, rounds=15),
+        _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         HAS_A_GAP,
         *HAS_NONE,
+        MISLED,
     )
 }  # fmt: skip

@@ -12,7 +12,7 @@ sys.path.insert(0, "examples")  # examples are not installed
 
 from benchmarks._gains_arms import ARMS
 from benchmarks._gains_found import Gain
-from benchmarks._gains_lines import Gains, lines, rows
+from benchmarks._gains_lines import Gains, lines, misled, rows
 from benchmarks._learning_lines import Line
 from benchmarks._runs_apart import play as play_apart
 from benchmarks._runs_apart import quietly
@@ -56,4 +56,6 @@ def play(
     made = lines(found)
     seconds = {arm: [round(run.seconds) for run in runs] for arm, runs in found.arms.items()}
     report: dict[str, object] = {"plays": plays, "runs": rows(found), "run_seconds": seconds}
+    if (told := misled(found)) is not None:
+        report["trained although users misled"] = told.mean
     return report | {"lines": [line.report() for line in made]}, made

@@ -173,6 +173,12 @@ def _gaps(found: Gains) -> list[Line]:
     ]
 
 
+def misled(found: Gains) -> Figure | None:
+    """Whether training began where users misled: 1 or 0 for each seed."""
+    runs = found.arms.get(arms.MISLED.name, [])
+    return Figure(tuple(float(bool(run.steps)) for run in runs)) if runs else None
+
+
 def _share(part: float, whole: float) -> float:
     """Of a gain that is none, none."""
     return part / whole if whole > 0 else 0.0
@@ -193,5 +199,7 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["auroc"] = found.aurocs(arm).report()
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]
+    if arm in arms.PAPERS:
+        row["paper"] = arms.PAPERS[arm]
     row["stopped"] = [run.health for run in runs if run.health]
     return row

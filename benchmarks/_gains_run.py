@@ -50,6 +50,11 @@ async def directions(played: users.Played) -> None:
     await _told(played, directed.direction(played.task, played.tools, played.episode.messages, played.draw)[0])
 
 
+async def nothing_but_no(played: users.Played) -> None:
+    """Everybody types the same, which is worth nothing to anybody."""
+    await _told(played, users.WRONG)
+
+
 class Misled:
     """Planted: what is typed belongs to the session before."""
 
@@ -72,6 +77,7 @@ USERS: Mapping[str, Say] = {
     **users.SIGNALS,
     "directions": directions,
     "directions of others": Misled(),
+    "nothing but no": nothing_but_no,
     "few thumbs": few_thumbs,
     "few thumbs, poisoned": partial(few_thumbs, poisoners=POISONERS),
 }

@@ -1,4 +1,4 @@
-"""The gain lines of `make bench-signals` on made-up runs: sound ones miss none, and each planted fault misses its own."""
+"""The gain lines of `make bench-signals` on made-up runs: sound ones miss none, each planted fault misses its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import _gains_arms as arms
 from benchmarks._gains_found import Gain
-from benchmarks._gains_lines import Figure, Gains, lines, rows
+from benchmarks._gains_lines import Figure, Gains, lines, misled, rows
 from headrace_cli.controls.statistics import Score
 
 SEEDS, TASKS, BASE = 5, 400, 0.35
@@ -25,7 +25,7 @@ SCORES = {
     arms.DIRECTED_BASE: BASE,
     arms.TYPED: 0.6,
     arms.BINARY: 0.6,
-    **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE)},
+    **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE, arms.MISLED)},
 }
 QUICK = {arms.TYPED: 1.0, arms.BINARY: 0.3}
 """How much of the gain is there after a tenth of the sessions."""
@@ -71,8 +71,14 @@ def test_sound_runs_miss_no_line() -> None:
     assert missed(found) == []
     assert len(lines(found)) == 13
     assert set(rows(found)) == {arm for arm, score in SCORES.items() if not math.isnan(score)}
+    assert misled(found) == Figure((0.0,) * SEEDS)
+    assert misled(Gains([])) is None
     assert found.sessions_to(arms.TYPED, 0.15) == 48
     assert found.sessions_to(arms.BINARY, 0.15) == 480
+
+
+FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
+"""The same plays for every seed, as a changed arm has them."""
 
 
 @pytest.mark.parametrize(
@@ -85,10 +91,10 @@ def test_sound_runs_miss_no_line() -> None:
         ({arms.FEW: 0.58, arms.POISONED: 0.57}, {}, "few thumbs: share"),
         ({arms.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
         ({}, {arms.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC"),
-        ({}, {arms.TYPED: {"scores": plays(0.45, 0)}, arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}, "typed corrections: gain"),
+        ({}, {arms.TYPED: {"scores": plays(0.45, 0)}, **FIXED_BASE}, "typed corrections: gain"),
         ({}, {arms.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
         ({}, {arms.BINARY: {"trace": [(48, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
-        ({}, {arms.TYPED: {"scores": plays(0.9, 0, guard=0.3)}, arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}, "typed corrections: what the guard"),
+        ({}, {arms.TYPED: {"scores": plays(0.9, 0, guard=0.3)}, **FIXED_BASE}, "typed corrections: what the guard"),
         ({}, {arms.HAS_NONE[0].name: {"steps": 1}}, "typed corrections: settings"),
         ({}, {arms.HAS_A_GAP.name: {"steps": 0}}, "typed corrections: settings"),
     ],

@@ -13,6 +13,8 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.filters import Lines
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_scorer.learned.replaying import LearnedReplay
+from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.rescoring import Rescoring, _work
 from headrace_scorer.settings import ScorerSettings
 from tests.support.streams import START
@@ -174,14 +176,18 @@ async def test_a_trajectory_that_is_none_is_counted_and_the_rest_goes_on() -> No
     assert report.experiences == {"no_reward": 1}
 
 
+def quality(trajectory: Trajectory) -> float:
+    return 0.8 if int(trajectory.session_id) % 2 == 0 else 0.2
+
+
+def thumbed(runs: Sequence[Trajectory]) -> list[Feedback]:
+    return [said(one, float(int(one.session_id) % 2 == 0), at=float(at)) for at, one in enumerate(runs)]
+
+
 async def test_a_reward_model_learns_from_all_and_speaks_of_all() -> None:
     """What it said in the stream is passed over. The same lines give the same bytes."""
-
-    def quality(trajectory: Trajectory) -> float:
-        return 0.8 if int(trajectory.session_id) % 2 == 0 else 0.2
-
     runs = [run(str(number)) for number in range(40)]
-    thumbs = [said(one, float(int(one.session_id) % 2 == 0), at=float(at)) for at, one in enumerate(runs[:30])]
+    thumbs = thumbed(runs[:30])
     before = judged(runs[35], 1.0, source="learned:thumbs")
     learned = {"model": "thumbs", "thumbs_min": 20}
     settings: dict[str, Any] = {"learned": learned, "weights": {"function:*": 0.0, "*": 1.0}}
@@ -193,3 +199,22 @@ async def test_a_reward_model_learns_from_all_and_speaks_of_all() -> None:
         assert one.reward is not None
         assert (one.reward > 0.6) if int(about.session_id) % 2 == 0 else (one.reward < 0.4)
     assert report.outcomes["learned:thumbs"] == {"scored": 40}
+
+
+async def test_a_reward_model_goes_on_with_what_it_knew_and_speaks_of_what_is_new() -> None:
+    runs = [run(str(number)) for number in range(40)]
+    learned = {"model": "thumbs", "thumbs_min": 20}
+    settings = ScorerSettings.model_validate({"learned": learned, "weights": {"function:*": 0.0, "*": 1.0}})
+    pool = LocalPool(settings, [quality])
+    learning = LearnedReplay(LearnedSource(settings.learned, lambda: pool.functions))
+    made = []
+    for part in (runs[:30], runs[30:]):
+        rescoring = Rescoring(settings, pool, learning)
+        for place, thumb in enumerate(thumbed(part) if part[0] is runs[0] else []):
+            rescoring.know(*line(thumb, place))
+        for one in part:
+            rescoring.taken(await rescoring.score(one.to_json()))
+        made.append([experience async for experience in rescoring.learned()])
+    assert [one.trajectory_id for one in made[1]] == [one.trajectory_id for one in runs[30:]]
+    assert all((one.reward or 0.0) > 0.6 for one in made[1][::2])
+    assert all(0.0 < (one.reward or 0.0) < 0.4 for one in made[1][1::2])
