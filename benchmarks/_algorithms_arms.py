@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks._algorithms_found import Arm, Change, Stage, as_said
+from benchmarks._algorithms_found import Arm, Stage
 from benchmarks._algorithms_spoiled import edits_of_others, sides_by_lot
 from headrace_cli.controls import kinds
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
@@ -65,7 +65,7 @@ def _arm(name: str, stage: Stage) -> Arm:
     return Arm(name, (stage,), _LESSON_OF.get(name, "e-mail"), _TEACHER_OF.get(name, ""))
 
 
-def _control(name: str, change: Change = as_said, signal: str = "") -> Arm:
+def _control(name: str, change: kinds.Change = kinds.TRUE.change, signal: str = "") -> Arm:
     """The same algorithm with another signal, or with what `change` makes of its own."""
     stage = replace(STAGES[name], change=change, signal=signal or STAGES[name].signal)
     return Arm(f"{name}, shuffled", (stage,), _LESSON_OF.get(name, "e-mail"), control_of=name)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from random import Random
 
+from headrace_cli.controls.kinds import TRUE, Change
 from headrace_cli.controls.statistics import Score
-from headrace_schemas import Experience
 
 EPISODES = 64
 """Played at a time, by one version."""
-Change = Callable[[Sequence[Experience], Random], list[Experience]]
-"""What users said to what is trained in its place."""
-
-
-def as_said(experiences: Sequence[Experience], _chance: Random) -> list[Experience]:
-    """Nothing is changed."""
-    return list(experiences)
 
 
 @dataclass(frozen=True)
@@ -29,7 +21,7 @@ class Stage:
     """What users say, by its name in `benchmarks._algorithms_users` or `benchmarks._algorithms_corridor`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Of the trainer, by their dotted names, beside those of the demo."""
-    change: Change = as_said
+    change: Change = TRUE.change
     """What a control makes of the experiences."""
     share: float = 1.0
     """Of the steps of a run."""

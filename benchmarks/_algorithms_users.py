@@ -18,11 +18,10 @@ from typing import Any, cast
 from openai import AsyncOpenAI
 
 from benchmarks._algorithms_spoiled import replies_of_others
-from benchmarks._corrections import THANKS, correction
+from benchmarks._corrections import correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
 from email_agent import users
-from email_agent.react import go_on
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Experience, Feedback, Trajectory
@@ -168,11 +167,7 @@ def _corrections(*, dealt: bool = False, spliced: bool = False) -> Signal:
         text_of = {id(run.episode): text for run, text in zip(runs, given, strict=True)}
 
         async def reply(heard: Heard) -> None:
-            episode = heard.episode
-            if episode.answer is not None:
-                episode.messages.append({"role": "assistant", "content": episode.answer})
-                episode.messages.append({"role": "user", "content": text_of[id(episode)]})
-                await go_on(heard.client, heard.model, heard.tools, episode, MAX_TOKENS)
+            await users.reply(heard, text_of[id(heard.episode)], MAX_TOKENS)
             await heard.end()
 
         answered = [run.turns[-1].turn_id for run in runs]
@@ -184,7 +179,7 @@ def _corrections(*, dealt: bool = False, spliced: bool = False) -> Signal:
 
 def _next_message(world: World, run: PlayedRun[Task]) -> str:
     if world.right(run.task, run.episode):
-        return THANKS
+        return users.THANKS
     return correction(run.task.kind, run.task.expected, run.episode.messages)
 
 

@@ -22,7 +22,6 @@ from email_agent.tasks import Kind, Task, stream
 from email_agent.tools import DEFINITIONS, Mailtools
 from example_parts.base_model import Lesson
 
-THANKS = "Thank you, that is right."
 _SAID_SHARE = 0.5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,15 +35,10 @@ def work(job: Job) -> Gain:
     """In a process of its own."""
     from benchmarks._gains_run import LESSONS, run
 
-    quietly(5)
+    quietly()
     arm = ARMS[job.arm]
     lesson = LESSONS[arm.lesson]
     return run(arm, job.seed, lesson.build(job.cache, lesson.recipe(job.seed)).absolute(), job.plays)
-
-
-def found_in(path: Path) -> Gain:
-    """A run that was done before."""
-    return Gain(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def play(
@@ -52,7 +46,7 @@ def play(
 ) -> tuple[dict[str, object], list[Line]]:
     """Their section of the report, and the lines that have to hold."""
     jobs = [Job(name, seed, plays, cache) for seed in seeds for name in names]
-    found = Gains(play_apart("bench-signals gains", jobs, parts, workers, work, found_in))
+    found = Gains(play_apart("bench-signals gains", jobs, parts, workers, work, Gain))
     made = lines(found)
     seconds = {arm: [round(run.seconds) for run in runs] for arm, runs in found.arms.items()}
     report: dict[str, object] = {"plays": plays, "runs": rows(found), "run_seconds": seconds}

@@ -29,16 +29,17 @@ class Job(Protocol):
         """The file of what came of it."""
 
 
+NICE = 5
 J = TypeVar("J", bound=Job)
 F = TypeVar("F", bound=Reported)
 
 
-def quietly(nice: int) -> None:
+def quietly() -> None:
     """At the start of a run in its process: whoever works at this machine comes first, and nobody logs."""
     import structlog
     import transformers
 
-    os.nice(max(0, nice - os.nice(0)))
+    os.nice(max(0, NICE - os.nice(0)))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     transformers.utils.logging.disable_progress_bar()
 
@@ -49,15 +50,16 @@ def play(
     parts: Path,
     workers: int,
     work: Callable[[J], F],
-    read: Callable[[Path], F],
+    found: Callable[..., F],
     *,
     alone: bool = True,
 ) -> Iterator[F]:
-    """What came of all runs, those that were done before first. `name` is that of the benchmark. `alone`: each run has
+    """What came of all runs, those that were done before first. `name` is that of the benchmark, and
+    `found` makes of a report what reported. `alone`: each run has
     a process that had no other one; else a few processes do them all."""
     parts.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not job.place(parts).exists()]
-    yield from (read(job.place(parts)) for job in jobs if job not in todo)
+    yield from (found(**json.loads(job.place(parts).read_text(encoding="utf-8"))) for job in jobs if job not in todo)
     context = multiprocessing.get_context("spawn")
     with (
         ProgressDisplay(name, len(todo), unit="runs") as progress,
@@ -68,7 +70,7 @@ def play(
             ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in ended:
                 place = waiting.pop(future).place(parts)
-                found = future.result()
-                place.write_text(json.dumps(found.report()), encoding="utf-8")
+                ended_run = future.result()
+                place.write_text(json.dumps(ended_run.report()), encoding="utf-8")
                 progress.advance()
-                yield found
+                yield ended_run

@@ -32,8 +32,6 @@ from benchmarks._algorithms_found import Arm, Found, Plan
 from benchmarks._algorithms_lines import Table, lines, markdown
 from benchmarks._runs_apart import play, quietly
 
-NICE = 5
-
 
 @dataclass(frozen=True)
 class Job:
@@ -55,14 +53,9 @@ def work(job: Job) -> Found:
     from benchmarks._algorithms_lessons import base_of
     from benchmarks._algorithms_run import run
 
-    quietly(NICE)
+    quietly()
     arm = next(one for one in arms() if one.name == job.arm)
     return run(arm, job.seed, base_of(arm.lesson, job.seed, job.cache), job.plan, job.versions)
-
-
-def found_in(path: Path) -> Found:
-    """A run that was done before."""
-    return Found(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def played(chosen: Sequence[Arm], options: argparse.Namespace, plan: Plan) -> Iterator[Found]:
@@ -71,7 +64,7 @@ def played(chosen: Sequence[Arm], options: argparse.Namespace, plan: Plan) -> It
     for seed, taught in itertools.product(range(options.seeds), (False, True)):
         jobs = [Job(arm.name, seed, plan, options.cache, versions) for arm in chosen if bool(arm.teacher) is taught]
         # A process takes as long to import what it needs as for a run, so it has those of a seed.
-        yield from play("bench-algorithms", jobs, options.parts, options.workers, work, found_in, alone=False)
+        yield from play("bench-algorithms", jobs, options.parts, options.workers, work, Found, alone=False)
 
 
 def main() -> int:

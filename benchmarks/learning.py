@@ -63,14 +63,9 @@ def work(job: Job) -> Found:
     from benchmarks._learning_run import run
     from email_agent.build_base import LESSON
 
-    quietly(5)
+    quietly()
     arm = next(one for one in ARMS if one.name == job.arm)
     return run(arm, job.seed, LESSON.build(job.cache, LESSON.recipe(job.seed)).absolute(), job.plan)
-
-
-def found_in(path: Path) -> Found:
-    """A run that was done before."""
-    return Found(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def main() -> int:
@@ -90,7 +85,7 @@ def main() -> int:
     # Seed by seed, so that an interrupted benchmark has whole seeds.
     jobs = [Job(name, seed, plan, options.cache) for seed in range(options.seeds) for name in names]
     began, runs = time.monotonic(), []
-    for one in play("bench-learning", jobs, options.parts, options.workers, work, found_in):
+    for one in play("bench-learning", jobs, options.parts, options.workers, work, Found):
         runs.append(one)
         table = Table([one])
         print(f"{one.arm:26} seed {one.seed}: {table.score(one.arm).value:6.1%} ({table.gain(one.arm).value:+.1%})",

@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks import _algorithms_users
 from benchmarks._algorithms_users import SIGNALS
-from benchmarks._corrections import THANKS, correction
+from benchmarks._corrections import correction
 from email_agent import mailbox
 from email_agent.demonstrations import ROUTES
 from email_agent.tasks import Task, stream
 from email_agent.tools import Mailtools
+from email_agent.users import THANKS
 from example_parts.react import Episode
 from headrace_schemas import Experience
 from tests.support.turns import after, ask, user

@@ -90,7 +90,7 @@ class ReplyReader:
             return
         for span in branch.spans:
             reward, name = rewards.get(span.turn_id), f"{span.turn_id}/{span.choice}"
-            if reward is None:
+            if reward is None or contradicted_max < reward < accepted_min:
                 continue
             found = self.read(branch, span)
             if reward >= accepted_min and (found is not None or span is branch.spans[-1]):
