@@ -87,7 +87,8 @@ def follow(log: Log, turn_id: str) -> Trail:
     step(Reward, rewards)
     experience = step(Experience, [one for one in log.of(Experience) if one.trajectory_id == trajectory.trajectory_id])
     assert experience.experience_id == Experience.id_of(trajectory.trajectory_id, 0)
-    assert {part.source for part in experience.parts} <= {one.source for one in rewards}
+    if unread := {part.source for part in experience.parts} - {one.source for one in rewards}:
+        raise Missing(f"rewards of {sorted(unread)}, after {trail.found}")  # topics are read one after the other
     reports = [one for one in log.of(TrainingMetrics) if _trained(one, experience)]
     report = step(TrainingMetrics, reports)
     after = [one for one in log.of(Checkpoint) if one.lineage == report.lineage and one.step >= report.step]
