@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
-from headrace_trainer.torch_learner.model import forward, head
+from headrace_trainer.torch_learner.model import forward, head, head_compiled
 from headrace_trainer.torch_learner.model.head import Head, Tail
 from headrace_trainer.torch_learner.model.policy import Policy
 from tests.architectures.catalog import CATALOG
@@ -351,6 +351,14 @@ def test_the_head_answers_as_before_once_it_was_caught(base: Path) -> None:
     with pytest.raises(ZeroDivisionError), head.caught(policy.head.module):
         raise ZeroDivisionError
     assert "forward" not in vars(policy.head.module)
+
+
+@pytest.mark.parametrize("words", [600, 32_000, 152_000])
+def test_a_compiled_chunk_is_hardly_larger_than_its_pass_and_of_few_sizes(words: int) -> None:
+    most = head_compiled.CHUNK_BYTES // (2 * words)
+    sizes = {tokens: head_compiled.rows_of(tokens, words, torch.bfloat16) for tokens in range(1, 16_385)}
+    assert all(rows <= max(1024, 2 * tokens) and rows <= most for tokens, rows in sizes.items())
+    assert len(set(sizes.values())) <= 5, "each is compiled"
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ CHUNK_BYTES = 384 << 20
 """Of one chunk's logits. A smaller chunk waits longer for the gradient of the weight to be read and written, which each
 chunk adds to."""
 _ROWS = 64
+_SMALLEST = 1024
 
 
 def backward(
@@ -39,10 +40,10 @@ def backward(
     with torch.autocast(hidden_NH.device.type, enabled=False):
         matrix_VH, rounded_NH = weight_VH.to(dtype), hidden_NH.to(dtype)
         added_V = None if bias_V is None else bias_V.to(dtype)
-        rows = rows_of(len(weight_VH), dtype)
+        rows = rows_of(tokens, len(weight_VH), dtype)
         for start in range(0, tokens, rows):
             part = slice(start, min(start + rows, tokens))
-            # All chunks have one shape, which is compiled for; what fills the last one has no slope.
+            # All chunks of a pass have one shape, which is compiled for; what fills the last one has no slope.
             count, missing = part.stop - start, rows - (part.stop - start)
             here_NH = functional.pad(rounded_NH[part], (0, 0, 0, missing))
             at_N = functional.pad(targets_N[part], (0, missing))
@@ -62,10 +63,12 @@ def backward(
     return logprobs_N, entropy_N, of_hidden_NH
 
 
-def rows_of(vocabulary: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk."""
+def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk. Where few words leave room for far more than the pass has, it is the next of few sizes: each
+    is compiled once, and what fills it up is computed too."""
     rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
-    return max(1, rows - rows % _ROWS if rows > _ROWS else rows)
+    most = max(1, rows - rows % _ROWS if rows > _ROWS else rows)
+    return min(most, max(_SMALLEST, 1 << (tokens - 1).bit_length()))
 
 
 def _sum_of(parameter: Tensor | None) -> Tensor | None:
