@@ -75,13 +75,11 @@ class Gains:
         """After how many sessions the mean gain is so large; infinite where it never is."""
         return next((float(sessions) for sessions, gain in self.after(arm) if gain.mean >= points), math.inf)
 
-    def aurocs(self, arm: str) -> Figure:
-        """Of the reward model, on the runs that it spoke of."""
+    def aurocs(self, arm: str, *, spoken: bool = False) -> Figure:
+        """Of the reward model, on all runs, or on those alone that it spoke of."""
+        runs = [run.judged if spoken else run.ordered for run in self.arms[arm]]
         return Figure(
-            tuple(
-                auroc(np.array([value for _, value in run.judged]), np.array([good for good, _ in run.judged]))
-                for run in self.arms[arm]
-            )
+            tuple(auroc(np.array([value for _, value in run]), np.array([good for good, _ in run])) for run in runs)
         )
 
     def _with_base(self, arm: str) -> list[tuple[Gain, Sequence[Score]]]:
@@ -121,7 +119,7 @@ def _few(found: Gains) -> list[Line]:
     few, full = found.gain(arms.FEW).mean, found.gain(arms.EXPLICIT).mean
     made = [
         Line(
-            "few thumbs: AUROC on the runs that the reward model speaks of, of the worst seed",
+            "few thumbs: AUROC of the reward model on all runs, of the worst seed",
             min(found.aurocs(arms.FEW).values),
             AUROC_MIN,
             1,
@@ -197,6 +195,7 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["after"] = {str(sessions): round(gain.mean, 4) for sessions, gain in found.after(arm)}
     if any(run.judged for run in runs):
         row["auroc"] = found.aurocs(arm).report()
+        row["auroc_spoken"] = found.aurocs(arm, spoken=True).report()
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]
     if arm in arms.PAPERS:

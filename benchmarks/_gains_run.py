@@ -149,6 +149,10 @@ class _Training:
         made = await self._scoring.experiences(visits)
         self._found.accepted.append(statistics.fmean(visit.accepted for visit in visits))
         self._found.judged += _judged(visits, made)
+        heard = self._scoring.heard
+        self._found.ordered += [
+            (one.accepted, heard[name]) for one in visits if (name := one.run.trajectory_id) in heard
+        ]
         self._found.edits += sum(visit.edits for visit in visits)
         return made
 

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -32,10 +32,14 @@ from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.replay import FeedbackLine
+from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.learned.models import Features
 from headrace_scorer.learned.replaying import LearnedReplay
 from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.thumbs import FittedThumbs
 from headrace_scorer.rescoring import Rescoring
+from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.settings import ScorerSettings
 
 Say = Callable[[Played], Awaitable[None]]
@@ -94,14 +98,36 @@ class Traffic(World):
         return list(await asyncio.gather(*map(one, itertools.islice(self.asked, sessions))))
 
 
+class _Overheard(LearnedReplay):
+    """A reward model whose thoughts are known. How well it orders runs is asked of all of them, as in `signals`: those
+    that it is sure of are a choice that it has made itself."""
+
+    def __init__(self, source: LearnedSource) -> None:
+        super().__init__(source)
+        self.heard: dict[str, float] = {}
+
+    def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
+        fitted = self._fitted.get(trajectory.tenant)
+        if isinstance(fitted, FittedThumbs):
+            likely = replace(fitted, demands=replace(fitted.demands, width_max=1.0)).judge(features)
+            if likely is not None:
+                self.heard[trajectory.trajectory_id] = likely.value
+        return super().reward(trajectory, features)
+
+
 class Scoring:
     """The scorer of a stream, one batch of runs after the other. A reward model knows the thumbs of all before."""
 
     def __init__(self, settings: ScorerSettings, pool: FunctionPool, judge: np.random.Generator | None) -> None:
         self._settings, self._pool, self._judge = settings, pool, judge
-        self._learning: LearnedReplay | None = None
+        self._learning: _Overheard | None = None
         if settings.learned.model is not None:
-            self._learning = LearnedReplay(LearnedSource(settings.learned, lambda: pool.functions))
+            self._learning = _Overheard(LearnedSource(settings.learned, lambda: pool.functions))
+
+    @property
+    def heard(self) -> Mapping[str, float]:
+        """By trajectory what its reward model thinks, also where it is not sure and says nothing."""
+        return {} if self._learning is None else self._learning.heard
 
     @classmethod
     @asynccontextmanager

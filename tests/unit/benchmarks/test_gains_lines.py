@@ -49,7 +49,8 @@ def run(arm: str, seed: int, score: float, **changes: object) -> Gain:
         found.trace = [(48 + 432 * n, plays(BASE + (score - BASE) * one, seed)) for n, one in enumerate(shares)]
     if arm in (arms.FEW, arms.POISONED):
         draw = random.Random(seed)
-        found.judged = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
+        found.ordered = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
+        found.judged = found.ordered[:200]
     for name, value in changes.items():
         setattr(found, name, value)
     return found
@@ -90,7 +91,7 @@ FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
         ({arms.NATURAL: 0.5}, {}, "natural signals"),
         ({arms.FEW: 0.58, arms.POISONED: 0.57}, {}, "few thumbs: share"),
         ({arms.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
-        ({}, {arms.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC"),
+        ({}, {arms.FEW: {"ordered": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC"),
         ({}, {arms.TYPED: {"scores": plays(0.45, 0)}, **FIXED_BASE}, "typed corrections: gain"),
         ({}, {arms.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
         ({}, {arms.BINARY: {"trace": [(48, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),

@@ -3,10 +3,10 @@
 A reward of another source is better when it is higher, so before the first thumb its weight is expected to be positive;
 nothing is expected of anything else.
 
-It speaks only where it may be believed. The precision of its prior is the one under which thumbs that it had not seen
-were most probable. On those, it has to tell good from bad better than chance; else it says nothing. Of a run whose
-interval is too wide it says nothing. Values are moderated by what is not known: D. J. C. MacKay, The Evidence Framework
-Applied to Classification Networks, Neural Computation 4 (1992) 720.
+It speaks only where it may be believed. The precision of its prior is another than the usual one where thumbs that it
+had not seen are clearly more probable under it. On those, it has to tell good from bad better than chance; else it says
+nothing. Of a run whose interval is too wide it says nothing. Values are moderated by what is not known:
+D. J. C. MacKay, The Evidence Framework Applied to Classification Networks, Neural Computation 4 (1992) 720.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from headrace_scorer.learned.columns import Array
     from headrace_scorer.learned.crowd import Thumbs
 
-_PRECISIONS = (30.0, 10.0, 3.0, 1.0)
-"""From the one that keeps closest to the prior on; a wider one has to be better by `_BETTER_BY`."""
-_BETTER_BY = 0.5
+_PRECISIONS = (3.0, 10.0, 30.0)
+"""The usual one, and two that keep closer to the prior. With some eighty thumbs, a fifth of them wrong, what unseen
+ones say of a precision is mostly luck, so another one has to be better by `_BETTER_BY` in their log-likelihood."""
+_BETTER_BY = 2.0
 _FOLDS = 5
 _PRIOR_REACH = 2.0
 """How much better, in log odds, a run is before anything was learned, when all rewards are one deviation higher."""
@@ -189,7 +190,7 @@ def _prior(columns: Sequence[Column]) -> Array:
 
 
 def _chosen(table_RD: Array, thumbs: Thumbs, prior_D: Array, fold_R: Sequence[int]) -> tuple[float, Array]:
-    """The precision under which unseen thumbs were most probable, and the log odds of each of their runs, without the
+    """The usual precision, or one that unseen thumbs speak for, and the log odds of each of their runs, without the
     intercepts: those differ between folds, and would be compared."""
     import numpy as np
 
