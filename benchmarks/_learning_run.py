@@ -36,9 +36,14 @@ def run(arm: Arm, seed: int, base: Path, plan: Plan) -> Found:
         return asyncio.run(_run(arm, seed, base, plan, Path(scratch)))
 
 
+LEARNING_RATE = 5e-5
+
+
 def settings_of(arm: Arm, seed: int, base: Path) -> TrainerSettings:
-    """Those of the demo, but a version for each step, so that lag counts in steps, and as much staleness as the lag."""
+    """Those of the demo, but steps a quarter as long, a version for each, so that lag counts in steps, and as much
+    staleness as the lag."""
     changed: dict[str, object] = {"base": str(base), "seed": seed, "steps_per_version": 1}
+    changed["optimizer"] = {**SETTINGS["trainer"]["optimizer"], "learning_rate": LEARNING_RATE}
     changed["max_staleness"] = max(arm.lag, SETTINGS["trainer"]["max_staleness"])
     found = TrainerSettings.model_validate({**SETTINGS["trainer"], **changed}).model_dump()
     for name, value in arm.control.settings.items():

@@ -6,6 +6,10 @@ and random rewards and a learning rate of 0 stay within two standard errors of t
 lets none of their versions pass; training what the version of four steps before has sampled loses two points at most;
 the guard calls training by the format alone hacked in four runs of five, and none by the true reward.
 
+Steps are a quarter as long as the demo's. What noise moves grows with the root of the steps, and what there is to learn
+with the steps, so shorter ones learn the same with less noise; the demo has three minutes. What rewards by lot do to a
+model at the demo's learning rate is told beside (`HOT`): they ruin it, and are no line.
+
 Each run is one process with the trainer, the engine and the demo's own agent in it, without services. What was run
 lies under `--parts`, a file for each run, and is not run again: a benchmark that was interrupted goes on.
 """
@@ -18,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, "examples")  # examples are not installed
@@ -31,6 +35,10 @@ from headrace_cli.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
+HOT = tuple(
+    replace(one, name=f"{one.name}, at the demo's learning rate", settings={"trainer.optimizer.learning_rate": 2e-4})
+    for one in (kinds.TRUE, kinds.SHUFFLED, kinds.RANDOM)
+)
 ARMS = (
     Arm(kinds.TRUE, traced=True, tried=True),
     Arm(kinds.SHUFFLED),
@@ -39,6 +47,7 @@ ARMS = (
     Arm(kinds.STILL),
     *(Arm(kinds.alone(source), traced=source == SOURCES[-1]) for source in SOURCES),
     *(Arm(kinds.TRUE, lag=lag) for lag in LAGS),
+    *map(Arm, HOT),
 )
 
 

@@ -133,6 +133,8 @@ def _tell(report: Report, out: Path, *, json: bool) -> None:
     console().print(table(["control", "held-out score>", "gain>", "than the base"], rows, title))
     for problem in report.problems:
         console().print(f"[red]not as it has to be[/]: {problem}")
+    for advice in report.advice:
+        console().print(f"[yellow]could be better[/]: {advice}")
 
 
 def _number(mean: Mean) -> str:

@@ -1,4 +1,4 @@
-"""The result of the controls: a table, JSON, and a sentence for each expectation that did not hold."""
+"""The result of the controls: a table, JSON, a sentence for each expectation that did not hold, and advice."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class Row:
         return self.verdict == wanted
 
 
+_NOISE = (
+    "rewards that say nothing lower the score: at this learning rate the noise of a batch moves the model. Lower "
+    "trainer.optimizer.learning_rate or raise trainer.batch_experiences: shorter steps, and more of them, learn the "
+    "same with less noise"
+)
+
+
 class Report:
     """All controls beside the base, in the order in which they were trained."""
 
@@ -65,6 +72,12 @@ class Report:
         """In words, what did not come out as it has to."""
         truth = next((row for row in self.rows if row.control is TRUE), None)
         return [f"{row.control.name}: {_said(row, truth)}" for row in self.rows if not row.as_expected]
+
+    @property
+    def advice(self) -> list[str]:
+        """In words, what is as it may be, and could be better."""
+        ruined = [row for row in self.rows if row.control.expected == "not better" and row.verdict == "worse"]
+        return [f"{row.control.name}: {_NOISE} ({_gain(row)})" for row in ruined]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -86,6 +99,7 @@ class Report:
                 for row in self.rows
             ],
             "problems": self.problems,
+            "advice": self.advice,
         }
 
 
@@ -102,7 +116,11 @@ def _row(runs: Sequence[Run], base: Sequence[Score]) -> Row:
 
 
 def _said(row: Row, truth: Row | None) -> str:
-    gain = f"{row.gain.value:+.3f} ± {row.gain.error:.3f}"
+    gain = _gain(row)
     if truth is not None and row is not truth and row.verdict == "better":
-        gain += f", the true reward {truth.gain.value:+.3f} ± {truth.gain.error:.3f}"
+        gain += f", the true reward {_gain(truth)}"
     return f"{row.control.otherwise} ({gain})"
+
+
+def _gain(row: Row) -> str:
+    return f"{row.gain.value:+.3f} ± {row.gain.error:.3f}"

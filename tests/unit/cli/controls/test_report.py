@@ -57,3 +57,13 @@ def test_each_control_that_fails_is_said() -> None:
 
 def test_the_truth_may_not_stand_still_and_shuffled_may_fall() -> None:
     assert [said.split(":")[0] for said in report((TRUE, 0.3), (SHUFFLED, 0.1)).problems] == ["true"]
+
+
+def test_noise_that_ruins_the_model_is_no_problem_of_the_reward_but_said() -> None:
+    assert report(*SOUND.items()).advice == []
+    found = report(*(SOUND | {SHUFFLED: 0.1}).items())
+    assert found.problems == []
+    (said,) = found.advice
+    assert said.startswith("shuffled: ")
+    assert "trainer.optimizer.learning_rate" in said
+    assert found.as_json()["advice"] == found.advice
