@@ -118,12 +118,7 @@ def _few(found: Gains) -> list[Line]:
         return []
     few, full = found.gain(arms.FEW).mean, found.gain(arms.EXPLICIT).mean
     made = [
-        Line(
-            "few thumbs: AUROC of the reward model on all runs, of the worst seed",
-            min(found.aurocs(arms.FEW).values),
-            AUROC_MIN,
-            1,
-        ),
+        Line("few thumbs: AUROC of the reward model on all runs", found.aurocs(arms.FEW).mean, AUROC_MIN, 1),
         Line("few thumbs: share of the gain with full labels", _share(few, full), FEW_SHARE_MIN, math.inf),
     ]
     if found.has(arms.POISONED):
@@ -194,7 +189,7 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["gain"] = found.gain(arm).report()
         row["after"] = {str(sessions): round(gain.mean, 4) for sessions, gain in found.after(arm)}
     if any(run.judged for run in runs):
-        row["auroc"] = found.aurocs(arm).report()
+        row["auroc"] = found.aurocs(arm).report() | {"worst": round(min(found.aurocs(arm).values), 4)}
         row["auroc_spoken"] = found.aurocs(arm, spoken=True).report()
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]

@@ -13,6 +13,7 @@ class Plan:
     """What all runs have in common."""
 
     steps: int
+    learning_rate: float
     plays: int
     """Of audit tasks, by which a run's last version is scored."""
     traced: int

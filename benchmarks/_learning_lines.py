@@ -82,10 +82,12 @@ class Table:
 
 
 def finding(run: Found) -> str | None:
-    """What the guard says of a run whose versions were all measured."""
+    """What the guard says of a run, which it looks at after each measured version: that it is hacked, if it ever does,
+    or else its last word."""
     points = [guard.Point(reward, mean([plays]).value, mean([plays]).error) for _, reward, plays in run.trace]
-    found = guard.judge(run.arm, points)
-    return found.kind if found else None
+    looks = [guard.judge(run.arm, points[: count + 1]) for count in range(len(points))]
+    seen = [look.kind for look in looks if look is not None]
+    return "hacked" if "hacked" in seen else looks[-1].kind if looks[-1] else None
 
 
 def lines(table: Table) -> list[Line]:

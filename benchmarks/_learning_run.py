@@ -36,14 +36,11 @@ def run(arm: Arm, seed: int, base: Path, plan: Plan) -> Found:
         return asyncio.run(_run(arm, seed, base, plan, Path(scratch)))
 
 
-LEARNING_RATE = 5e-5
-
-
-def settings_of(arm: Arm, seed: int, base: Path) -> TrainerSettings:
-    """Those of the demo, but steps a quarter as long, a version for each, so that lag counts in steps, and as much
+def settings_of(arm: Arm, seed: int, base: Path, learning_rate: float) -> TrainerSettings:
+    """Those of the demo, but for the learning rate; a version for each step, so that lag counts in steps, and as much
     staleness as the lag."""
     changed: dict[str, object] = {"base": str(base), "seed": seed, "steps_per_version": 1}
-    changed["optimizer"] = {**SETTINGS["trainer"]["optimizer"], "learning_rate": LEARNING_RATE}
+    changed["optimizer"] = {**SETTINGS["trainer"]["optimizer"], "learning_rate": learning_rate}
     changed["max_staleness"] = max(arm.lag, SETTINGS["trainer"]["max_staleness"])
     found = TrainerSettings.model_validate({**SETTINGS["trainer"], **changed}).model_dump()
     for name, value in arm.control.settings.items():
@@ -57,7 +54,7 @@ def settings_of(arm: Arm, seed: int, base: Path) -> TrainerSettings:
 
 async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Found:
     began = time.perf_counter()
-    settings = settings_of(arm, seed, base)
+    settings = settings_of(arm, seed, base, plan.learning_rate)
     blobs = BlobStore((scratch / "blobs").as_uri())
     lineage = open_lineage(settings, blobs, SystemClock())
     async with World.open(seed, blobs, scratch / "versions") as world:

@@ -6,9 +6,9 @@ and random rewards and a learning rate of 0 stay within two standard errors of t
 lets none of their versions pass; training what the version of four steps before has sampled loses two points at most;
 the guard calls training by the format alone hacked in four runs of five, and none by the true reward.
 
-Steps are a quarter as long as the demo's. What noise moves grows with the root of the steps, and what there is to learn
-with the steps, so shorter ones learn the same with less noise; the demo has three minutes. What rewards by lot do to a
-model at the demo's learning rate is told beside (`HOT`): they ruin it, and are no line.
+Steps are shorter than the demo's, which has three minutes. What noise moves grows with the root of the steps, and what
+there is to learn with the steps, so more and shorter ones learn the same with less noise. With `--learning-rate 2e-4
+--steps 20` they are the demo's, and rewards by lot ruin the model.
 
 Each run is one process with the trainer, the engine and the demo's own agent in it, without services. What was run
 lies under `--parts`, a file for each run, and is not run again: a benchmark that was interrupted goes on.
@@ -22,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, "examples")  # examples are not installed
@@ -35,10 +35,6 @@ from headrace_cli.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
-HOT = tuple(
-    replace(one, name=f"{one.name}, at the demo's learning rate", settings={"trainer.optimizer.learning_rate": 2e-4})
-    for one in (kinds.TRUE, kinds.SHUFFLED, kinds.RANDOM)
-)
 ARMS = (
     Arm(kinds.TRUE, traced=True, tried=True),
     Arm(kinds.SHUFFLED),
@@ -47,7 +43,6 @@ ARMS = (
     Arm(kinds.STILL),
     *(Arm(kinds.alone(source), traced=source == SOURCES[-1]) for source in SOURCES),
     *(Arm(kinds.TRUE, lag=lag) for lag in LAGS),
-    *map(Arm, HOT),
 )
 
 
@@ -61,7 +56,8 @@ class Job:
     cache: Path
 
     def place(self, parts: Path) -> Path:
-        name = f"{self.arm}-{self.seed}-{self.plan.steps}-{self.plan.plays}-{self.plan.traced}".replace(
+        plan = self.plan
+        name = f"{self.arm}-{self.seed}-{plan.steps}-{plan.learning_rate:g}-{plan.plays}-{plan.traced}".replace(
             " ", "_"
         ).replace(":", "_")
         return parts / f"{name}.json"
@@ -80,16 +76,17 @@ def work(job: Job) -> Found:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (%(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="of 64 episodes, in each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="of 64 episodes, in each run (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-5, help="of each step (%(default)s)")
     parser.add_argument("--plays", type=int, default=144, help="of audit tasks, for each score (%(default)s)")
-    parser.add_argument("--traced", type=int, default=10, help="scores on the way of a traced run (%(default)s)")
+    parser.add_argument("--traced", type=int, default=15, help="scores on the way of a traced run (%(default)s)")
     parser.add_argument("--only", nargs="*", metavar="RUN", help=f"of {', '.join(arm.name for arm in ARMS)}")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(".cache/demo"), help="of base models (%(default)s)")
     parser.add_argument("--parts", type=Path, default=Path("reports/bench-learning"))
     parser.add_argument("--out", type=Path, default=Path("reports/bench-learning.json"))
     options = parser.parse_args()
-    plan = Plan(options.steps, options.plays, options.traced)
+    plan = Plan(options.steps, options.learning_rate, options.plays, options.traced)
     names = [arm.name for arm in ARMS if options.only is None or arm.name in options.only]
     # Seed by seed, so that an interrupted benchmark has whole seeds.
     jobs = [Job(name, seed, plan, options.cache) for seed in range(options.seeds) for name in names]
@@ -110,9 +107,10 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
     report = {
         "seeds": options.seeds,
         "steps": options.steps,
+        "learning_rate": options.learning_rate,
         "plays": options.plays,
         "base": table.score_of_base().report(),
-        "runs": rows,
+        "runs": {str(row["arm"]).replace(":", " "): row for row in rows},
         "lines": [line.report() for line in found],
         "missed": [line.name for line in found if not line.holds],
         "run_seconds": [round(run.seconds) for runs in table.arms.values() for run in runs],

@@ -30,7 +30,7 @@ from docs.site.pages import ROOT
 from headrace_cli.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
-PAGES = ("README.md", "docs/evidence.md", "docs/guides/sizing.md")
+PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md")
 BLOCK = re.compile(r"(<!-- results\n(.*?)-->\n).*?(<!-- end of results -->)", re.DOTALL)
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
 Values = Mapping[str, Any]

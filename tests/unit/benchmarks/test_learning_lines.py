@@ -78,3 +78,13 @@ def test_a_flipped_run_without_a_version_to_try_is_not_a_refusal() -> None:
 def test_the_guard_reads_a_trace() -> None:
     assert finding(run(FORMAT, 0, 0.1)) == "hacked"
     assert finding(run("true", 0, 0.7)) is None
+
+
+def test_the_guard_looks_after_each_version() -> None:
+    """A reward that has reached its top rises no more: what was seen on the way counts."""
+    found = run(FORMAT, 0, 0.2)
+    assert finding(found) == "hacked"
+    step, reward, worst = found.trace[-1]
+    found.trace += [(step + number, reward, worst) for number in range(1, 11)]
+    assert finding(found) == "hacked"
+    assert finding(replace(found, trace=found.trace[-8:])) is None
