@@ -189,7 +189,8 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["gain"] = found.gain(arm).report()
         row["after"] = {str(sessions): round(gain.mean, 4) for sessions, gain in found.after(arm)}
     if any(run.judged for run in runs):
-        row["auroc"] = found.aurocs(arm).report() | {"worst": round(min(found.aurocs(arm).values), 4)}
+        auroc_of_all = found.aurocs(arm)
+        row["auroc"] = auroc_of_all.report() | {"worst": round(min(auroc_of_all.values), 4)}
         row["auroc_spoken"] = found.aurocs(arm, spoken=True).report()
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]

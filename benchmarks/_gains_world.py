@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 from benchmarks._engine_world import MAX_TOKENS, PLAYERS, CapturingClient
 from benchmarks._learning_world import World, trajectory_of
-from benchmarks._thumbs_world import JUDGE, judge_says
+from benchmarks._thumbs_world import JUDGE, bold, judge_says
 from email_agent.react import play
 from email_agent.tasks import Task
 from email_agent.users import Played
@@ -99,19 +99,22 @@ class Traffic(World):
 
 
 class _Overheard(LearnedReplay):
-    """A reward model whose thoughts are known. How well it orders runs is asked of all of them, as in `signals`: those
-    that it is sure of are a choice that it has made itself."""
+    """A reward model whose thoughts are known, as it also is asked in `signals`."""
 
     def __init__(self, source: LearnedSource) -> None:
         super().__init__(source)
         self.heard: dict[str, float] = {}
+        self._bold: dict[str, FittedThumbs] = {}
+
+    async def fit(self) -> None:
+        await super().fit()
+        self._bold = {tenant: bold(one) for tenant, one in self._fitted.items() if isinstance(one, FittedThumbs)}
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
-        fitted = self._fitted.get(trajectory.tenant)
-        if isinstance(fitted, FittedThumbs):
-            likely = replace(fitted, demands=replace(fitted.demands, width_max=1.0)).judge(features)
-            if likely is not None:
-                self.heard[trajectory.trajectory_id] = likely.value
+        fitted = self._bold.get(trajectory.tenant)
+        likely = None if fitted is None else fitted.judge(features)
+        if likely is not None:
+            self.heard[trajectory.trajectory_id] = likely.value
         return super().reward(trajectory, features)
 
 

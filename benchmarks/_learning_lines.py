@@ -86,8 +86,8 @@ def finding(run: Found) -> str | None:
     or else its last word."""
     points = [guard.Point(reward, mean([plays]).value, mean([plays]).error) for _, reward, plays in run.trace]
     looks = [guard.judge(run.arm, points[: count + 1]) for count in range(len(points))]
-    seen = [look.kind for look in looks if look is not None]
-    return "hacked" if "hacked" in seen else looks[-1].kind if looks[-1] else None
+    said = [None if look is None else look.kind for look in looks]
+    return "hacked" if "hacked" in said else said[-1]
 
 
 def lines(table: Table) -> list[Line]:

@@ -40,10 +40,9 @@ def settings_of(arm: Arm, seed: int, base: Path, learning_rate: float) -> Traine
     """Those of the demo, but for the learning rate; a version for each step, so that lag counts in steps, and as much
     staleness as the lag."""
     changed: dict[str, object] = {"base": str(base), "seed": seed, "steps_per_version": 1}
-    changed["optimizer"] = {**SETTINGS["trainer"]["optimizer"], "learning_rate": learning_rate}
     changed["max_staleness"] = max(arm.lag, SETTINGS["trainer"]["max_staleness"])
     found = TrainerSettings.model_validate({**SETTINGS["trainer"], **changed}).model_dump()
-    for name, value in arm.control.settings.items():
+    for name, value in {"trainer.optimizer.learning_rate": learning_rate, **arm.control.settings}.items():
         section = found
         *path, last = name.removeprefix("trainer.").split(".")
         for part in path:

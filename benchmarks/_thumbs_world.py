@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace_scorer.learned.models import Thumb, ThumbedRun
+from headrace_scorer.learned.thumbs import FittedThumbs
 
 _RATERS = 60
 HINTS = {"corrected": (0.12, 0.45, 0.0), "thanked": (0.40, 0.10, 1.0), "looped": (0.05, 0.20, 0.0)}
@@ -88,6 +89,12 @@ def judge_says(draw: np.random.Generator, *, good: bool) -> dict[str, float] | N
         return None
     clarity = float(draw.normal(_JUDGE_MEANS[0 if good else 1], _JUDGE_DEVIATION))
     return {"clarity": clarity, "tone": float(draw.random())}
+
+
+def bold(fitted: FittedThumbs) -> FittedThumbs:
+    """It says what it thinks of each run, also where it is not sure: those that it is sure of are its own choice, and
+    tell nothing of how well it orders runs."""
+    return replace(fitted, demands=replace(fitted.demands, width_max=1.0))
 
 
 def _ratio(rates: Sequence[float], *, yes: bool) -> float:

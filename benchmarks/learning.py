@@ -110,7 +110,7 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
         "learning_rate": options.learning_rate,
         "plays": options.plays,
         "base": table.score_of_base().report(),
-        "runs": {str(row["arm"]).replace(":", " "): row for row in rows},
+        "runs": rows,
         "lines": [line.report() for line in found],
         "missed": [line.name for line in found if not line.holds],
         "run_seconds": [round(run.seconds) for runs in table.arms.values() for run in runs],

@@ -40,7 +40,7 @@ from benchmarks import _judge_drift
 from benchmarks._gains_arms import ARMS
 from benchmarks._gains_jobs import play
 from benchmarks._ranks import auroc
-from benchmarks._thumbs_world import KnownRun, People, runs, thumbed
+from benchmarks._thumbs_world import KnownRun, People, bold, runs, thumbed
 from headrace_cli.progress import ProgressDisplay
 from headrace_scorer import agreement_test
 from headrace_scorer.learned import columns, crowd
@@ -74,8 +74,8 @@ def judged(made: FittedThumbs, fresh: Sequence[KnownRun]) -> Numbers:
     good = np.array([one.good for one in fresh])
     if made.fit_facts.silent is not None:
         return {"silent": 1.0, "speaks": 0.0}
-    bold = replace(made, demands=FitDemands(width_max=1.0))
-    everything = [bold.judge(one.features) for one in fresh]
+    unsure = bold(made)
+    everything = [unsure.judge(one.features) for one in fresh]
     values = np.array([one.value for one in everything if one is not None])
     sure = [(one, made.judge(run.features), run) for one, run in zip(everything, fresh, strict=True)]
     spoken = [(found, run) for _, found, run in sure if found is not None]

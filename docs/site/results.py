@@ -94,9 +94,9 @@ def as_toml(found: Values) -> str:
     return "".join(tables)
 
 
-def _algorithms(report: Values) -> Values:
-    """Runs by their names."""
-    return {**report, "runs": {one["arm"]: one for one in report["runs"]}}
+def _arms(report: Values) -> Values:
+    """Runs by their names, in which a page has no colon: its format stands behind one."""
+    return {**report, "runs": {one["arm"].replace(":", " "): one for one in report["runs"]}}
 
 
 def _attack(report: Values) -> Values:
@@ -154,8 +154,10 @@ def _trainer(report: Values) -> Values:
 
 READERS: dict[str, Callable[[Values], Values]] = {
     "attack": _attack,
-    "bench-algorithms": _algorithms,
+    "bench-algorithms": _arms,
     "bench-bus": _bus,
+    "bench-learning": _arms,
+    "bench-learning-hot": _arms,
     "bench-trainer": _trainer,
     "compose-test": _compose,
     "demo": lambda report: {str(report["seed"]): report},

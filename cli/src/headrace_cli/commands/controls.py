@@ -125,10 +125,7 @@ def _tell(report: Report, out: Path, *, json: bool) -> None:
         typer.echo(text)
         return
     rows = [("base", _number(report.base), "", "")]
-    rows += [
-        (row.control.name, _number(row.score), f"{row.gain.value:+.3f} ± {row.gain.error:.3f}", row.verdict)
-        for row in report.rows
-    ]
+    rows += [(row.control.name, _number(row.score), row.gain_text, row.verdict) for row in report.rows]
     title = f"{report.experiences} experiences, ± one standard error"
     console().print(table(["control", "held-out score>", "gain>", "than the base"], rows, title))
     for problem in report.problems:

@@ -34,6 +34,10 @@ class Row:
     stopped: tuple[str, ...]
 
     @property
+    def gain_text(self) -> str:
+        return f"{self.gain.value:+.3f} ± {self.gain.error:.3f}"
+
+    @property
     def verdict(self) -> str:
         """How the score went, at two standard errors."""
         if self.gain.within():
@@ -77,7 +81,7 @@ class Report:
     def advice(self) -> list[str]:
         """In words, what is as it may be, and could be better."""
         ruined = [row for row in self.rows if row.control.expected == "not better" and row.verdict == "worse"]
-        return [f"{row.control.name}: {_NOISE} ({_gain(row)})" for row in ruined]
+        return [f"{row.control.name}: {_NOISE} ({row.gain_text})" for row in ruined]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -116,11 +120,7 @@ def _row(runs: Sequence[Run], base: Sequence[Score]) -> Row:
 
 
 def _said(row: Row, truth: Row | None) -> str:
-    gain = _gain(row)
+    gain = row.gain_text
     if truth is not None and row is not truth and row.verdict == "better":
-        gain += f", the true reward {_gain(truth)}"
+        gain += f", the true reward {truth.gain_text}"
     return f"{row.control.otherwise} ({gain})"
-
-
-def _gain(row: Row) -> str:
-    return f"{row.gain.value:+.3f} ± {row.gain.error:.3f}"

@@ -21,6 +21,7 @@ CHUNK_BYTES = 384 << 20
 chunk adds to."""
 _ROWS = 64
 _SMALLEST = 1024
+"""Tokens of the smallest chunk, so that short passes do not each have a size of their own."""
 
 
 def backward(
