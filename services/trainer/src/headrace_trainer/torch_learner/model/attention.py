@@ -20,7 +20,7 @@ from torch.backends import cuda
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from headrace_trainer.torch_learner.model import blocks, flash
+from headrace_trainer.torch_learner.model import blocks, flash, tiles
 from headrace_trainer.torch_learner.model.blocks import Block
 
 BLOCKS = "headrace_blocks"
@@ -100,7 +100,10 @@ def attend(
     for (length, count), *run in zip(runs, *parts, strict=True):
         q, k, v = (part.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for part in run)
         cut = attention_mask.of(length)
-        found = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if by_hand else cut, how)
+        if not by_hand and tiles.takes(q):
+            found = tiles.attend(q, k, v, cut, scaling)
+        else:
+            found = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if by_hand else cut, how)
         attended.append(found.transpose(1, 2).reshape(len(query), count * length, found.shape[1], found.shape[3]))
     return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).contiguous(), None
 

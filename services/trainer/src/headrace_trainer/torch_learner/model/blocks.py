@@ -7,7 +7,7 @@ gradients of keys that several blocks see are added up in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ class Block:
     mask: Tensor | None
     """`[1, 1, queries, keys]`, True where a key is seen; None: each query sees all keys up to its own, which is the
     last one of the last query."""
+
+    @property
+    def queries(self) -> int:
+        return self.stop - self.start
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Block], Tensor]
@@ -71,15 +75,18 @@ def _reach(start: int, stop: int, length: int, asked: Mapping[str, Any]) -> tupl
 
 def finer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     """The same without a long one: for attention that keeps the scores of a block."""
-    found = []
-    for block in blocks:
-        if block.mask is not None:
-            found.append(block)
-            continue
-        for start in range(block.start, block.stop, QUERIES):
-            stop = min(start + QUERIES, block.stop)
-            found.append(Block(start, stop, block.first, block.last - (block.stop - stop), None))
-    return tuple(found)
+    return tuple(one for block in blocks for one in split(block, QUERIES if block.mask is None else block.queries))
+
+
+def split(block: Block, queries: int) -> Iterator[Block]:
+    """The same in parts of at most so many queries."""
+    for start in range(block.start, block.stop, queries):
+        stop = min(start + queries, block.stop)
+        if block.mask is None:
+            yield Block(start, stop, block.first, block.last - (block.stop - stop), None)
+        else:
+            mask = block.mask[:, :, start - block.start : stop - block.start]
+            yield Block(start, stop, block.first, block.last, mask)
 
 
 def attend(

@@ -7,16 +7,14 @@ are rounded up to multiples of `STEP`: what is added stands behind the sequence,
 
 Keys that several heads share are read where they are, and a sliding window is two numbers. That a mask is plain
 causality or such a window is not told by a name: transformers' own mask is asked about the queries where windows,
-chunks and plain causality differ. Where layers are computed again, `contexts` hands attention on from the first pass.
+chunks and plain causality differ. Where layers are computed again, attention is `kept` from the first pass.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
@@ -24,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from headrace_trainer.torch_learner.model import kept
 
 LONG, STEP = 1024, 512
 _WIDTH_MAX, _WIDTH_STEP = 256, 8
@@ -239,7 +239,7 @@ def attend(
     three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     # Not `[0]`, whose gradient is written into zeros first.
     how = _How(row, scale, kernels or (FLASH, CUDNN))
-    found: Tensor = _Attention.apply(*three, how, _kept.get())  # type: ignore[no-untyped-call]
+    found: Tensor = _Attention.apply(*three, how)  # type: ignore[no-untyped-call]
     return found[None]
 
 
@@ -280,13 +280,8 @@ class _How:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How, kept: _Kept | None) -> Tensor:
-        if kept is not None and kept.again:
-            answer, more = kept.found.popleft()
-        else:
-            answer, more = how.forward(query, key, value)
-            if kept is not None:
-                kept.found.append((answer, more))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
+        answer, more = kept.once(partial(how.forward, query, key, value))
         ctx.save_for_backward(query, key, value, answer, *(tensor for beside in more for tensor in beside))
         ctx.how, ctx.counts = how, [len(beside) for beside in more]
         return answer
@@ -297,30 +292,4 @@ class _Attention(torch.autograd.Function):
         query, key, value, answer, *flat = ctx.saved_tensors
         rest = iter(flat)
         more = [tuple(next(rest) for _ in range(count)) for count in ctx.counts]
-        return *ctx.how.backward(gradient.contiguous(), query, key, value, answer, more), None, None
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What attention found in a layer that will be computed again, in order."""
-
-    found: deque[tuple[Tensor, list[More]]]
-    again: bool
-
-
-_kept: ContextVar[_Kept | None] = ContextVar("attention that is kept", default=None)
-
-
-def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Of a layer's first pass and its second, for torch's checkpointing: attention is computed in the first alone."""
-    found: deque[tuple[Tensor, list[More]]] = deque()
-    return _inside(_Kept(found, again=False)), _inside(_Kept(found, again=True))
-
-
-@contextlib.contextmanager
-def _inside(kept: _Kept) -> Iterator[None]:
-    token = _kept.set(kept)
-    try:
-        yield
-    finally:
-        _kept.reset(token)
+        return *ctx.how.backward(gradient.contiguous(), query, key, value, answer, more), None

@@ -30,6 +30,7 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model import (
     adapters,
     attention,
+    cpu,
     forward,
     masters,
     norms,
@@ -68,6 +69,8 @@ class Policy:
         torch.set_num_threads(compute.threads)
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
+        if device.type == "cpu":
+            cpu.prepare()
         compute = resolved(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)

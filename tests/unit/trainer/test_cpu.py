@@ -1,0 +1,70 @@
+"""What a CPU's libraries are asked for, and what they are not believed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_trainer.torch_learner.model import cpu
+
+SETTINGS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+FAULTS = """
+import resource, sys, torch
+from headrace_trainer.torch_learner.model import cpu
+if sys.argv[1] == "kept":
+    assert cpu.keep_memory()
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    first, second = torch.zeros(8_000_000), torch.zeros(40_000_000)
+    del first, second
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = SETTINGS.fp32_precision
+    yield
+    SETTINGS.fp32_precision = before
+
+
+def test_products_are_exact_with_whatever_makes_them() -> None:
+    cpu.multiply_directly()
+    left, right = torch.randn(300, 70), torch.randn(70, 90)
+    wanted = left.double() @ right.double()
+    assert float((left @ right - wanted).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("product", ["bmm", "addmm"])
+def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
+    """As a CPU with units for bfloat16 would, in one of its products."""
+    own = getattr(torch, product)
+
+    def rounded(*tensors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = own(*(tensor.bfloat16().float() for tensor in tensors))
+        return found
+
+    SETTINGS.fp32_precision = "none"
+    monkeypatch.setattr(torch, product, rounded)
+    assert not cpu.exact()
+    assert not cpu.multiply_directly()
+    assert SETTINGS.fp32_precision == "none"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to keep memory")
+def test_freed_memory_stays() -> None:
+    def faults(how: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=60
+        )
+        return int(done.stdout.splitlines()[-1])
+
+    assert faults("kept") < 100
+    assert faults("not") > 100, "else this test sees nothing"
