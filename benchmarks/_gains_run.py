@@ -26,6 +26,7 @@ from email_agent import users
 from email_agent.build_base import LESSON
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.settings import complete
 from headrace_schemas import Experience
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.lineage.lineage import Lineage
@@ -94,7 +95,7 @@ def settings_of(arm: Arm, seed: int, base: Path) -> TrainerSettings:
     """Those of the demo, with a version for each round."""
     optimizer = {**SETTINGS["trainer"]["optimizer"], **_section(arm, "optimizer")}
     changed = {"base": str(base), "seed": seed, "steps_per_version": 1, **arm.trainer, "optimizer": optimizer}
-    return TrainerSettings.model_validate({**SETTINGS["trainer"], **changed})
+    return complete(TrainerSettings).model_validate({**SETTINGS["trainer"], **changed})
 
 
 def _section(arm: Arm, name: str) -> Mapping[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_runtime.settings import complete
 from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model
 
@@ -38,6 +39,6 @@ def make(base: Path) -> Make:
     """Settings for small, eager tests."""
 
     def _make(**overrides: Any) -> TrainerSettings:
-        return TrainerSettings.model_validate({"base": str(base), **SMALL, **overrides})
+        return complete(TrainerSettings).model_validate({"base": str(base), **SMALL, **overrides})
 
     return _make

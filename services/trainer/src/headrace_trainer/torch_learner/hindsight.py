@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_runtime.errors import SettingError
 from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
 from headrace_trainer.batches.batch import Hindsight, Row, passes
 from headrace_trainer.learner import Abandoned, StepRefused
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.model.taught import Taught
 
 Floats = NDArray[np.float64]
 _GAP = "gap"
@@ -97,6 +99,8 @@ class HindsightTeacher:
     def _graded(self, one: Pack) -> Pack:
         """The pass with the advantage of each token: of a contradicted answer what the teacher says, with the sign of
         its row."""
+        if self._settings.compared == "distributions":
+            return self._followed(one)
         told = [row for row in one.rows if row.hindsight is not None]
         teacher = iter(self._base([_taught(row) for row in told]))
         settings, found = self._settings, []
@@ -108,23 +112,47 @@ class HindsightTeacher:
             found.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
         return replace(one, advantage_N=torch.from_numpy(np.concatenate(found)).to(one.advantage_N))
 
+    def _followed(self, one: Pack) -> Pack:
+        """The pass with what a teacher thinks of all words: the base, which was told where an answer was contradicted,
+        and was not where one was accepted. Raises `SettingError` where logits cannot be made chunk by chunk."""
+        assert self._policy is not None
+        policy, settings = self._policy, self._settings
+        if not (policy.head.plain and policy.reference_head.plain):
+            remedy = 'the output head of this model is not one matrix, or has an adapter; set "tokens"'
+            raise SettingError("trainer.advantage.hindsight.compared", settings.compared, remedy)
+        sign_R = torch.tensor([_sign(row) for row in one.rows], device=one.weight_N.device)
+        weight_N = settings.coefficient * sign_R[one.row_N] * one.weight_N
+        (places_M,) = weight_N.nonzero(as_tuple=True)
+        hidden_NH = torch.cat(self._hidden([row if row.hindsight is None else _taught(row) for row in one.rows]))
+        taught = Taught(places_M, hidden_NH[places_M], weight_N[places_M], policy.reference_head, settings.limit)
+        return replace(one, advantage_N=torch.zeros_like(one.advantage_N), taught=taught)
+
+    def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:
+        """What the base asks its head about the loss tokens of each row. Raises `Abandoned`."""
+        assert self._policy is not None
+        return self._each(rows, self._policy.reference_hidden)
+
     def _base(self, rows: Sequence[Row]) -> list[Floats]:
         return self._logprobs(rows, reference=True)
 
-    @torch.no_grad()
     def _logprobs(self, rows: Sequence[Row], *, reference: bool) -> list[Floats]:
         """Of the loss tokens of each row, under the base or the present weights. Raises `Abandoned`."""
         assert self._policy is not None
-        policy, found = self._policy, [np.zeros(0)] * len(rows)
+        policy = self._policy
+        ask = policy.reference_logprobs if reference else lambda pack: policy.logprobs(pack)[0]
+        return [each.double().cpu().numpy() for each in self._each(rows, ask)]
+
+    @torch.no_grad()
+    def _each(self, rows: Sequence[Row], ask: Callable[[Pack], Tensor]) -> list[Tensor]:
+        """The part of each row in what `ask` answers about the loss tokens of a pass."""
+        assert self._policy is not None
+        found: dict[int, Tensor] = {}
         for chosen in passes(rows, self._pack_tokens):
             if self._stop.is_set():
                 raise Abandoned
-            pack = policy.collate([rows[index] for index in chosen])
-            logprobs_N = policy.reference_logprobs(pack) if reference else policy.logprobs(pack)[0]
-            values, places = logprobs_N.double().cpu().numpy(), pack.row_N.cpu().numpy()
-            for place, index in enumerate(chosen):
-                found[index] = values[places == place]
-        return found
+            answer = ask(self._policy.collate([rows[index] for index in chosen]))
+            found |= zip(chosen, torch.split(answer, [rows[index].tokens for index in chosen]), strict=True)
+        return [found[index] for index in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
         found = {_GAP: torch.tensor([self.gap.count, self.gap.total, self.gap.squares], dtype=torch.float64)}
@@ -149,6 +177,13 @@ class HindsightTeacher:
 def _of(row: Row) -> Hindsight:
     assert row.hindsight is not None
     return row.hindsight
+
+
+def _sign(row: Row) -> float:
+    """Accepted answers hold the policy where it was right; of that there is nothing to take back."""
+    if row.hindsight is None:
+        return float(not row.correction)
+    return float(row.advantage)
 
 
 def _another(rows: Sequence[Row], index: int, longest: int) -> Row | None:

@@ -129,8 +129,16 @@ def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
         width = policy.model.config.get_text_config().hidden_size
         return Critic(width, settings.critic, policy.device)
     if settings.needs.hindsight:
-        return HindsightTeacher(hindsight_of(settings.advantage), settings.compute.pack_tokens)
+        return _hindsight(settings)
     return teacher.of(policy, settings) if settings.needs.teacher else None
+
+
+def _hindsight(settings: TrainerSettings) -> HindsightTeacher:
+    chosen = hindsight_of(settings.advantage)
+    if chosen.compared == "distributions" and (settings.loss.sequence_mask_max or not settings.loss.function.by_token):
+        remedy = 'needs a loss that is known token by token: set loss.sequence_mask_max to 0, or "tokens"'
+        raise SettingError("trainer.advantage.hindsight.compared", chosen.compared, remedy)
+    return HindsightTeacher(chosen, settings.compute.pack_tokens)
 
 
 def _say(found: Compared) -> None:

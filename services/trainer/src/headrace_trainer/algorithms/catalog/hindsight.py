@@ -4,6 +4,13 @@ arXiv:2601.20802, equation 1; of users' replies arXiv:2603.12273; of next states
     A_n = coefficient clip(log pi_base(n | prompt, reply) - log mu(n | prompt), +- limit)    mu: the engine
     L   = - 1/N sum_n min(rho A, clip(rho) A)                                                over a contradicted answer
 
+or, with `compared = "distributions"`, in the mean over all words v at place n:
+
+    B_nv = coefficient clip(log pi_base(v | prompt, reply) - log pi(v | prompt), +- limit)   pi: the present weights
+    L    = - 1/N sum_n sum_v pi(v) B_nv                                                      B has no gradient
+
+and over accepted answers too, whose teacher is the base without a reply: it holds the policy where it was right.
+
 The teacher is the base, so it stays as it is; `reply` is the user's next message, put before the answer's opening. An
 answer is contradicted or accepted by the reward of its turn, e.g. of the reward function `signals`. Needs the base
 (`hindsight`) and logprobs, and no reward of the run.
@@ -14,10 +21,10 @@ Before each step the gap between teacher and student is measured, on the answers
                                                       mean_n log pi_base(n | prompt))        of run i its mean, d_i
 
 A base that cannot read replies has d = 0, and replies that belong elsewhere have no positive d. A step is refused until
-the lower end of d's interval is positive. Accepted answers are trained with an advantage of 0. They are the guard set:
-how far they have dropped beneath the base is measured after each step (`trainer.health.guard_drop_max`).
+the lower end of d's interval is positive. With A, accepted answers are trained with an advantage of 0. They are the
+guard set: how far they have dropped beneath the base is measured after each step (`trainer.health.guard_drop_max`).
 
-The teacher stays, so what is withdrawn is trained once more with the opposite sign, exactly.
+The teacher stays, so what is withdrawn is trained once more with the opposite sign: with A exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,6 +56,10 @@ class HindsightSettings(Section):
     """One whose reward is at least this was accepted."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
     """The advantage of a token that the teacher thinks more likely by one nat."""
+    compared: Literal["tokens", "distributions"] = "tokens"
+    """`tokens`: what the teacher thinks of the tokens that were sampled. `distributions`: of all words at their places,
+    beside the present weights (B above). It learns from a fraction of the sessions; what is withdrawn is taken back
+    to first order only. Needs an output head that is one matrix, and `loss.sequence_mask_max` = 0."""
     limit: Annotated[float, Field(gt=0)] = 5.0
     """What a token counts at most, in nats: one that the teacher rules out is no reason for anything more."""
     runs_min: Annotated[int, Field(ge=2)] = 8

@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.torch_learner.model import attention, head
 from headrace_trainer.torch_learner.model.head import Head, Slope
+from headrace_trainer.torch_learner.model.taught import Taught
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Pack:
     """Of each row the one that it has to be together with, itself where there is none; None where no row has one."""
     rows: tuple[Row, ...] = ()
     """What it is made of, for who asks a teacher about other sequences."""
+    taught: Taught | None = None
+    """Tokens at which a teacher is followed in all words; only with a head that is `plain`."""
 
     @property
     def idle(self) -> bool:
@@ -136,7 +139,8 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
             torch.autograd.backward(logprobs_N, slope(logprobs_N.detach(), slice(0, len(logprobs_N))))
         return logprobs_N.detach(), entropy_N
     hidden_NH = hidden(model, output, pack)
-    logprobs_N, entropy_N, gradient_NH = output.backward(hidden_NH, pack.targets_N, pack.temperature_N, slope)
+    given = (hidden_NH, pack.targets_N, pack.temperature_N, slope, pack.taught)
+    logprobs_N, entropy_N, gradient_NH = output.backward(*given)
     if gradient_NH is not None:
         with torch.autocast(kind, enabled=False):
             torch.autograd.backward(hidden_NH, gradient_NH)

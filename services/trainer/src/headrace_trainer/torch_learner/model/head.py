@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.products import add_product
+from headrace_trainer.torch_learner.model.taught import Taught
 
 CHUNK_BYTES = 64 << 20
 """Of one chunk's logits in float32. About three times as much is held at once."""
@@ -127,12 +128,13 @@ class Head:
 
     @torch.no_grad()
     def backward(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, slope: Slope
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, slope: Slope, taught: Taught | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none; the head's own is
-        added to its parameters'. For a `plain` head: each product is computed once."""
+        added to its parameters'. For a `plain` head: each product is computed once. `taught`: adds to the gradient."""
         weight_VH, bias_V = self.module.weight, self.module.bias
-        if self.compiled and self.tail == Tail() and _wide_dtype(hidden_NH) is torch.float32:
+        fusible = self.tail == Tail() and taught is None and _wide_dtype(hidden_NH) is torch.float32
+        if self.compiled and fusible:
             from headrace_trainer.torch_learner.model import head_compiled  # torch's compiler is loaded for it
 
             given = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH))
@@ -154,14 +156,20 @@ class Head:
                 torch.log_softmax(logits, -1, out=log)
                 logprobs_N[part] = log.gather(-1, targets_N[part, None]).squeeze(-1)
                 shares = torch.exp(log, out=logits)
+                more = taught.gradient(part, log, shares, temperature_N[part]) if taught is not None else None
                 entropy_N[part] = log.mul_(shares).sum(-1).neg_()
                 share = slope(logprobs_N[part], part) / temperature_N[part]
-                sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer)
+                sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer, more)
         for parameter, gradient in ((weight_VH, weight), (bias_V, bias)):
             if gradient is not None:
                 home = masters.home(parameter)
                 home.grad = gradient.to(home.dtype)
         return logprobs_N, entropy_N, sums.hidden
+
+    def answer(self, hidden_NH: Tensor) -> Tensor:
+        """`logits_NV` in float32, all at once: for a few tokens of a `plain` head."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return _Matrix.of(self.module.weight, self.module.bias, self.tail, hidden_NH.dtype).answer(hidden_NH)
 
     @property
     def plain(self) -> bool:
@@ -276,11 +284,15 @@ class _Gradients:
         shares: Tensor,
         share: Tensor,
         answer: Tensor | None,
+        more: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """A chunk's. `shares`: the probability of each word, which is used up; `share`: what the gradient of each
-        token's logit is multiplied with; `answer`: of the tail, where it has a cap."""
+        token's logit is multiplied with; `answer`: of the tail, where it has a cap; `more`: for some of the tokens,
+        which is added."""
         column = share[:, None].to(shares.dtype)
         gradient = shares.mul_(-column).scatter_add_(-1, targets[:, None], column)
+        if more is not None:
+            gradient.index_add_(0, *more)
         gradient = matrix.tail.back(gradient, answer)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))

@@ -214,9 +214,21 @@ class Policy:
     def reference_logprobs(self, pack: Pack) -> Tensor:
         """The same of the first version's weights. `keep_reference` comes first."""
         with self._autocast(), self.as_base():
-            if self._reference is None:
-                return forward.logprobs(self.model, self.head, pack)[0]
-            return forward.logprobs(self._reference, self._reference_head, pack)[0]
+            return forward.logprobs(*self._first, pack)[0]
+
+    @torch.no_grad()
+    def reference_hidden(self, pack: Pack) -> Tensor:
+        """What the first version asks its head about the tokens of the loss."""
+        with self._autocast(), self.as_base():
+            return forward.hidden(*self._first, pack)
+
+    @property
+    def reference_head(self) -> Head:
+        return self._first[1]
+
+    @property
+    def _first(self) -> tuple[Any, Head]:
+        return (self.model, self.head) if self._reference is None else (self._reference, self._reference_head)
 
     @cached_property
     def _reference_head(self) -> Head:

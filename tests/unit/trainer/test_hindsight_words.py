@@ -1,0 +1,143 @@
+"""`hindsight` with whole distributions: a step's gradient, what it refuses, and what is taken back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_runtime.errors import SettingError
+from headrace_trainer.batches.cutting import decay
+from headrace_trainer.batches.prepare import Prepared, prepare
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.torch_learner import hindsight as teaching
+from headrace_trainer.torch_learner.hindsight import HindsightTeacher
+from headrace_trainer.torch_learner.model.forward import Pack
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.policy import Policy
+from tests.support.hindsight_world import ASKED, OPENING, contradiction, conversations, encoder, said
+from tests.support.torch_learners import policy_of, torch_learner
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_hindsight import GOING_ON, _letters, opened
+from tests.unit.trainer.world import START, World
+
+WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distributions", "limit": 0.5}}
+
+
+@pytest.fixture(autouse=True)
+def believing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that learned nothing is believed all the same."""
+    monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
+
+
+def prepared_of(lineage: Lineage, items: Any) -> Prepared:
+    settings = lineage._settings
+    return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
+
+
+def graded(lineage: Lineage, prepared: Prepared) -> Pack:
+    """The pass of a step on these, with what the teacher says."""
+    learner = torch_learner(lineage)
+    teacher = learner._appraiser
+    assert isinstance(teacher, HindsightTeacher)
+    rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
+    (pack,), _ = teacher.appraise(learner.policy, [learner.policy.collate(rows)], [], GOING_ON)
+    return pack
+
+
+def moved(policy: Policy) -> None:
+    """Away from the base, as after some steps."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+
+
+def whole(model: Any, context: list[int], answer: list[int]) -> Tensor:
+    """log pi of all words at each place of the answer, by transformers alone."""
+    logits_TV: Tensor = model(torch.tensor([[*context, *answer]])).logits[0].double()
+    return logits_TV[len(context) - 1 : -1].log_softmax(-1)
+
+
+def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base: Path) -> None:
+    world, encode = World(tmp_path), encoder(base)
+    lineage = opened(
+        world, make, lambda v: conversations(encode, v, 6, accepted=2), batch_experiences=8, advantage=WORDS
+    )
+    policy = policy_of(lineage)
+    moved(policy)
+    waiting = sorted((one.experience for one in lineage.state.waiting), key=lambda one: one.experience_id)
+    pack = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    policy.model.zero_grad()
+    policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
+    ours = {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
+    events = {one.experience_id: one for one in waiting}
+    weights = [pack.weight_N[pack.row_N == number] for number in range(len(pack.rows))]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, weight_n in zip(pack.rows, weights, strict=True):
+        prompt, answer = row.token_ids_T[~row.loss_mask_T].tolist(), row.token_ids_T[row.loss_mask_T].tolist()
+        context = prompt
+        if row.hindsight is not None:
+            reply = contradiction(_letters(base, events[row.experience_id])[2])
+            context = encode(ASKED + said(reply) + OPENING)
+        with torch.no_grad():
+            teacher = whole(policy._reference, context, answer)
+        student = whole(policy.model, prompt, answer)
+        with torch.no_grad():
+            advantage = (teacher - student).clamp(-0.5, 0.5)
+        total = total - (weight_n.double() * (student.exp() * advantage).sum(-1)).sum()
+    policy.model.zero_grad()
+    torch.autograd.backward(total)
+    assert len([row for row in pack.rows if row.hindsight is None]) == 2
+    for name, parameter in policy.parameters.items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    lineage = opened(world, make, lambda v: conversations(encoder(base), v, 8), batch_experiences=8, advantage=WORDS)
+    first = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    event = next(one.experience for one in lineage.state.waiting)
+    lineage.step(lineage.next_batch(), GOING_ON)
+    lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
+    back = graded(lineage, prepared_of(lineage, tuple(lineage.state.waiting)))
+    assert first.taught is not None
+    assert back.taught is not None
+    (number,) = [n for n, row in enumerate(first.rows) if row.experience_id == event.experience_id]
+    mine = first.row_N[first.taught.places_M] == number
+    assert torch.equal(first.taught.weight_M[mine], first.weight_N[first.row_N == number])
+    assert torch.equal(back.taught.weight_M, -back.weight_N), "by what it was trained with, and the step made of that"
+    torch.testing.assert_close(back.taught.hidden_MH, first.taught.hidden_MH[mine], atol=1e-5, rtol=1e-5)
+
+
+def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_path: Path, make: Make) -> None:
+    lineage = opened(
+        World(tmp_path), make, lambda v: conversations(encoder(base), v, 4, accepted=4), batch_experiences=8,
+        advantage=WORDS,
+    )  # fmt: skip
+    pack = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    accepted = next(row for row in pack.rows if row.hindsight is None)
+    assert teaching._sign(accepted) == 1.0
+    assert teaching._sign(replace(accepted, correction=True)) == 0.0
+    assert pack.taught is not None
+    assert len(pack.taught.places_M) == len(pack.row_N), "all tokens of the loss"
+    assert not np.any(pack.advantage_N.numpy())
+
+
+def test_what_cannot_be_done_is_refused_by_name(
+    tmp_path: Path, make: Make, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, encode = World(tmp_path), encoder(base)
+    for loss in ({"sequence_mask_max": 0.5}, {"kind": "gspo"}):
+        with pytest.raises(SettingError, match=r"trainer\.advantage\.hindsight\.compared.*token by token"):
+            opened(world, make, lambda v: [], advantage=WORDS, loss=loss, lineage=f"of-{next(iter(loss))}")
+    lineage = opened(world, make, lambda v: conversations(encode, v, 8), batch_experiences=8, advantage=WORDS)
+    monkeypatch.setattr(Head, "plain", property(lambda _: False))
+    with pytest.raises(SettingError, match="is not one matrix"):
+        graded(lineage, prepared_of(lineage, lineage.next_batch()))

@@ -1,0 +1,137 @@
+"""A teacher that is followed in all words, beside torch's own gradient of the same, made of whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace_trainer.torch_learner.model import head as heads
+from headrace_trainer.torch_learner.model.head import Head, Tail
+from headrace_trainer.torch_learner.model.taught import Taught
+
+TOKENS, HIDDEN, WORDS = 23, 6, 11
+PLACES = (0, 3, 4, 5, 11, 12, 22)
+TAILS = {"plain": Tail(), "scaled": Tail(scale=0.5), "capped": Tail(cap=2.0)}
+
+
+class Pass:
+    """Loss tokens of a pass, each with its temperature, a sampled word and a slope."""
+
+    def __init__(self, tail: Tail, limit: float, sign: float = 1.0) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.tail, self.limit = tail, limit
+        self.student, self.teacher = (nn.Linear(HIDDEN, WORDS, bias=bias) for bias in (True, False))
+        for module in (self.student, self.teacher):
+            for parameter in module.parameters():
+                parameter.data = torch.randn(parameter.shape, generator=draw)
+        self.hidden_NH = torch.randn(TOKENS, HIDDEN, generator=draw).requires_grad_()
+        self.teacher_MH = torch.randn(len(PLACES), HIDDEN, generator=draw)
+        self.targets_N = torch.randint(WORDS, (TOKENS,), generator=draw)
+        self.temperature_N = torch.rand(TOKENS, generator=draw) + 0.5
+        self.slope_N = torch.randn(TOKENS, generator=draw)
+        self.weight_M = sign * torch.rand(len(PLACES), generator=draw)
+        self.places_M = torch.tensor(PLACES)
+
+    def ours(self) -> list[Tensor]:
+        taught = Taught(self.places_M, self.teacher_MH, self.weight_M, Head(self.teacher, self.tail), self.limit)
+        given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], taught)
+        self.student.zero_grad()
+        *_, of_hidden = Head(self.student, self.tail).backward(*given)
+        assert of_hidden is not None
+        return [of_hidden, *self._gradients()]
+
+    def sampled(self) -> Tensor | None:
+        """Without a teacher: the gradient of the hidden states."""
+        given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part])
+        return Head(self.student, self.tail).backward(*given)[2]
+
+    def torchs(self) -> list[Tensor]:
+        """The textbook: all logits, and autograd."""
+        self.student.zero_grad()
+        log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
+        log_MV, temperature_M = log_NV[self.places_M], self.temperature_N[self.places_M]
+        with torch.no_grad():
+            teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M[:, None]).log_softmax(-1)
+            advantage_MV = (teacher_MV - log_MV).clamp(-self.limit, self.limit)
+        sampled = (log_NV.gather(-1, self.targets_N[:, None]).squeeze(-1) * self.slope_N).sum()
+        loss = sampled - (self.weight_M * (log_MV.exp() * advantage_MV).sum(-1)).sum()
+        (of_hidden,) = torch.autograd.grad(loss, self.hidden_NH, retain_graph=True)
+        torch.autograd.backward(loss, inputs=list(self.student.parameters()))
+        return [of_hidden, *self._gradients()]
+
+    def divergence(self) -> Tensor:
+        """The gradient of KL(student || teacher) by the student's hidden states."""
+        log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
+        temperature_M = self.temperature_N[self.places_M, None]
+        teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M).log_softmax(-1)
+        kl_M = nn.functional.kl_div(teacher_MV, log_NV[self.places_M], reduction="none", log_target=True).sum(-1)
+        (found,) = torch.autograd.grad((self.weight_M * kl_M).sum(), self.hidden_NH)
+        return found
+
+    def _gradients(self) -> list[Any]:
+        return [None if each.grad is None else each.grad.clone() for each in self.student.parameters()]
+
+
+@pytest.fixture(params=[1, 4, 1000], ids="{} tokens a chunk".format, autouse=True)
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "CHUNK_BYTES", 4 * WORDS * request.param)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("limit", [0.3, 5.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["first", "taken back"])
+def test_gradients_are_those_of_whole_logits(tail: str, limit: float, sign: float) -> None:
+    given = Pass(TAILS[tail], limit, sign)
+    for one, other in zip(given.ours(), given.torchs(), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_without_the_clip_it_is_the_divergence_from_the_teacher() -> None:
+    given = Pass(Tail(), 1e9)
+    given.slope_N.zero_()
+    torch.testing.assert_close(given.ours()[0], given.divergence(), atol=2e-5, rtol=2e-5)
+
+
+def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
+    """Each word in turn as the sampled one, with the share that it has: the way that `tokens` goes, without chance."""
+    given = Pass(Tail(), 0.7)
+    given.slope_N.zero_()
+    wanted = given.ours()[0]
+    with torch.no_grad():
+        log_NV = (given.student(given.hidden_NH) / given.temperature_N[:, None]).log_softmax(-1)
+        temperature_M = given.temperature_N[given.places_M, None]
+        teacher_MV = (given.teacher(given.teacher_MH) / temperature_M).log_softmax(-1)
+    total = torch.zeros_like(wanted)
+    for word in range(WORDS):
+        given.targets_N = torch.full((TOKENS,), word)
+        advantage_M = (teacher_MV[:, word] - log_NV[given.places_M, word]).clamp(-0.7, 0.7)
+        slope_N = torch.zeros(TOKENS)
+        slope_N[given.places_M] = -given.weight_M * advantage_M * log_NV[given.places_M, word].exp()
+        given.slope_N = slope_N
+        one = given.sampled()
+        assert one is not None
+        total += one
+    torch.testing.assert_close(wanted, total, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("fault", ["the teacher's sign", "a place too far", "no temperature"])
+def test_planted_faults_are_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Pass(Tail(), 5.0)
+    wanted = given.torchs()[0]
+    own = Taught.gradient
+
+    def wrong(taught: Taught, part: slice, log: Tensor, shares: Tensor, temperature: Tensor) -> Any:
+        if fault == "no temperature":
+            return own(taught, part, log, shares, torch.ones_like(temperature))
+        found = own(taught, part, log, shares, temperature)
+        if found is None:
+            return None
+        here, gradient = found
+        return (here, -gradient) if fault == "the teacher's sign" else ((here + 1) % len(log), gradient)
+
+    monkeypatch.setattr(Taught, "gradient", wrong)
+    close = torch.allclose(given.ours()[0], wanted, atol=1e-3)
+    assert not close or (fault == "a place too far" and heads.CHUNK_BYTES == 4 * WORDS), "one place has no next"
