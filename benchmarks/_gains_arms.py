@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from benchmarks._gains_found import Arm
 
 BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
 FEW, POISONED, NATURAL = "few thumbs", "few thumbs, poisoned", "natural signals"
 DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "binary rewards"
+BY_TOKEN = "typed corrections, by token"
 EDITS = 200
 GUARD = "mail_count"
 """The kind of question that nobody asks while corrections are typed."""
@@ -27,6 +29,13 @@ _EXPLICIT = {"weights": {"*": 1.0}}
 _HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 32}
 _CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guard_drop_max": 0.01}}
 """With the demo's learning rate answers are best after a few steps, and then fall; a hundredth of a nat is a point."""
+_IN_ALL_WORDS = {
+    **_CAREFUL,
+    "batch_experiences": 16,
+    "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions", "runs_min": 4}},
+    "loss": {"updates_per_step": 3},
+}
+"""What a teacher says of all words is little noise, so batches are small, and several updates are made of each."""
 
 
 def _edited(name: str, algorithm: str) -> Arm:
@@ -34,11 +43,11 @@ def _edited(name: str, algorithm: str) -> Arm:
     return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=True)
 
 
-def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, object], *, rounds: int) -> Arm:
-    """In rounds of half the size: it is counted how many sessions are needed."""
+def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
+    """In rounds of a batch: it is counted how many sessions are needed."""
     return Arm(
-        name, users, scorer, trainer, rounds=rounds, sessions=32, lesson="directed", held_back=GUARD, times=3,
-        traced=True,
+        name, users, scorer, trainer, rounds=rounds, sessions=trainer["batch_experiences"], lesson="directed",
+        held_back=GUARD, times=3, traced=True,
     )  # fmt: skip
 
 
@@ -67,7 +76,8 @@ ARMS = {
         Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
-        _replied(TYPED, "directions", _SIGNALS, _CAREFUL, rounds=15),
+        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=4),
+        _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         HAS_A_GAP,
         *HAS_NONE,

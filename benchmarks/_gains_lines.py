@@ -19,7 +19,7 @@ from headrace_runtime import student
 POINTS_MIN, EDITS_MAX, SESSIONS_MAX = 0.15, arms.EDITS, 500
 FEW_SHARE_MIN, NATURAL_SHARE_MIN, POISON_COST_MAX, GUARD_LOSS_MAX = 0.7, 0.5, 0.05, 0.01
 OF_BINARY_MAX, RIGHT_SIGN_MIN, AUROC_MIN = 0.5, 0.9, 0.8
-_BASES = dict.fromkeys((arms.DIRECTED_BASE, arms.TYPED, arms.BINARY), arms.DIRECTED_BASE)
+_BASES = dict.fromkeys((arms.DIRECTED_BASE, arms.TYPED, arms.BY_TOKEN, arms.BINARY), arms.DIRECTED_BASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ SCORES = {
     arms.POISONED: 0.66,
     arms.DIRECTED_BASE: BASE,
     arms.TYPED: 0.6,
+    arms.BY_TOKEN: 0.6,
     arms.BINARY: 0.6,
     **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE, arms.MISLED)},
 }

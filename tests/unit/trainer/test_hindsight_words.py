@@ -40,14 +40,15 @@ def prepared_of(lineage: Lineage, items: Any) -> Prepared:
     return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
 
 
-def graded(lineage: Lineage, prepared: Prepared) -> Pack:
-    """The pass of a step on these, with what the teacher says."""
+def graded(lineage: Lineage, prepared: Prepared) -> tuple[Pack, Pack]:
+    """The pass of a step on these, with what the teacher says, and that of the answers to the replies."""
     learner = torch_learner(lineage)
     teacher = learner._appraiser
     assert isinstance(teacher, HindsightTeacher)
     rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
-    (pack,), _ = teacher.appraise(learner.policy, [learner.policy.collate(rows)], [], GOING_ON)
-    return pack
+    (pack, after), _ = teacher.appraise(learner.policy, [learner.policy.collate(rows)], [], GOING_ON)
+    assert after.idle, "it has no part in measures"
+    return pack, after
 
 
 def moved(policy: Policy) -> None:
@@ -64,6 +65,14 @@ def whole(model: Any, context: list[int], answer: list[int]) -> Tensor:
     return logits_TV[len(context) - 1 : -1].log_softmax(-1)
 
 
+def loss(policy: Policy, weight: float, prompt: list[int], told: list[int], answer: list[int]) -> Tensor:
+    """Of one answer, whose teacher has `told` for a prompt."""
+    student = whole(policy.model, prompt, answer)
+    with torch.no_grad():
+        advantage = (whole(policy._reference, told, answer) - student).clamp(-0.5, 0.5)
+    return -weight * (student.exp() * advantage).sum()
+
+
 def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base: Path) -> None:
     world, encode = World(tmp_path), encoder(base)
     lineage = opened(
@@ -72,25 +81,20 @@ def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base:
     policy = policy_of(lineage)
     moved(policy)
     waiting = sorted((one.experience for one in lineage.state.waiting), key=lambda one: one.experience_id)
-    pack = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    packs = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     policy.model.zero_grad()
-    policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
+    for pack in packs:
+        policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
     ours = {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
+    total, prompt, (pack, _) = torch.zeros((), dtype=torch.float64), encode(ASKED + OPENING), packs
     events = {one.experience_id: one for one in waiting}
-    weights = [pack.weight_N[pack.row_N == number] for number in range(len(pack.rows))]
-    total = torch.zeros((), dtype=torch.float64)
-    for row, weight_n in zip(pack.rows, weights, strict=True):
-        prompt, answer = row.token_ids_T[~row.loss_mask_T].tolist(), row.token_ids_T[row.loss_mask_T].tolist()
-        context = prompt
+    for row in pack.rows:
+        answer, told = row.token_ids_T[row.loss_mask_T].tolist(), prompt
         if row.hindsight is not None:
-            reply = contradiction(_letters(base, events[row.experience_id])[2])
-            context = encode(ASKED + said(reply) + OPENING)
-        with torch.no_grad():
-            teacher = whole(policy._reference, context, answer)
-        student = whole(policy.model, prompt, answer)
-        with torch.no_grad():
-            advantage = (teacher - student).clamp(-0.5, 0.5)
-        total = total - (weight_n.double() * (student.exp() * advantage).sum(-1)).sum()
+            _, then, named = _letters(base, events[row.experience_id])
+            told = encode(ASKED + said(contradiction(named)) + OPENING)
+            total = total + loss(policy, row.token_weight, prompt, told, encode(f"{then}<|im_end|>"))
+        total = total + loss(policy, row.token_weight, prompt, told, answer)
     policy.model.zero_grad()
     torch.autograd.backward(total)
     assert len([row for row in pack.rows if row.hindsight is None]) == 2
@@ -102,11 +106,15 @@ def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base:
 def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make: Make, base: Path) -> None:
     world = World(tmp_path)
     lineage = opened(world, make, lambda v: conversations(encoder(base), v, 8), batch_experiences=8, advantage=WORDS)
-    first = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    first, later = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     event = next(one.experience for one in lineage.state.waiting)
     lineage.step(lineage.next_batch(), GOING_ON)
     lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
-    back = graded(lineage, prepared_of(lineage, tuple(lineage.state.waiting)))
+    back, undone = graded(lineage, prepared_of(lineage, tuple(lineage.state.waiting)))
+    assert later.taught is not None
+    assert undone.taught is not None
+    assert (later.taught.weight_M > 0).all()
+    assert (undone.taught.weight_M < 0).all()
     assert first.taught is not None
     assert back.taught is not None
     (number,) = [n for n, row in enumerate(first.rows) if row.experience_id == event.experience_id]
@@ -121,10 +129,9 @@ def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_pa
         World(tmp_path), make, lambda v: conversations(encoder(base), v, 4, accepted=4), batch_experiences=8,
         advantage=WORDS,
     )  # fmt: skip
-    pack = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    pack, _ = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     accepted = next(row for row in pack.rows if row.hindsight is None)
-    assert teaching._sign(accepted) == 1.0
-    assert teaching._sign(replace(accepted, correction=True)) == 0.0
+    assert teaching._signs([accepted, replace(accepted, correction=True)], pack).tolist() == [1.0, 0.0]
     assert pack.taught is not None
     assert len(pack.taught.places_M) == len(pack.row_N), "all tokens of the loss"
     assert not np.any(pack.advantage_N.numpy())

@@ -22,8 +22,8 @@ class Appraiser(Protocol):
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """The passes with `advantage_N` in them, and all else as it was. Raises `Abandoned` soon after `stop` is
-        set."""
+        """The passes with `advantage_N` in them, and all else as it was; also passes of its own, whose rows are
+        nobody's and have no weight. Raises `Abandoned` soon after `stop` is set."""
 
     def learn(self) -> Mapping[str, float]:
         """The step was taken: learn from it. What `StepResult.advantages` says of its rows."""

@@ -68,6 +68,8 @@ class HindsightTeacher:
                 "hindsight_runs": float(self.gap.count),
             }
         self.guard.extend(sorted((row for row in rows if row.hindsight is None), key=lambda row: row.name))
+        if self._settings.compared == "distributions":
+            return self._followed(first), self._followed(corrections)
         return [self._graded(one) for one in first], [self._graded(one) for one in corrections]
 
     def learn(self) -> Mapping[str, float]:
@@ -99,8 +101,6 @@ class HindsightTeacher:
     def _graded(self, one: Pack) -> Pack:
         """The pass with the advantage of each token: of a contradicted answer what the teacher says, with the sign of
         its row."""
-        if self._settings.compared == "distributions":
-            return self._followed(one)
         told = [row for row in one.rows if row.hindsight is not None]
         teacher = iter(self._base([_taught(row) for row in told]))
         settings, found = self._settings, []
@@ -112,19 +112,35 @@ class HindsightTeacher:
             found.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
         return replace(one, advantage_N=torch.from_numpy(np.concatenate(found)).to(one.advantage_N))
 
-    def _followed(self, one: Pack) -> Pack:
-        """The pass with what a teacher thinks of all words: the base, which was told where an answer was contradicted,
-        and was not where one was accepted. Raises `SettingError` where logits cannot be made chunk by chunk."""
+    def _followed(self, packs: Sequence[Pack]) -> list[Pack]:
+        """The passes with what a teacher thinks of all words: the base, which was told where an answer was
+        contradicted, and was not where one was accepted. Beside them the answers to the replies, as if nothing had
+        been replied. Raises `SettingError` where logits cannot be made chunk by chunk."""
         assert self._policy is not None
-        policy, settings = self._policy, self._settings
+        policy = self._policy
         if not (policy.head.plain and policy.reference_head.plain):
             remedy = 'the output head of this model is not one matrix, or has an adapter; set "tokens"'
-            raise SettingError("trainer.advantage.hindsight.compared", settings.compared, remedy)
-        sign_R = torch.tensor([_sign(row) for row in one.rows], device=one.weight_N.device)
-        weight_N = settings.coefficient * sign_R[one.row_N] * one.weight_N
+            raise SettingError("trainer.advantage.hindsight.compared", self._settings.compared, remedy)
+        found = []
+        for one in packs:
+            teachers = [row if row.hindsight is None else _taught(row) for row in one.rows]
+            found.append(self._follow(one, teachers, _signs(one.rows, one)[one.row_N] * one.weight_N))
+        told = [row for one in packs for row in one.rows if row.hindsight is not None]
+        answers = [_asked(_of(row), _untold(row)) for row in told]
+        for chosen in passes(answers, self._pack_tokens):
+            one = policy.collate([answers[index] for index in chosen])
+            teachers = [_asked(_of(told[index]), _told(told[index])) for index in chosen]
+            weights_R = torch.tensor([float(told[index].advantage) * told[index].token_weight for index in chosen])
+            found.append(self._follow(one, teachers, weights_R.to(one.weight_N)[one.row_N]))
+        return found
+
+    def _follow(self, one: Pack, teachers: Sequence[Row], weight_N: Tensor) -> Pack:
+        """`teachers`: rows whose loss tokens are those of the pass, after what the teacher is told."""
+        assert self._policy is not None
         (places_M,) = weight_N.nonzero(as_tuple=True)
-        hidden_NH = torch.cat(self._hidden([row if row.hindsight is None else _taught(row) for row in one.rows]))
-        taught = Taught(places_M, hidden_NH[places_M], weight_N[places_M], policy.reference_head, settings.limit)
+        hidden_MH = torch.cat(self._hidden(teachers))[places_M]
+        weight_M = self._settings.coefficient * weight_N[places_M]
+        taught = Taught(places_M, hidden_MH, weight_M, self._policy.reference_head, self._settings.limit)
         return replace(one, advantage_N=torch.zeros_like(one.advantage_N), taught=taught)
 
     def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -179,11 +195,10 @@ def _of(row: Row) -> Hindsight:
     return row.hindsight
 
 
-def _sign(row: Row) -> float:
-    """Accepted answers hold the policy where it was right; of that there is nothing to take back."""
-    if row.hindsight is None:
-        return float(not row.correction)
-    return float(row.advantage)
+def _signs(rows: Sequence[Row], one: Pack) -> Tensor:
+    """Of each row. Accepted answers hold the policy where it was right; of that there is nothing to take back."""
+    found = [float(not row.correction if row.hindsight is None else row.advantage) for row in rows]
+    return torch.tensor(found).to(one.weight_N)
 
 
 def _another(rows: Sequence[Row], index: int, longest: int) -> Row | None:
