@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from headrace_runtime.errors import SettingError
 from headrace_trainer.experiences import admission
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
-from headrace_trainer.torch_learner.model import policy, sequence_bound
+from headrace_trainer.torch_learner.model import devices, sequence_bound
 from tests.support import tiny_model
 from tests.unit.trainer.test_forward import open_policy, rows
 
@@ -76,11 +76,11 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("able", [True, False])
 def test_auto_is_what_the_device_multiplies(base: Path, monkeypatch: pytest.MonkeyPatch, able: bool) -> None:
-    monkeypatch.setattr(policy, "multiplies_bfloat16", lambda _: able)
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda _: able)
     cpu = torch.device("cpu")
-    assert policy.resolved(ComputeSettings(dtype="auto"), cpu).dtype == ("bfloat16" if able else "float32")
+    assert devices.resolved(ComputeSettings(dtype="auto"), cpu).dtype == ("bfloat16" if able else "float32")
     with capture_logs() as logs:
-        assert policy.resolved(ComputeSettings(dtype="bfloat16"), cpu).dtype == "bfloat16"
+        assert devices.resolved(ComputeSettings(dtype="bfloat16"), cpu).dtype == "bfloat16"
     assert [line["event"] for line in logs] == ([] if able else ["bfloat16_is_slow"])
     exact, found = open_policy(base), open_policy(base, dtype="auto")
     pair = [each.logprobs(each.collate(rows()))[0] for each in (exact, found)]

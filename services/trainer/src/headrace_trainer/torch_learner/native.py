@@ -23,14 +23,9 @@ from headrace_trainer.batches.batch import pack
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model import forward
 from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
+from headrace_trainer.torch_learner.model.devices import device_of, resolved, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
-from headrace_trainer.torch_learner.model.policy import (
-    Policy,
-    device_of,
-    from_folder,
-    resolved,
-    weights_dtype,
-)
+from headrace_trainer.torch_learner.model.policy import Policy, from_folder
 from headrace_trainer.torch_learner.native_plan import Plan, integers, plan
 
 T = TypeVar("T")

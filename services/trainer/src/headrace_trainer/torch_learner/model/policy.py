@@ -39,6 +39,7 @@ from headrace_trainer.torch_learner.model import (
     sequence_bound,
 )
 from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
+from headrace_trainer.torch_learner.model.devices import device_of, resolved, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 from headrace_trainer.torch_learner.shards import as_held, kept
@@ -308,40 +309,6 @@ def _plain_row(token_ids: Sequence[int]) -> Row:
     return Row("", 0, np.array(token_ids, np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
 
 
-def device_of(name: str) -> torch.device:
-    """What `compute.device` names. Raises `SettingError`."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SettingError("trainer.compute.device", name, f"cannot be used: {str(error).splitlines()[0]}") from None
-    return device
-
-
-def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
-    """With the type that `auto` stands for on this device."""
-    if compute.dtype == "auto":
-        dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
-        log.info("dtype_chosen", dtype=dtype, device=str(device))
-        compute = compute.model_copy(update={"dtype": dtype})
-    elif compute.dtype == "bfloat16" and not multiplies_bfloat16(device):
-        log.warning("bfloat16_is_slow", device=str(device), remedy='set trainer.compute.dtype to "auto"')
-    if compute.weights == "bfloat16" and compute.dtype != "bfloat16":
-        remedy = f'products run in {compute.dtype} on {device}; set trainer.compute.dtype to "bfloat16"'
-        raise SettingError("trainer.compute.weights", compute.weights, remedy)
-    return compute
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device says that it does; others can, by way of float32, and slowly."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type != "cpu":
-        return False
-    able = torch.cpu.get_capabilities()
-    return any(bool(able.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-
-
 def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
     for path in folder.glob("*.safetensors"):
         try:
@@ -355,11 +322,6 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
     if not compute.compile:  # which fuses them with what stands beside them
         norms.fuse(model)
     return model
-
-
-def weights_dtype(compute: ComputeSettings, *, frozen: bool) -> torch.dtype:
-    """What is trained is float32; what is not is kept as it is computed with."""
-    return torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32
 
 
 def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
