@@ -31,11 +31,11 @@ _CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guar
 """With the demo's learning rate answers are best after a few steps, and then fall; a hundredth of a nat is a point."""
 _IN_ALL_WORDS = {
     **_CAREFUL,
-    "batch_experiences": 16,
-    "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions", "runs_min": 4}},
+    "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions"}},
     "loss": {"updates_per_step": 3},
 }
-"""What a teacher says of all words is little noise, so batches are small, and several updates are made of each."""
+"""What a teacher says of all words is little noise, so several updates are made of a batch. One of 16 is enough to
+learn as much from, but not always for a gap that is surely positive."""
 
 
 def _edited(name: str, algorithm: str) -> Arm:
@@ -76,7 +76,7 @@ ARMS = {
         Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
-        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=4),
+        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=3),
         _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         HAS_A_GAP,
