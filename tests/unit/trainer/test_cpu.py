@@ -27,6 +27,24 @@ for _ in range(4):
 print(min(faults[1:]))
 """
 
+HELD = """
+import torch
+from headrace_trainer.torch_learner.model import cpu, sequence_bound
+
+def held_mb():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) // 1024 for line in status if line.startswith("VmRSS"))
+
+assert cpu.keep_memory()
+before = held_mb()
+several = [torch.ones(5_000_000) for _ in range(20)]
+last = torch.ones(1000)
+del several
+kept = held_mb() - before
+sequence_bound.free_bytes(torch.device("cpu"))
+print(kept, held_mb() - before)
+"""
+
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
@@ -68,3 +86,11 @@ def test_freed_memory_stays() -> None:
 
     assert faults("kept") < 100
     assert faults("not") > 100, "else this test sees nothing"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to keep memory")
+def test_who_asks_what_is_free_has_it_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True, timeout=60)
+    kept_mb, left_mb = (int(each) for each in done.stdout.split()[-2:])
+    assert kept_mb > 350
+    assert left_mb < 100

@@ -6,7 +6,7 @@ to round to bfloat16 on the way, which it makes use of where the CPU has units f
 compared with float64's, and where they are rounded all stays as it was.
 
 **Memory** that was freed stays with the process. A step frees what the next one needs again, and what the system gives
-it fills with zeros first: a third of a step with 110 million parameters.
+it fills with zeros first: a third of a step with 110 million parameters. Whoever asks how much is free has it given back.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def keep_memory() -> bool:
     asked = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _AT_ONCE))
     taken = [choose(name, value) == 1 for name, value in asked] if choose else [False]
     return all(taken)
+
+
+def give_back() -> None:
+    """What is kept and not used at the moment, to the system. To be called before it is asked what is free."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def multiply_directly() -> bool:

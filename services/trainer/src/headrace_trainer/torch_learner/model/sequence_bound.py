@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Row
+from headrace_trainer.torch_learner.model import cpu
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import CHUNK_BYTES
 from headrace_trainer.torch_learner.shards import shared
@@ -41,6 +42,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Of the memory that a step takes from; None where nobody says."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    cpu.give_back()  # what another lineage of this process has left
     found = [found for found in (_of_machine(), _of_container()) if found is not None]
     return min(found) if device.type == "cpu" and found else None
 
