@@ -6,7 +6,8 @@ to round to bfloat16 on the way, which it makes use of where the CPU has units f
 compared with float64's, and where they are rounded all stays as it was.
 
 **Memory** that was freed stays with the process. A step frees what the next one needs again, and what the system gives
-it fills with zeros first: a third of a step with 110 million parameters. Whoever asks how much is free has it given back.
+it fills with zeros first: a third of a step with 110 million parameters. Whoever asks how much is free has it given
+back.
 """
 
 from __future__ import annotations
