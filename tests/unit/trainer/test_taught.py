@@ -36,7 +36,8 @@ class Pass:
         self.places_M = torch.tensor(PLACES)
 
     def ours(self) -> list[Tensor]:
-        taught = Taught(self.places_M, self.teacher_MH, self.weight_M, Head(self.teacher, self.tail), self.limit)
+        answer = Head(self.teacher, self.tail).answer
+        taught = Taught(self.places_M, self.teacher_MH, self.weight_M, answer, self.limit)
         given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], taught)
         self.student.zero_grad()
         *_, of_hidden = Head(self.student, self.tail).backward(*given)

@@ -140,7 +140,8 @@ class HindsightTeacher:
         (places_M,) = weight_N.nonzero(as_tuple=True)
         hidden_MH = torch.cat(self._hidden(teachers))[places_M]
         weight_M = self._settings.coefficient * weight_N[places_M]
-        taught = Taught(places_M, hidden_MH, weight_M, self._policy.reference_head, self._settings.limit)
+        answer, limit = self._policy.reference_head.answer, self._settings.limit
+        taught = Taught(places_M, hidden_MH, weight_M, answer, limit)
         return replace(one, advantage_N=torch.zeros_like(one.advantage_N), taught=taught)
 
     def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:

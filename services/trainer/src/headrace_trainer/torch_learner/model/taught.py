@@ -10,14 +10,11 @@ present weights are there (`head`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from headrace_trainer.torch_learner.model.head import Head
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class Taught:
     """What the teacher asks its head."""
     weight_M: Tensor
     """What the gradient of each is multiplied with: the token's share of the loss, with the sign of its row."""
-    head: Head
-    """The teacher's."""
+    answer: Callable[[Tensor], Tensor]
+    """Its head: logits in float32, in a tensor of their own, of some hidden states."""
     limit: float
 
     def gradient(
@@ -44,7 +41,7 @@ class Taught:
             return None
         here_m = self.places_M[first:last] - part.start
         temperature_m = temperature_n[here_m, None]
-        teacher_mV = self.head.answer(self.hidden_MH[first:last]).div_(temperature_m).log_softmax(-1)
+        teacher_mV = self.answer(self.hidden_MH[first:last]).div_(temperature_m).log_softmax(-1)
         advantage_mV = teacher_mV.sub_(log_nV[here_m]).clamp_(-self.limit, self.limit)
         shares_mV = shares_nV[here_m]
         mean_m = (shares_mV * advantage_mV).sum(-1, keepdim=True)
