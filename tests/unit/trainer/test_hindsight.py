@@ -22,6 +22,9 @@ from headrace_schemas import Experience
 from headrace_trainer.algorithms.catalog import hindsight
 from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
 from headrace_trainer.batches.batch import Hindsight, Row
+from headrace_trainer.batches.cutting import decay
+from headrace_trainer.batches.prepare import Prepared, prepare
+from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.learner import StepRefused
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
@@ -201,16 +204,22 @@ def _letters(base: Path, event: Experience) -> tuple[str, str, str]:
     return text.split("assistant\n")[1][0], text.split("assistant\n")[2][0], text.split("it is ")[1][0]
 
 
+def prepared_of(lineage: Lineage, items: Sequence[Waiting]) -> Prepared:
+    """What a step on these would train."""
+    settings = lineage._settings
+    return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
+
+
+def teacher_of(lineage: Lineage) -> HindsightTeacher:
+    teacher = torch_learner(lineage)._appraiser
+    assert isinstance(teacher, HindsightTeacher)
+    return teacher
+
+
 def told_of(lineage: Lineage) -> dict[str, Floats]:
     """What a step would train each contradicted answer with, by its experience."""
-    from headrace_trainer.batches.cutting import decay
-    from headrace_trainer.batches.prepare import prepare
-
-    learner, settings = torch_learner(lineage), lineage._settings
-    prepared = prepare(lineage.next_batch(), lineage.state, settings.advantage, decay(settings), loss=settings.loss)
-    teacher = learner._appraiser
-    assert isinstance(teacher, HindsightTeacher)
-    packs, _ = teacher.appraise(learner.policy, [learner.policy.collate(list(prepared.batch.rows))], [], GOING_ON)
+    policy, prepared = policy_of(lineage), prepared_of(lineage, lineage.next_batch())
+    packs, _ = teacher_of(lineage).appraise(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
     (pack,) = packs
     advantages, places = pack.advantage_N.double().numpy(), pack.row_N.numpy()
     return {one.experience_id: advantages[places == n] for n, one in enumerate(pack.rows)}
@@ -228,8 +237,7 @@ def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
     lineage = opened(world, make, of, batch_experiences=10)
     advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
     found = told_of(lineage)
-    teacher = torch_learner(lineage)._appraiser
-    assert isinstance(teacher, HindsightTeacher)
+    teacher = teacher_of(lineage)
     ours = np.concatenate([found[name] for name in sorted(found)])
     off = [float(np.abs(ours - advantages).max()), abs(teacher.gap.mean - float(np.mean(gaps)))]
     loss = lineage.step(lineage.next_batch(), GOING_ON).get("loss", math.inf)
@@ -329,14 +337,8 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
     (item,) = lineage.state.waiting
     (due,) = lineage.state.due(item)
     assert due.missing == -1.0
-    learner = torch_learner(lineage)
-    from headrace_trainer.batches.cutting import decay
-    from headrace_trainer.batches.prepare import prepare
-
-    prepared = prepare((item,), lineage.state, lineage._settings.advantage, decay(lineage._settings))
-    teacher = learner._appraiser
-    assert isinstance(teacher, HindsightTeacher)
-    _, (back,) = teacher.appraise(learner.policy, [], [learner.policy.collate(list(prepared.batch.rows))], GOING_ON)
+    policy, prepared = policy_of(lineage), prepared_of(lineage, (item,))
+    _, (back,) = teacher_of(lineage).appraise(policy, [], [policy.collate(list(prepared.batch.rows))], GOING_ON)
     assert back.advantage_N.numpy() == pytest.approx(-first[event.experience_id], abs=1e-6), "the teacher stays"
     assert prepared.batch.rows[0].correction
 

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.batches.cutting import decay
-from headrace_trainer.batches.prepare import Prepared, prepare
+from headrace_trainer.batches.prepare import Prepared
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.torch_learner import hindsight as teaching
-from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
 from tests.support.hindsight_world import ASKED, OPENING, contradiction, conversations, encoder, said
-from tests.support.torch_learners import policy_of, torch_learner
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.test_hindsight import GOING_ON, _letters, opened
+from tests.unit.trainer.test_hindsight import GOING_ON, _letters, opened, prepared_of, teacher_of
 from tests.unit.trainer.world import START, World
 
 WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distributions", "limit": 0.5}}
@@ -35,18 +33,11 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
 
 
-def prepared_of(lineage: Lineage, items: Any) -> Prepared:
-    settings = lineage._settings
-    return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
-
-
 def graded(lineage: Lineage, prepared: Prepared) -> tuple[Pack, Pack]:
     """The pass of a step on these, with what the teacher says, and that of the answers to the replies."""
-    learner = torch_learner(lineage)
-    teacher = learner._appraiser
-    assert isinstance(teacher, HindsightTeacher)
+    policy = policy_of(lineage)
     rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
-    (pack, after), _ = teacher.appraise(learner.policy, [learner.policy.collate(rows)], [], GOING_ON)
+    (pack, after), _ = teacher_of(lineage).appraise(policy, [policy.collate(rows)], [], GOING_ON)
     assert after.idle, "it has no part in measures"
     return pack, after
 
@@ -131,7 +122,7 @@ def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_pa
     )  # fmt: skip
     pack, _ = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     accepted = next(row for row in pack.rows if row.hindsight is None)
-    assert teaching._signs([accepted, replace(accepted, correction=True)], pack).tolist() == [1.0, 0.0]
+    assert [teaching._sign(one) for one in (accepted, replace(accepted, correction=True))] == [1.0, 0.0]
     assert pack.taught is not None
     assert len(pack.taught.places_M) == len(pack.row_N), "all tokens of the loss"
     assert not np.any(pack.advantage_N.numpy())

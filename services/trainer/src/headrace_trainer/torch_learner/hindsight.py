@@ -124,19 +124,22 @@ class HindsightTeacher:
         found = []
         for one in packs:
             teachers = [row if row.hindsight is None else _taught(row) for row in one.rows]
-            found.append(self._follow(one, teachers, _signs(one.rows, one)[one.row_N] * one.weight_N))
+            found.append(self._follow(one, teachers, [_sign(row) * row.token_weight for row in one.rows]))
         told = [row for one in packs for row in one.rows if row.hindsight is not None]
         answers = [_asked(_of(row), _untold(row)) for row in told]
         for chosen in passes(answers, self._pack_tokens):
             one = policy.collate([answers[index] for index in chosen])
             teachers = [_asked(_of(told[index]), _told(told[index])) for index in chosen]
-            weights_R = torch.tensor([float(told[index].advantage) * told[index].token_weight for index in chosen])
-            found.append(self._follow(one, teachers, weights_R.to(one.weight_N)[one.row_N]))
+            found.append(
+                self._follow(one, teachers, [_sign(told[index]) * told[index].token_weight for index in chosen])
+            )
         return found
 
-    def _follow(self, one: Pack, teachers: Sequence[Row], weight_N: Tensor) -> Pack:
-        """`teachers`: rows whose loss tokens are those of the pass, after what the teacher is told."""
+    def _follow(self, one: Pack, teachers: Sequence[Row], weights: Sequence[float]) -> Pack:
+        """`teachers`: rows whose loss tokens are those of the pass, after what the teacher is told; `weights`: of each
+        row's tokens, with its sign."""
         assert self._policy is not None
+        weight_N = torch.tensor(weights).to(one.weight_N)[one.row_N]
         (places_M,) = weight_N.nonzero(as_tuple=True)
         hidden_MH = torch.cat(self._hidden(teachers))[places_M]
         weight_M = self._settings.coefficient * weight_N[places_M]
@@ -196,10 +199,9 @@ def _of(row: Row) -> Hindsight:
     return row.hindsight
 
 
-def _signs(rows: Sequence[Row], one: Pack) -> Tensor:
-    """Of each row. Accepted answers hold the policy where it was right; of that there is nothing to take back."""
-    found = [float(not row.correction if row.hindsight is None else row.advantage) for row in rows]
-    return torch.tensor(found).to(one.weight_N)
+def _sign(row: Row) -> float:
+    """Accepted answers hold the policy where it was right; of that there is nothing to take back."""
+    return float(not row.correction if row.hindsight is None else row.advantage)
 
 
 def _another(rows: Sequence[Row], index: int, longest: int) -> Row | None:

@@ -36,6 +36,10 @@ class Block:
     def queries(self) -> int:
         return self.stop - self.start
 
+    @property
+    def keys(self) -> int:
+        return self.last - self.first
+
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Block], Tensor]
 """Of one block, from its queries, keys and values, and what comes with each head."""
@@ -75,7 +79,7 @@ def _reach(start: int, stop: int, length: int, asked: Mapping[str, Any]) -> tupl
 
 def finer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     """The same without a long one: for attention that keeps the scores of a block."""
-    return tuple(one for block in blocks for one in split(block, QUERIES if block.mask is None else block.queries))
+    return tuple(one for block in blocks for one in split(block, QUERIES))
 
 
 def split(block: Block, queries: int) -> Iterator[Block]:

@@ -41,9 +41,7 @@ def prepare() -> None:
 def keep_memory() -> bool:
     """One heap for all threads, which takes large blocks too and gives nothing back. Answers whether it is so; only
     glibc can be asked."""
-    if sys.platform != "linux":
-        return False
-    choose = getattr(ctypes.CDLL(None), "mallopt", None)
+    choose = _of_glibc("mallopt")
     asked = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _AT_ONCE))
     taken = [choose(name, value) == 1 for name, value in asked] if choose else [False]
     return all(taken)
@@ -51,8 +49,13 @@ def keep_memory() -> bool:
 
 def give_back() -> None:
     """What is kept and not used at the moment, to the system. To be called before it is asked what is free."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+    if trim := _of_glibc("malloc_trim"):
         trim(0)
+
+
+def _of_glibc(name: str) -> Any:
+    """One of its functions; None where there is another library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def multiply_directly() -> bool:

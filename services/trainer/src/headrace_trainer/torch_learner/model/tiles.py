@@ -48,10 +48,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], sc
 def _finer(cut: tuple[Block, ...], groups: int) -> Iterator[Block]:
     """`groups`: heads that share keys."""
     for block in cut:
-        columns = block.last - block.first
-        rows = min(ROWS, TILE // columns)
+        rows = min(ROWS, TILE // block.keys)
         if block.mask is None:
-            rows = min(rows, groups * columns // 4)  # so an eighth of a triangle is computed in vain
+            rows = min(rows, groups * block.keys // 4)  # so an eighth of a triangle is computed in vain
         yield from blocks.split(block, max(rows, ROWS_MIN) // groups or 1)
 
 
@@ -70,9 +69,8 @@ class _Tile:
     def all(cls, cut: tuple[Block, ...], heads: int, groups: int) -> Iterator[_Tile]:
         """`heads`: key heads of all sequences; `groups`: query heads of each."""
         for block in cut:
-            rows, columns = block.stop - block.start, block.last - block.first
-            hidden = _above(rows) if block.mask is None else _hidden(block.mask[0, 0])
-            several = max(1, TILE // (groups * rows * columns))
+            hidden = _above(block.queries) if block.mask is None else _hidden(block.mask[0, 0])
+            several = max(1, TILE // (groups * block.queries * block.keys))
             for head in range(0, heads, several):
                 some = slice(head, min(head + several, heads))
                 queries, keys = slice(block.start, block.stop), slice(block.first, block.last)
