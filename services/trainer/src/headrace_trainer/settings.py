@@ -18,9 +18,10 @@ from headrace_trainer.algorithms.settings import AdvantageSettings, Count, LossS
 from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.service import INFO
 
-_RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 2e-4, 10
-"""Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for
-models of that size have it. No smaller model was measured, so none has a higher rate."""
+_RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 1e-4, 10
+"""Through 1.5e-6 at 7 billion parameters, as recipes for models of that size have it. Small models were measured: at
+0.4 million, 2e-4 learns faster from a true reward, is ruined by one at random (docs/controls.md), and a correction of
+its very first batch leaves more than it may (docs/algorithms.md)."""
 
 
 class OptimizerSettings(Section):
@@ -32,7 +33,7 @@ class OptimizerSettings(Section):
     """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
     that is no matrix have AdamW. A correction then takes back only what AdamW did (docs/algorithms.md)."""
     learning_rate: Positive | None = None
-    """After the warm-up. None: by the size of the model, 0.13 / √parameters and at most 2e-4, and ten times that for
+    """After the warm-up. None: by the size of the model, 0.13 / √parameters and at most 1e-4, and ten times that for
     adapters; the log says what that is (docs/guides/sizing.md)."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
