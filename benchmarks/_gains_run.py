@@ -131,7 +131,7 @@ async def _run(arm: Arm, seed: int, base: Path, plays: int, scratch: Path) -> Ga
     return found
 
 
-MEASURED = ("hindsight_gap", "hindsight_gap_low", "hindsight_runs", "guard_drop_mean", "guard_drop")
+MEASURED = ("hindsight_gap", "hindsight_gap_chance", "hindsight_runs", "guard_drop_mean", "guard_drop")
 """What is kept of a step's measures."""
 
 
