@@ -11,7 +11,9 @@ For 8 degrees of freedom or more and probabilities up to 0.975 it is right to th
 
 from __future__ import annotations
 
-from statistics import NormalDist
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
 
 
 def quantile(probability: float, freedom: float) -> float:
@@ -24,3 +26,12 @@ def quantile(probability: float, freedom: float) -> float:
         (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
     )
     return x + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def low(values: Sequence[float], level: float) -> float:
+    """Where the mean of independent values lies at least, but for a probability of `level`. Minus infinity for less
+    than two."""
+    count = len(values)
+    if count < 2:
+        return -math.inf
+    return fmean(values) - quantile(1 - level, count - 1) * stdev(values) / math.sqrt(count)

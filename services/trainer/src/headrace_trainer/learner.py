@@ -37,13 +37,14 @@ class NotFinite(Exception):
 
 class StepRefused(Exception):
     """What was measured before the step forbids it; no weight was changed. Training stops until somebody says that it
-    goes on."""
+    goes on. `undecided`: a larger batch that begins with these rows may be allowed; as long as more comes, it waits."""
 
-    def __init__(self, measure: str, value: float, why: str) -> None:
+    def __init__(self, measure: str, value: float, why: str, *, undecided: bool = False) -> None:
         super().__init__(why)
         self.measure = measure
         self.value = value
         self.why = why
+        self.undecided = undecided
 
 
 class LearnerLost(HeadraceError):

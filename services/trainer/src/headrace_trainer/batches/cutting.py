@@ -36,14 +36,19 @@ class Cutter:
         self._pair_wait = timedelta(seconds=settings.pair_wait_s)
         self._swept: tuple[str, int] | None = None
 
-    def next(self, state: LineageState, now: datetime, mark: int | None = None) -> tuple[Waiting, ...]:
+    def next(
+        self, state: LineageState, now: datetime, mark: int | None = None, undecided: int = 0
+    ) -> tuple[Waiting, ...]:
         """What to train now, empty when it is not time. Drops what has become too old to be trained (P5), and runs
-        that waited for a group in vain. `mark` came with the record just read: a batch of so many was cut after it."""
+        that waited for a group in vain. `mark` came with the record just read: a batch of so many was cut after it.
+        `undecided`: a batch of so many waits for as many more, however long that takes, or until nothing more comes."""
         head = (state.history.head, state.history.head_step)
         if self._swept != head:
             state.sweep()
             self._swept = head
-        found = self._select(state, now, mark)
+        if undecided and (mark is not None or now == END_OF_TIME):
+            mark = undecided + (mark or 0)
+        found = self._select(state, now, mark, self._enough(now, undecided))
         for item in found.singletons:
             state.drop(item, "singleton")
         for item in found.equal:
@@ -52,15 +57,22 @@ class Cutter:
             state.drop(item, "singleton", "unpaired")
         return found.batch
 
-    def _select(self, state: LineageState, now: datetime, mark: int | None) -> Selection:
+    def _enough(self, now: datetime, undecided: int) -> Rules:
+        if not undecided:
+            return self._rules
+        experiences = max(self._rules.experiences, 2 * undecided)
+        least = self._rules.experiences_min if now == END_OF_TIME else experiences
+        return replace(self._rules, experiences=experiences, experiences_min=least)
+
+    def _select(self, state: LineageState, now: datetime, mark: int | None, rules: Rules) -> Selection:
         full = state.room == 0
         if self._recorded and mark is not None:
             return self._as_recorded(state, mark)
         if self._recorded and not full:
             return Selection()  # also at the end: what waits now waited then
-        found = self._by_rules(state, self._rules, now, full)
+        found = self._by_rules(state, rules, now, full)
         if full and found == Selection():  # what they wait for cannot be read: who came first makes room for it
-            return self._by_rules(state, self._rules, self._when_half_is_late(state), full)
+            return self._by_rules(state, rules, self._when_half_is_late(state), full)
         return found
 
     def _when_half_is_late(self, state: LineageState) -> datetime:

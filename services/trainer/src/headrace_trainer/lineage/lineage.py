@@ -63,6 +63,9 @@ class Lineage:
         self._steps_saved = saved.steps
         self._decay = decay(settings)
         self._cutter = Cutter(settings)
+        self._undecided = 0
+        """Experiences of the last step that was refused because they were too few to decide on it. Not saved: the next
+        process measures the same of them."""
 
     @property
     def version_due(self) -> bool:
@@ -93,19 +96,20 @@ class Lineage:
         if self.health.stopped is not None:
             return ()
         if over:
-            return self._cutter.next(self.state, END_OF_TIME, mark)
+            return self._cutter.next(self.state, END_OF_TIME, mark, self._undecided)
         # What is complete from the start is not waited for: then no batch depends on how fast it is read.
         now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
-        return self._cutter.next(self.state, now, mark)
+        return self._cutter.next(self.state, now, mark, self._undecided)
 
     def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
-        was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops.
+        was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops, unless a
+        larger one may decide otherwise.
         Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see."""
         settings = self._settings
-        prepared = prepare(
-            items, self.state, settings.advantage, self._decay, settings.batch_experiences, settings.loss
-        )
+        # What waited until it was decided is one step and no longer one, however much came together.
+        whole = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
+        prepared = prepare(items, self.state, settings.advantage, self._decay, whole, settings.loss)
         digest = prepared.batch.digest()
         try:
             taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
@@ -118,9 +122,9 @@ class Lineage:
             self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
             return {}
         except StepRefused as refused:
-            log.error("step_refused", measure=refused.measure, value=refused.value, why=refused.why)
-            self.health = self.health.refusing(refused.measure, refused.value, refused.why)
+            self._refused(refused, len(items))
             return {}
+        self._undecided = 0
         found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
         self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])
         self.state.cut(digest, len(items))
@@ -128,6 +132,22 @@ class Lineage:
         self._measured.append(found)
         self.health = self.health.after(found, settings.health)
         return found
+
+    def _refused(self, refused: StepRefused, experiences: int) -> None:
+        """It waits for more experiences where these decide it, unless none came since it waited last."""
+        if refused.undecided and experiences > self._undecided:
+            log.info(
+                "step_waits",
+                measure=refused.measure,
+                value=refused.value,
+                experiences=experiences,
+                wanted=2 * experiences,
+            )
+            self._undecided = experiences
+            return
+        log.error("step_refused", measure=refused.measure, value=refused.value, why=refused.why)
+        self._undecided = 0
+        self.health = self.health.refusing(refused.measure, refused.value, refused.why)
 
     @property
     def _asks_base(self) -> bool:

@@ -1,24 +1,27 @@
 """The base, told what the user said next, as a teacher of what it was not told
 (`headrace_trainer.algorithms.catalog.hindsight`, which has the formulas).
 
-Nothing is drawn at random. What was measured, and the guard set, are saved with the optimizer's state.
+Nothing is drawn that the runs before do not decide. What was measured, and the guard set, are saved with the
+optimizer's state.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_runtime import student
 from headrace_runtime.errors import SettingError
-from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
+from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, refusal
+from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row, passes
 from headrace_trainer.learner import Abandoned, StepRefused
 from headrace_trainer.torch_learner.model.forward import Pack
@@ -26,7 +29,7 @@ from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.model.taught import Taught
 
 Floats = NDArray[np.float64]
-_GAP = "gap"
+_GAP = "gap/dealt"
 _TOKENS, _SHAPES = "guard/tokens", "guard/shapes"
 """The guard set: its tokens in a row; of each answer its length, where it begins, and its temperature."""
 
@@ -53,19 +56,20 @@ class HindsightTeacher:
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Raises `StepRefused` while the gap is not positive; what was measured stays."""
+        """Raises `StepRefused` while the gap is not positive. Only what is trained is remembered: rows of a step that
+        is not taken are measured again with the batch that they are in next."""
         self._policy, self._stop, self._measured = policy, stop, {}
         rows = [row for one in first for row in one.rows]
         contradicted = sorted((row for row in rows if row.hindsight is not None), key=lambda row: row.name)
         if contradicted:
-            self.gap = self.gap.plus(self.gaps(contradicted).values())
-            why = refusal(self.gap, self._settings)
-            if why is not None:
-                raise StepRefused("hindsight_gap", self.gap.mean, why)
+            gap = self.gap.plus(self.blocks(contradicted))
+            if (refused := refusal(gap, self._settings)) is not None:
+                raise StepRefused("hindsight_gap", gap.mean, refused.why, undecided=refused.undecided)
+            self.gap = gap
             self._measured = {
-                "hindsight_gap": self.gap.mean,
-                "hindsight_gap_low": self.gap.low,
-                "hindsight_runs": float(self.gap.count),
+                "hindsight_gap": gap.mean,
+                "hindsight_gap_chance": gap.chance,
+                "hindsight_runs": float(gap.count),
             }
         self.guard.extend(sorted((row for row in rows if row.hindsight is None), key=lambda row: row.name))
         if self._settings.compared == "distributions":
@@ -77,26 +81,27 @@ class HindsightTeacher:
         guard = list(self.guard)
         if len(guard) > 1:
             before, after = self._base(guard), self._logprobs(guard, reference=False)
-            drops = GapEstimate.of(float((one - other).mean()) for one, other in zip(before, after, strict=True))
-            self._measured |= {"guard_drop_mean": drops.mean, "guard_drop": drops.low}
+            drops = [float((one - other).mean()) for one, other in zip(before, after, strict=True)]
+            self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": student.low(drops, 0.025)}
         return {}
 
-    def gaps(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Of each experience: what its own replies add, for the answers that followed them, to what no reply, and
-        another run's reply, make of these. Those without another run's reply are left out."""
-        longest = max(len(one.prompt_T) + len(one.reply_T) + len(one.next_T) for one in map(_of, rows))
-        pairs = [(row, other) for index, row in enumerate(rows) if (other := _another(rows, index, longest))]
-        asked = [
-            _asked(_of(row), context)
-            for row, other in pairs
-            for context in (_told(row), _told(row, other), _untold(row))
+    def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:
+        """How likely the base finds the answers to replies, of the first contradicted answer of each run. A run has its
+        own reply, those of its block, and none. No block: there is only one run."""
+        first = {row.experience_id: row for row in reversed(rows)}
+        runs = _comparable([*reversed(first.values())], self._pack_tokens)
+        if len(runs) < 2:
+            return []
+        parts = [[runs[n] for n in part] for part in np.array_split(np.arange(len(runs)), -(-len(runs) // BLOCK))]
+        contexts = [
+            (row, context)
+            for part in parts
+            for row in part
+            for context in (*(_told(row, other) for other in part), _untold(row))
         ]
-        found = [float(logprobs.mean()) for logprobs in self._base(asked)]
-        values: dict[str, list[float]] = {}
-        for index, (row, _) in enumerate(pairs):
-            own, others, none = found[3 * index : 3 * index + 3]
-            values.setdefault(row.experience_id, []).append(own - max(others, none))
-        return {name: math.fsum(several) / len(several) for name, several in values.items()}
+        found = iter(self._base([_asked(_of(row), context) for row, context in contexts]))
+        means = [np.array([[float(next(found).mean()) for _ in (*part, None)] for _ in part]) for part in parts]
+        return [ReplyBlock(both[:, :-1], both[:, -1]) for both in means]
 
     def _graded(self, one: Pack) -> Pack:
         """The pass with the advantage of each token: of a contradicted answer what the teacher says, with the sign of
@@ -175,7 +180,8 @@ class HindsightTeacher:
         return [found[index] for index in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
-        found = {_GAP: torch.tensor([self.gap.count, self.gap.total, self.gap.squares], dtype=torch.float64)}
+        known = (self.gap.count, self.gap.total, self.gap.as_said, *self.gap.dealt)
+        found = {_GAP: torch.tensor(known, dtype=torch.float64)}
         if self.guard:
             found[_TOKENS] = torch.from_numpy(np.concatenate([row.token_ids_T for row in self.guard]))
             shapes = [(row.length, row.length - row.tokens, float(row.temperature_T[-1])) for row in self.guard]
@@ -185,8 +191,8 @@ class HindsightTeacher:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._begin()
         if _GAP in state:
-            count, total, squares = state[_GAP].tolist()
-            self.gap = GapEstimate(int(count), total, squares)
+            count, total, as_said, *dealt = state[_GAP].tolist()
+            self.gap = GapEstimate(int(count), total, as_said, tuple(dealt))
         begin = 0
         for length, start, temperature in state[_SHAPES].tolist() if _SHAPES in state else ():
             tokens_T = state[_TOKENS][begin : begin + int(length)].numpy().astype(np.int32)
@@ -204,15 +210,15 @@ def _sign(row: Row) -> float:
     return float(not row.correction if row.hindsight is None else row.advantage)
 
 
-def _another(rows: Sequence[Row], index: int, longest: int) -> Row | None:
-    """The next row of another run whose reply leaves the sequence as short as others are."""
-    own = _of(rows[index])
-    for place in range(index + 1, index + len(rows)):
-        other = rows[place % len(rows)]
-        length = len(own.prompt_T) + len(_of(other).reply_T) + len(own.next_T)
-        if other.experience_id != rows[index].experience_id and length <= longest:
-            return other
-    return None
+def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
+    """Those whose replies may be dealt out: no sequence becomes longer than a pass, or than one of these rows is. The
+    longest are left out."""
+    sizes = {row.name: (len(_of(row).prompt_T) + len(_of(row).next_T), len(_of(row).reply_T)) for row in rows}
+    room = max(pack_tokens, *(sum(one) for one in sizes.values()), 0)
+    names = sorted(sizes, key=lambda name: sum(sizes[name]))
+    while names and sum(max(column) for column in zip(*(sizes[name] for name in names), strict=True)) > room:
+        names.pop()
+    return [row for row in rows if row.name in names]
 
 
 def _told(row: Row, other: Row | None = None) -> NDArray[np.int32]:

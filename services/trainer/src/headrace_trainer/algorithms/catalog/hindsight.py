@@ -17,34 +17,42 @@ answer is contradicted or accepted by the reward of its turn, e.g. of the reward
 
 Before each step the gap between teacher and student is measured, on the answers that the model gave to the replies:
 
-    d   = mean_n log pi_base(n | prompt, reply) - max(mean_n log pi_base(n | prompt, another run's reply),
+    d   = mean_n log pi_base(n | prompt, reply) - max(mean_n log pi_base(n | prompt, other runs' replies),
                                                       mean_n log pi_base(n | prompt))        of run i its mean, d_i
 
-A base that cannot read replies has d = 0, and replies that belong elsewhere have no positive d. A step is refused until
-the lower end of d's interval is positive. With A, accepted answers are trained with an advantage of 0. They are the
-guard set: how far they have dropped beneath the base is measured after each step (`trainer.health.guard_drop_max`).
+A base that cannot read replies has d = 0, and replies that belong elsewhere have no positive d. No step is taken unless
+d is positive in the mean and replies that were dealt out at random would hardly do as well (`algorithms.gap`): with few
+runs a step waits for more of them, with `runs_max` it is refused.
+
+With A, accepted answers are trained with an advantage of 0. They are the guard set: how far they have dropped beneath
+the base is measured after each step (`trainer.health.guard_drop_max`).
 
 The teacher stays, so what is withdrawn is trained once more with the opposite sign: with A exactly.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_runtime import student
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.estimators import as_they_are, estimator
+from headrace_trainer.algorithms.gap import GapEstimate
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.signals import Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings
+
+
+ERROR = 0.1
+"""How often training begins although replies say nothing of their own, at most, however long it waits."""
+
+_TOLD_APART = 256
+"""Runs from which on the level stays: deals could not tell rarer chances."""
 
 
 class HindsightSettings(Section):
@@ -62,15 +70,20 @@ class HindsightSettings(Section):
     to first order only. Needs an output head that is one matrix, and `loss.sequence_mask_max` = 0."""
     limit: Annotated[float, Field(gt=0)] = 5.0
     """What a token counts at most, in nats: one that the teacher rules out is no reason for anything more."""
-    runs_min: Annotated[int, Field(ge=2)] = 8
+    runs_min: Annotated[int, Field(ge=2)] = 4
     """Runs with a contradicted answer from which on the gap is believed."""
+    runs_max: Annotated[int, Field(ge=2)] = 64
+    """With so many, a gap that is not surely positive ends training. With fewer the batch waits, and is cut again when
+    there are twice as many experiences."""
     guard_answers: Annotated[int, Field(ge=2, le=4096)] = 64
     """Accepted answers that make the guard set; the newest are kept."""
 
     @model_validator(mode="after")
-    def _no_answer_is_both(self) -> Self:
+    def _bounds_are_apart(self) -> Self:
         if self.contradicted_max >= self.accepted_min:
             raise ValueError(f"contradicted_max is not below accepted_min = {self.accepted_min:g}")
+        if self.runs_min > self.runs_max:
+            raise ValueError(f"runs_min is above runs_max = {self.runs_max}")
         return self
 
 
@@ -82,53 +95,32 @@ def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GapEstimate:
-    """The mean of independent values, and where it may lie: Student's interval, of which each side fails in 2.5 %."""
+class Doubt:
+    """Why no step is taken. `undecided`: more runs may say otherwise."""
 
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> GapEstimate:
-        return cls().plus(values)
-
-    def plus(self, values: Iterable[float]) -> GapEstimate:
-        """With more values."""
-        given = list(values)
-        return GapEstimate(
-            self.count + len(given),
-            math.fsum([self.total, *given]),
-            math.fsum([self.squares, *(value * value for value in given)]),
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
-
-    @property
-    def low(self) -> float:
-        """Minus infinity for less than two values."""
-        if self.count < 2:
-            return -math.inf
-        left = self.count - 1
-        variance = max(0.0, self.squares - self.total * self.total / self.count) / left
-        return self.mean - student.quantile(0.975, left) * math.sqrt(variance / self.count)
+    why: str
+    undecided: bool
 
 
-def refusal(gap: GapEstimate, settings: HindsightSettings) -> str | None:
-    """Why nothing is trained, None when the gap is positive."""
+def refusal(gap: GapEstimate, settings: HindsightSettings) -> Doubt | None:
+    """Why nothing is trained, None when the gap is positive. Whoever waits asks again with twice as many runs, so half
+    of the error that is left is spent each time: from four runs on a twentieth, a fortieth and so on."""
+    undecided = gap.count < settings.runs_max
     if gap.count < settings.runs_min:
-        return (
+        return Doubt(
             f"the gap between teacher and student was measured on {gap.count} runs, below "
-            f"trainer.advantage.hindsight.runs_min = {settings.runs_min}; raise trainer.batch_experiences_min"
+            f"trainer.advantage.hindsight.runs_min = {settings.runs_min}; raise trainer.batch_experiences_min",
+            undecided,
         )
-    if gap.low > 0:
+    level = 2 * ERROR / min(gap.count, _TOLD_APART)
+    if gap.positive and gap.chance <= level:
         return None
-    return (
+    return Doubt(
         f"the gap between teacher and student is {gap.mean:.4g} nats a token over {gap.count} runs, and not surely "
-        f"positive (at least {gap.low:.4g}): told what users said next, this base answers no better. Take a larger "
-        'base, or another algorithm ("reinforce++" with the rewards of turns)'
+        f"positive: replies dealt out at random do as well in {gap.chance:.1%} (at most {level:.1%}). Told what users "
+        'said next, this base answers no better. Take a larger base, or another algorithm ("reinforce++" with the '
+        "rewards of turns)",
+        undecided,
     )
 
 

@@ -1,0 +1,162 @@
+"""The gap beside all deals there are, what is known of it by hand, and streams whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from headrace_runtime import student
+from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettings, refusal
+from headrace_trainer.algorithms.gap import BLOCK, DEALS, GapEstimate, ReplyBlock
+
+SETTINGS = HindsightSettings()
+STREAMS = 400
+World = Callable[[np.random.Generator, int], ReplyBlock]
+
+
+def chance_of(block: ReplyBlock) -> float:
+    """Independent: each deal once."""
+    runs = range(len(block.untold_B))
+    worth = [sum(float(block.told_BB[one]) for one in enumerate(deal)) for deal in itertools.permutations(runs)]
+    own = float(block.told_BB.trace())
+    return sum(one >= own - 1e-9 for one in worth) / math.factorial(len(runs))
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_chance_is_the_share_of_all_deals(count: int) -> None:
+    for seed in range(6):
+        block = read_a_little(np.random.default_rng([count, seed]), count)
+        error = 4 * math.sqrt(0.25 / DEALS)
+        assert GapEstimate().plus([block]).chance == pytest.approx(chance_of(block), abs=error)
+
+
+def test_gaps_by_hand() -> None:
+    told_BB = np.array([[-1.0, -2.0, -3.0], [-2.0, -1.5, -4.0], [-1.0, -1.0, -3.0]])
+    block = ReplyBlock(told_BB, np.array([-4.0, -2.0, -5.0]))
+    assert block.gaps.tolist() == [1.5, 0.5, -2.0], "others' mean, no reply, and a reply that is worse than others'"
+    found = GapEstimate().plus([block, block])
+    assert (found.count, found.mean) == (6, 0.0)
+    assert (GapEstimate().mean, GapEstimate().chance) == (0.0, 1.0)
+
+
+def test_blocks_add_up_and_are_dealt_alike_again() -> None:
+    blocks = [read_a_little(np.random.default_rng(n), 6) for n in range(3)]
+    at_once, one_by_one = GapEstimate().plus(blocks), GapEstimate().plus(blocks[:1]).plus(blocks[1:])
+    assert at_once == one_by_one
+    assert at_once.chance < min(GapEstimate().plus([one]).chance for one in blocks)
+
+
+def test_what_two_passes_round_differently_is_no_gap() -> None:
+    """Everybody says the same: a deal changes the last digits alone."""
+    noise_BB = np.random.default_rng(3).normal(-1.0, 1e-8, (6, 6))
+    np.fill_diagonal(noise_BB, -1.0 + 1e-7)
+    found = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
+    assert found.chance == 1.0
+    assert not found.positive
+
+
+def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
+    """One deal in 24 is as they were, and a twentieth is asked for."""
+    for count, waits in ((2, True), (3, True), (4, False), (5, False)):
+        told_BB = np.full((count, count), -1.2)
+        np.fill_diagonal(told_BB, -0.6)
+        found = refusal(GapEstimate().plus([ReplyBlock(told_BB, np.full(count, -1.1))]), HindsightSettings(runs_min=2))
+        assert (found is not None) == waits
+        assert found is None or found.undecided
+
+
+def test_replies_that_are_worse_than_none_are_no_teacher_however_well_they_match() -> None:
+    told_BB = np.full((6, 6), -3.0)
+    np.fill_diagonal(told_BB, -1.5)
+    estimate = GapEstimate().plus([ReplyBlock(told_BB, np.full(6, -1.0))])
+    assert estimate.chance < 0.01
+    found = refusal(estimate, SETTINGS)
+    assert found is not None
+    assert "is -0.5 nats a token over 6 runs" in found.why
+
+
+def test_what_is_not_a_number_is_not_believed() -> None:
+    told_BB = np.full((6, 6), np.nan)
+    assert refusal(GapEstimate().plus([ReplyBlock(told_BB, np.zeros(6))]), SETTINGS) is not None
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
+def test_the_guard_s_interval_is_student_s(count: int, quantile: float) -> None:
+    values = np.random.default_rng(count).normal(0.3, 2.0, count)
+    found = student.low(list(values), 0.025)
+    assert found == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
+    assert student.low([1.0], 0.025) == -math.inf
+
+
+def read_nothing(draw: np.random.Generator, count: int) -> ReplyBlock:
+    """An answer is as likely after one reply as after another, and after none; some answers, and some replies, are more
+    likely than others. All has heavy tails."""
+    answers, replies = draw.standard_t(2, (count, 1)), draw.standard_t(2, (1, count))
+    told_BB = draw.standard_t(2, (count, count)) + answers + replies
+    return ReplyBlock(told_BB, draw.standard_t(2, count) + answers[:, 0])
+
+
+def read_nothing_and_hate_silence(draw: np.random.Generator, count: int) -> ReplyBlock:
+    """The hardest case: any reply is better than none, and none is better for its own answer than another."""
+    block = read_nothing(draw, count)
+    return ReplyBlock(block.told_BB, block.untold_B - 50.0)
+
+
+def read_a_little(draw: np.random.Generator, count: int) -> ReplyBlock:
+    """As measured on the e-mail agent: a few replies are worth much, most little."""
+    told_BB = draw.normal(-1.5, 0.3, (count, count))
+    own_B = draw.lognormal(-0.6, 0.8, count)
+    return ReplyBlock(told_BB + np.diag(own_B), draw.normal(-1.7, 0.3, count))
+
+
+def blocks_of(draw: np.random.Generator, world: World, count: int) -> Iterator[ReplyBlock]:
+    for part in np.array_split(np.arange(count), -(-count // BLOCK)):
+        yield world(draw, len(part))
+
+
+def believed(seed: int, world: World, first: int) -> bool:
+    """Whether training begins, where the runs are doubled as long as nothing is decided."""
+    draw = np.random.default_rng([first, seed])
+    estimate, count = GapEstimate().plus(blocks_of(draw, world, first)), first
+    while (found := refusal(estimate, SETTINGS)) is not None and found.undecided:
+        estimate, count = estimate.plus(blocks_of(draw, world, count)), 2 * count
+    return found is None
+
+
+@pytest.mark.parametrize("first", [4, 7])
+def test_error_rates(first: int) -> None:
+    share = {
+        world.__name__: np.mean([believed(seed, world, first) for seed in range(STREAMS)])
+        for world in (read_nothing, read_nothing_and_hate_silence, read_a_little)
+    }
+    print(f"first look at {first} runs: {share}")
+    noise = 3 * math.sqrt(ERROR * (1 - ERROR) / STREAMS)
+    assert share["read_nothing"] <= ERROR
+    assert share["read_nothing_and_hate_silence"] <= ERROR + noise
+    assert share["read_a_little"] >= 0.99
+
+
+def test_it_decides_earlier_than_student_s_interval() -> None:
+    """Batches of five runs."""
+    blocks = [read_a_little(np.random.default_rng(seed), 5) for seed in range(STREAMS)]
+    dealt = np.mean([refusal(GapEstimate().plus([one]), SETTINGS) is None for one in blocks])
+    mean = np.mean([student.low(one.gaps.tolist(), 0.025) > 0 for one in blocks])
+    print(f"deals {dealt:.2f}, Student {mean:.2f}")
+    assert dealt > 0.8 > mean
+
+
+def test_planted_an_error_that_is_not_spent_is_seen() -> None:
+    """A look after each block, each with all of the error."""
+    hits = 0
+    for seed in range(STREAMS // 4):
+        draw, estimate = np.random.default_rng(seed), GapEstimate()
+        for _ in range(24):
+            estimate = estimate.plus([read_nothing_and_hate_silence(draw, 4)])
+            if estimate.positive and estimate.chance <= ERROR:
+                hits += 1
+                break
+    assert hits / (STREAMS // 4) > ERROR + 0.1

@@ -1,0 +1,203 @@
+"""A step that more experiences may allow waits for them; one that they cannot is refused. The same bytes either way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load
+
+from headrace_schemas import Experience
+from headrace_trainer.algorithms.catalog.hindsight import Doubt, HindsightSettings
+from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
+from headrace_trainer.batches.cutting import END_OF_TIME, Cutter
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.torch_learner import hindsight as teaching
+from headrace_trainer.torch_learner.learner import TorchLearner
+from headrace_trainer.trainer import Trainer, TrainingStopped
+from tests.support.hindsight_world import conversations, encoder
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_cutting import named, waiting
+from tests.unit.trainer.test_hindsight import opened, teacher_of
+from tests.unit.trainer.test_recorded import AGAIN, copied, digests, recorded
+from tests.unit.trainer.world import START, World
+
+GOING_ON = threading.Event()
+BATCH, DECIDED = 6, 10
+LAST = 24
+
+
+def decided(gap: GapEstimate, settings: HindsightSettings) -> Doubt | None:
+    """In the place of `refusal`: a gap that is positive from so many runs on."""
+    return None if gap.count >= DECIDED else Doubt(f"{gap.count} runs", undecided=gap.count < settings.runs_max)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that learned nothing is believed from `DECIDED` runs on."""
+    monkeypatch.setattr(teaching, "refusal", decided)
+
+
+def begun(world: World, make: Make, base: Path, count: int, batch: int = BATCH, **settings: Any) -> Lineage:
+    """A lineage that has read the first `count` of the conversations."""
+    lineage = opened(world, make, lambda _: [], batch_experiences=batch, **settings)
+    more(lineage, base, 0, count)
+    return lineage
+
+
+def more(lineage: Lineage, base: Path, start: int, stop: int) -> None:
+    for place, event in enumerate(said(base, lineage.state.history.head)[start:stop], start):
+        lineage.state.admit(event, (0, place), START)
+
+
+def said(base: Path, version: str) -> Sequence[Experience]:
+    return conversations(encoder(base), version, LAST, seed=4)
+
+
+def step(lineage: Lineage) -> int:
+    """How many experiences a step was asked for."""
+    items = lineage.next_batch()
+    if items:
+        lineage.step(items, GOING_ON)
+    return len(items)
+
+
+def weights(lineage: Lineage) -> bytes:
+    assert isinstance(lineage.learner, TorchLearner)
+    return lineage.learner.freeze().weights
+
+
+@pytest.mark.usefixtures("later")
+def test_it_waits_for_as_many_more_and_is_then_the_step_of_them_all(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    lineage, at_once = begun(world, make, base, BATCH), begun(World(tmp_path / "b"), make, base, 12, batch=12)
+    first = weights(lineage)
+    assert step(lineage) == BATCH
+    assert (lineage.state.steps, lineage.health.stopped, weights(lineage)) == (0, None, first)
+    more(lineage, base, BATCH, 11)
+    world.clock.offset_s += timedelta(days=1).total_seconds()
+    assert step(lineage) == 0, "no time is long enough"
+    more(lineage, base, 11, 12)
+    assert (step(lineage), step(at_once)) == (12, 12)
+    assert lineage.state.steps == 1
+    assert weights(lineage) == weights(at_once) != first, "one whole step, and no longer one"
+    assert teacher_of(lineage).gap == teacher_of(at_once).gap
+    assert teacher_of(lineage).gap.count == 12, "each run once"
+    more(lineage, base, 12, 18)
+    assert step(lineage) == BATCH, "from now on batches are as large as they were to be"
+
+
+@pytest.mark.usefixtures("later")
+def test_planted_runs_that_are_measured_twice_would_be_seen(
+    tmp_path: Path, make: Make, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = teaching.HindsightTeacher.blocks
+
+    def twice(self: Any, rows: Any) -> list[ReplyBlock]:
+        found = sound(self, rows)
+        self.gap = self.gap.plus(found)
+        return found
+
+    monkeypatch.setattr(teaching.HindsightTeacher, "blocks", twice)
+    lineage = begun(World(tmp_path), make, base, BATCH)
+    step(lineage)
+    more(lineage, base, BATCH, 12)
+    step(lineage)
+    assert teacher_of(lineage).gap.count != 12
+
+
+@pytest.mark.usefixtures("later")
+def test_the_next_process_measures_the_same_again(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    lineage = begun(world, make, base, BATCH)
+    step(lineage)
+    lineage.save(publish=False)
+    lineage.close()
+    lineage = opened(world, make, lambda _: [], batch_experiences=BATCH)
+    more(lineage, base, 0, 12)
+    assert [step(lineage), step(lineage), lineage.state.steps] == [BATCH, 12, 1]
+    other = begun(World(tmp_path / "b"), make, base, 12, batch=12)
+    step(other)
+    assert weights(lineage) == weights(other)
+
+
+def test_it_ends_with_the_last_run_that_it_is_given(tmp_path: Path, make: Make, base: Path) -> None:
+    last = {"kind": "hindsight", "hindsight": {"runs_max": 12}}
+    lineage = begun(World(tmp_path), make, base, LAST, advantage=last)
+    assert [step(lineage), step(lineage), step(lineage)] == [BATCH, 12, 0]
+    assert lineage.health.stopped is not None
+    assert "over 12 runs, and not surely positive" in lineage.health.stopped.reason
+    lineage.resume()
+    assert [step(lineage), step(lineage), step(lineage)] == [BATCH, 12, 0], "of the same, the same is said"
+
+
+def test_where_nothing_more_comes_it_is_refused(tmp_path: Path, make: Make, base: Path) -> None:
+    lineage = begun(World(tmp_path), make, base, 10)
+    seen = []
+    while items := lineage.next_batch(over=True):
+        lineage.step(items, GOING_ON)
+        seen.append(len(items))
+    assert seen == [BATCH, 10, 10], "all that there is, and once more when nothing was added to it"
+    assert lineage.health.stopped is not None
+    assert "over 10 runs" in lineage.health.stopped.reason
+
+
+def test_a_full_queue_is_the_end_of_waiting(tmp_path: Path, make: Make, base: Path) -> None:
+    lineage = begun(World(tmp_path), make, base, 8, memory={"queue_experiences": 8})
+    assert [step(lineage), step(lineage), step(lineage), step(lineage)] == [BATCH, 8, 8, 0]
+    assert lineage.health.stopped is not None
+
+
+async def test_a_job_that_was_never_decided_fails(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    settings = make(algorithm="hindsight", batch_experiences=BATCH)
+    await world.run(settings)
+    world.bus.produce(*said(base, world.bus.checkpoints[0].version)[:10])
+    for cut in ("rules", "recorded"):
+        again = settings.model_copy(update={"until_end": True, "cut": cut, "lineage": cut, "replays": "main"})
+        if cut == "recorded":
+            world.bus = copied([(one, (BATCH,) if n == 7 else ()) for n, one in enumerate(_experiences(world))])
+            again = again.model_copy(update={"topic": "copy"})
+        with pytest.raises(TrainingStopped, match=r"has stopped training: the gap"):
+            await world.run(again)
+
+
+def _experiences(world: World) -> list[Experience]:
+    return [Experience.from_json(record.value or b"") for record in world.bus.records]
+
+
+@pytest.mark.usefixtures("later")
+async def test_a_replay_of_what_was_recorded_takes_the_same_steps(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    settings = make(algorithm="hindsight", batch_experiences=BATCH)
+    await world.run(settings)
+    for start in (0, BATCH, 12):
+        world.bus.produce(*said(base, world.bus.checkpoints[0].version)[start : start + BATCH])
+        live = await world.run(settings)
+    cuts = [batch.experiences for account in world.bus.accounts for batch in account.batches]
+    assert cuts == [12, 6]
+    again = World(tmp_path)
+    again.bus = copied(recorded(world))
+    replayed = await again.run(make(algorithm="hindsight", batch_experiences=BATCH, cut="recorded", **AGAIN))
+    assert digests(again.bus.accounts) == digests(world.bus.accounts)
+    assert _end(replayed) == _end(live)
+
+
+def _end(trainer: Trainer) -> tuple[dict[str, bytes], GapEstimate]:
+    assert trainer.lineage is not None
+    tensors = load(weights(trainer.lineage))  # the file also has the name of the lineage
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}, teacher_of(trainer.lineage).gap
+
+
+def test_recorded_batches_of_another_algorithm_are_added_up(make: Make) -> None:
+    """Those were cut with nothing to be decided."""
+    cutter = Cutter(make(cut="recorded", batch_experiences=2))
+    state = waiting(1.0, 2.0, 3.0, 4.0, 5.0)
+    assert named(cutter.next(state, START, 2)) == ["e0", "e1"]
+    assert named(cutter.next(state, START, 3, undecided=2)) == ["e0", "e1", "e2", "e3", "e4"]
+    assert cutter.next(state, START, undecided=2) == ()
+    assert named(cutter.next(state, END_OF_TIME, undecided=2)) == ["e0", "e1"]
