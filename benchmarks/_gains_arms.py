@@ -10,7 +10,9 @@ from benchmarks._gains_found import Arm
 BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
 FEW, POISONED, NATURAL = "few thumbs", "few thumbs, poisoned", "natural signals"
 DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "binary rewards"
-BY_TOKEN, BINARY_SOONER = "typed corrections, by token", "binary rewards, batches of 8"
+BY_TOKEN = "typed corrections, by token"
+SMALLER = {size: f"binary rewards, batches of {size}" for size in (8, 16)}
+"""The rival in smaller batches, which may be sooner."""
 EDITS = 200
 GUARD = "mail_count"
 """The kind of question that nobody asks while corrections are typed."""
@@ -32,12 +34,11 @@ _CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guar
 _IN_ALL_WORDS = {
     **_CAREFUL,
     "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions"}},
-    "batch_experiences": 8,
+    "batch_experiences": 16,
     "loss": {"updates_per_step": 3},
-    "optimizer": {"learning_rate": 1.5e-4},
 }
-"""What a teacher says of all words is little noise, so several updates are made of a batch, and one of 8 is enough.
-Where its gap is not surely positive yet, it waits for the next one. Batch and learning rate: as seeds 5 to 7 had it."""
+"""What a teacher says of all words is little noise, so several updates are made of a batch, and one of 16 is enough.
+Where its gap is not surely positive yet, it waits for the next one."""
 
 
 def _edited(name: str, algorithm: str) -> Arm:
@@ -81,7 +82,10 @@ ARMS = {
         _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=3),
         _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
-        _replied(BINARY_SOONER, "rewards", _EXPLICIT, {"batch_experiences": 8}, rounds=6),
+        *(
+            _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=48 // size)
+            for size, name in SMALLER.items()
+        ),
         HAS_A_GAP,
         *HAS_NONE,
         MISLED,

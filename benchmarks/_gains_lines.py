@@ -20,7 +20,7 @@ POINTS_MIN, EDITS_MAX, SESSIONS_MAX = 0.15, arms.EDITS, 500
 FEW_SHARE_MIN, NATURAL_SHARE_MIN, POISON_COST_MAX, GUARD_LOSS_MAX = 0.7, 0.5, 0.05, 0.01
 OF_BINARY_MAX, RIGHT_SIGN_MIN, AUROC_MIN = 0.5, 0.9, 0.8
 _BASES = dict.fromkeys(
-    (arms.DIRECTED_BASE, arms.TYPED, arms.BY_TOKEN, arms.BINARY, arms.BINARY_SOONER), arms.DIRECTED_BASE
+    (arms.DIRECTED_BASE, arms.TYPED, arms.BY_TOKEN, arms.BINARY, *arms.SMALLER.values()), arms.DIRECTED_BASE
 )
 
 
@@ -145,10 +145,11 @@ def _typed(found: Gains) -> list[Line]:
         Line("typed corrections: sessions", sessions, 1, SESSIONS_MAX),
         Line("typed corrections: what the guard loses", -found.gain(arms.TYPED, arms.GUARD).mean, -1, GUARD_LOSS_MAX),
     ]
-    if found.has(arms.BINARY, arms.BINARY_SOONER):
+    rivals = (arms.BINARY, *arms.SMALLER.values())
+    if found.has(*rivals):
         name = "typed corrections: sessions to 15 points, as a share of those with binary rewards"
         typed = found.sessions_to(arms.TYPED, POINTS_MIN)
-        binary = min(found.sessions_to(arm, POINTS_MIN) for arm in (arms.BINARY, arms.BINARY_SOONER))
+        binary = min(found.sessions_to(arm, POINTS_MIN) for arm in rivals)
         made.append(Line(name, math.inf if math.isinf(typed) else typed / binary, 0, OF_BINARY_MAX))
     return made
 

@@ -14,7 +14,7 @@ breaks it.
 services; gains are on audit tasks, over the base of the seed. Edits alone gain 15 points with `sft` and with `dpo`, in
 200 edits at most. Natural signals alone gain half of what explicit feedback does. Thumbs on 3 % of the runs, a fifth
 of them wrong, gain 70 % of what full labels do, and 2 % poisoners cost five points at most. Typed corrections alone
-gain 15 points in 500 sessions and in half of those that binary rewards need, in batches of 8 or 32, whichever is
+gain 15 points in 500 sessions and in half of those that binary rewards need, in batches of 8, 16 or 32, whichever is
 sooner; kinds of tasks that nobody asked about lose a point at most; and the gap between teacher and student is found
 where there is one, and nowhere else, in nine of ten settings. What was run lies under `--parts` and is not run again.
 """
