@@ -11,8 +11,8 @@ BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dp
 FEW, POISONED, NATURAL = "few thumbs", "few thumbs, poisoned", "natural signals"
 DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "binary rewards"
 BY_TOKEN = "typed corrections, by token"
-SMALLER = {size: f"binary rewards, batches of {size}" for size in (8, 16)}
-"""The rival in smaller batches, which may be sooner."""
+RIVALS = {BINARY: (32, 8), "binary rewards, batches of 8": (8, 6), "binary rewards, batches of 16": (16, 3)}
+"""Binary rewards, by the experiences of a batch and how many batches: any of them may be the soonest."""
 EDITS = 200
 GUARD = "mail_count"
 """The kind of question that nobody asks while corrections are typed."""
@@ -81,10 +81,9 @@ ARMS = {
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
         _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=3),
         _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
-        _replied(BINARY, "rewards", _EXPLICIT, {"batch_experiences": 32}, rounds=8),
         *(
-            _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=48 // size)
-            for size, name in SMALLER.items()
+            _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)
+            for name, (size, rounds) in RIVALS.items()
         ),
         HAS_A_GAP,
         *HAS_NONE,

@@ -19,9 +19,7 @@ from headrace_runtime import student
 POINTS_MIN, EDITS_MAX, SESSIONS_MAX = 0.15, arms.EDITS, 500
 FEW_SHARE_MIN, NATURAL_SHARE_MIN, POISON_COST_MAX, GUARD_LOSS_MAX = 0.7, 0.5, 0.05, 0.01
 OF_BINARY_MAX, RIGHT_SIGN_MIN, AUROC_MIN = 0.5, 0.9, 0.8
-_BASES = dict.fromkeys(
-    (arms.DIRECTED_BASE, arms.TYPED, arms.BY_TOKEN, arms.BINARY, *arms.SMALLER.values()), arms.DIRECTED_BASE
-)
+_BASES = dict.fromkeys((arms.DIRECTED_BASE, arms.TYPED, arms.BY_TOKEN, *arms.RIVALS), arms.DIRECTED_BASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,7 @@ class Figure:
 
     @property
     def reach(self) -> float:
-        count = len(self.values)
-        if count < 2:
-            return math.inf
-        return student.quantile(0.975, count - 1) * statistics.stdev(self.values) / math.sqrt(count)
+        return student.reach(self.values, 0.975)
 
     def report(self) -> dict[str, object]:
         low, high = (round(one, 4) for one in (self.mean - self.reach, self.mean + self.reach))
@@ -145,11 +140,10 @@ def _typed(found: Gains) -> list[Line]:
         Line("typed corrections: sessions", sessions, 1, SESSIONS_MAX),
         Line("typed corrections: what the guard loses", -found.gain(arms.TYPED, arms.GUARD).mean, -1, GUARD_LOSS_MAX),
     ]
-    rivals = (arms.BINARY, *arms.SMALLER.values())
-    if found.has(*rivals):
+    if found.has(*arms.RIVALS):
         name = "typed corrections: sessions to 15 points, as a share of those with binary rewards"
         typed = found.sessions_to(arms.TYPED, POINTS_MIN)
-        binary = min(found.sessions_to(arm, POINTS_MIN) for arm in rivals)
+        binary = min(found.sessions_to(arm, POINTS_MIN) for arm in arms.RIVALS)
         made.append(Line(name, math.inf if math.isinf(typed) else typed / binary, 0, OF_BINARY_MAX))
     return made
 

@@ -31,7 +31,13 @@ def quantile(probability: float, freedom: float) -> float:
 def low(values: Sequence[float], level: float) -> float:
     """Where the mean of independent values lies at least, but for a probability of `level`. Minus infinity for less
     than two."""
+    return fmean(values) - reach(values, 1 - level) if values else -math.inf
+
+
+def reach(values: Sequence[float], probability: float) -> float:
+    """How far the mean of independent values is from theirs at most on one side, with `probability`. Infinite for less
+    than two."""
     count = len(values)
     if count < 2:
-        return -math.inf
-    return fmean(values) - quantile(1 - level, count - 1) * stdev(values) / math.sqrt(count)
+        return math.inf
+    return quantile(probability, count - 1) * stdev(values) / math.sqrt(count)

@@ -25,11 +25,10 @@ SCORES = {
     arms.DIRECTED_BASE: BASE,
     arms.TYPED: 0.6,
     arms.BY_TOKEN: 0.6,
-    arms.BINARY: 0.6,
-    **dict.fromkeys(arms.SMALLER.values(), 0.6),
+    **dict.fromkeys(arms.RIVALS, 0.6),
     **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE, arms.MISLED)},
 }
-QUICK = {arms.TYPED: 1.0, **dict.fromkeys((arms.BINARY, *arms.SMALLER.values()), 0.3)}
+QUICK = {arms.TYPED: 1.0, **dict.fromkeys(arms.RIVALS, 0.3)}
 """How much of the gain is there after a tenth of the sessions."""
 
 
@@ -99,7 +98,7 @@ FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
         ({}, {arms.BINARY: {"trace": [(48, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
         *(
             ({}, {arm: {"trace": [(95, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points")
-            for arm in arms.SMALLER.values()
+            for arm in arms.RIVALS
         ),
         ({}, {arms.TYPED: {"scores": plays(0.9, 0, guard=0.3)}, **FIXED_BASE}, "typed corrections: what the guard"),
         ({}, {arms.HAS_NONE[0].name: {"steps": 1}}, "typed corrections: settings"),

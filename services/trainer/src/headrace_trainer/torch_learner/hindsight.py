@@ -88,8 +88,10 @@ class HindsightTeacher:
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:
         """How likely the base finds the answers to replies, of the first contradicted answer of each run. A run has its
         own reply, those of its block, and none. No block: there is only one run."""
-        first = {row.experience_id: row for row in reversed(rows)}
-        runs = _comparable([*reversed(first.values())], self._pack_tokens)
+        first: dict[str, Row] = {}
+        for row in rows:
+            first.setdefault(row.experience_id, row)
+        runs = _comparable([*first.values()], self._pack_tokens)
         if len(runs) < 2:
             return []
         parts = [[runs[n] for n in part] for part in np.array_split(np.arange(len(runs)), -(-len(runs) // BLOCK))]
@@ -215,10 +217,13 @@ def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
     longest are left out."""
     sizes = {row.name: (len(_of(row).prompt_T) + len(_of(row).next_T), len(_of(row).reply_T)) for row in rows}
     room = max(pack_tokens, *(sum(one) for one in sizes.values()), 0)
-    names = sorted(sizes, key=lambda name: sum(sizes[name]))
-    while names and sum(max(column) for column in zip(*(sizes[name] for name in names), strict=True)) > room:
-        names.pop()
-    return [row for row in rows if row.name in names]
+    asked = replied = 0
+    kept = set()
+    for name in sorted(sizes, key=lambda name: sum(sizes[name])):
+        asked, replied = max(asked, sizes[name][0]), max(replied, sizes[name][1])
+        if asked + replied <= room:
+            kept.add(name)
+    return [row for row in rows if row.name in kept]
 
 
 def _told(row: Row, other: Row | None = None) -> NDArray[np.int32]:
