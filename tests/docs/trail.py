@@ -91,8 +91,10 @@ def follow(log: Log, turn_id: str) -> Trail:
         raise Missing(f"rewards of {sorted(unread)}, after {trail.found}")  # topics are read one after the other
     reports = [one for one in log.of(TrainingMetrics) if _trained(one, experience)]
     report = step(TrainingMetrics, reports)
-    after = [one for one in log.of(Checkpoint) if one.lineage == report.lineage and one.step >= report.step]
-    checkpoint = step(Checkpoint, [one for one in after if one.version == report.version])
+    # No version is made of a batch that moved no weights, as one with equal rewards alone: it is in the next one.
+    first = report.step if report.version else report.step + 1
+    after = [one for one in log.of(Checkpoint) if one.lineage == report.lineage and one.step >= first]
+    checkpoint = step(Checkpoint, [one for one in after if report.version in (None, one.version)])
     assert checkpoint.event_id == derived_id("checkpoint", checkpoint.lineage, checkpoint.version)
     serving = {one.version for one in after}
     decided = [one for one in log.of(ModelEvent) if one.decision == "promoted" and one.version in serving]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.support import maven_jars
 from tests.support.ports import free_port, wait_open
+from tests.support.processes import must_run
 
 JARS = maven_jars.ROOT / ".cache" / "kafka-4.3.0"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
@@ -111,7 +112,7 @@ group.initial.rebalance.delay.ms=0
             "-t",
             CLUSTER_ID,
         ]
-        subprocess.run([*command, "-c", str(self._settings)], check=True, capture_output=True)
+        must_run([*command, "-c", str(self._settings)])
 
     def _java(self, *options: str) -> list[str]:
         return ["java", *options, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import time
 
+_RANGE = (15_000, 32_000)
+"""Below those that the system gives to outgoing connections, so that a port is still free when it is needed."""
+_chance = random.SystemRandom()
+"""Its own: who builds a model seeds Python's generator, and would give everybody the same ports."""
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """Below those that the system gives to outgoing connections, so that it is still free when it is needed."""
+    """One that nothing listens on, that was not given before, and that no other worker of this run of pytest gives."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = random.randrange(15_000, 32_000)
+        port = _chance.randrange(_RANGE[0] + worker, _RANGE[1], workers)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_open(port: int, timeout_s: float) -> None:

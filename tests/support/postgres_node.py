@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.ports import free_port
-from tests.support.processes import wait_until
+from tests.support.processes import must_run, wait_until
 
 
 def _binaries() -> Path | None:
@@ -72,9 +72,7 @@ class PostgresNode:
             self._data.mkdir(parents=True)
             self._give_away()
             options = ["-D", str(self._data), "-U", "headrace", "-A", "trust", "--no-sync"]
-            subprocess.run(
-                [str(binaries / "initdb"), *options], check=True, capture_output=True, user=owner, group=owner
-            )
+            must_run([str(binaries / "initdb"), *options], user=owner)
         options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", "", *self._settings]
         log = (self._folder / "postgres.log").open("ab")
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed: it says "ready"

@@ -1,11 +1,21 @@
-"""Whether processes of others still run, and waiting for conditions with a bound."""
+"""Programs that have to end well, whether processes of others still run, and waiting for conditions with a bound."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+
+def must_run(command: Sequence[str], *, user: int | None = None) -> None:
+    """Raises `AssertionError` with what `command` printed when it does not end with 0. `user`: who runs it, and their
+    group."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, user=user, group=user
+    )
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-4000:]}"
 
 
 def alive(pid: int) -> bool:

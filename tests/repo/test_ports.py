@@ -1,0 +1,54 @@
+"""Ports that tests listen on: nobody gets another one's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ports, presence
+from tests.support.kafka_node import KafkaNode
+
+_FEW = (31_000, 31_020)
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ports, "_RANGE", _FEW)
+    monkeypatch.setattr(ports, "_given", set())
+    yield
+
+
+def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+
+
+def test_no_port_is_given_twice_by_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    for worker in (0, 1):
+        as_worker(monkeypatch, worker, 2)
+        given += [ports.free_port() for _ in range(7)]
+    assert len(given) == len(set(given))
+    assert all(_FEW[0] <= port < _FEW[1] for port in given)
+
+
+def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
+    drawn = []
+    for _ in range(5):
+        random.seed(0)
+        drawn.append(ports.free_port())
+        ports._given.clear()
+    assert len(set(drawn)) > 1, "once in 160,000 runs they are equal by chance"
+
+
+@pytest.mark.kafka
+def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    """Seen in CI: Kafka would not format its folder, and nothing was left of why."""
+    presence.need("kafka")
+    node = KafkaNode(tmp_path)
+    node._controller_port = node.port
+    with pytest.raises(AssertionError, match="two listeners on the same port"):
+        node._format()
