@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ _FEW = (31_000, 31_020)
 
 
 @pytest.fixture(autouse=True)
-def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_RANGE", _FEW)
     monkeypatch.setattr(ports, "_given", set())
-    yield
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> None:
