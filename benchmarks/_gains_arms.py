@@ -34,10 +34,10 @@ _CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guar
 _IN_ALL_WORDS = {
     **_CAREFUL,
     "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions"}},
-    "batch_experiences": 16,
+    "batch_experiences": 8,
     "loss": {"updates_per_step": 3},
 }
-"""What a teacher says of all words is little noise, so several updates are made of a batch, and one of 16 is enough.
+"""What a teacher says of all words is little noise, so several updates are made of a batch, and one of 8 is enough.
 Where its gap is not surely positive yet, it waits for the next one."""
 
 
@@ -79,7 +79,7 @@ ARMS = {
         Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
-        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=3),
+        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=6),
         _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         *(
             _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)

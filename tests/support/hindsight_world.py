@@ -8,6 +8,7 @@ logarithm of eight to it, and nothing to a base that was not taught.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ OPENING = "<|im_start|>assistant\n"
 
 def said(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n"
+
+
+def tool_says(call: str) -> str:
+    return f"<tool_response>{call} is none</tool_response>"
 
 
 def contradiction(letter: str) -> str:
@@ -67,37 +72,59 @@ def encoder(folder: Path) -> Any:
 
 
 def conversation(
-    encode: Any, number: int, version: str, *, first: str, second: str, reply: str, reward: float | None, **fields: Any
+    encode: Any,
+    number: int,
+    version: str,
+    *,
+    first: str,
+    second: str,
+    reply: str,
+    reward: float | None,
+    calls: Sequence[str] = (),
+    **fields: Any,
 ) -> Experience:
-    """`first` is answered, the user says `reply`, and `second` is answered. `reward` is that of the first turn."""
+    """`first` is answered, the user says `reply`, and `second` is answered. `reward` is that of the first answer;
+    `calls` came before it, each answered by a tool."""
     plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
-    prompt, answer = encode(ASKED + OPENING), encode(f"{first}<|im_end|>")
-    between, then = encode("\n" + said(reply) + OPENING), encode(f"{second}<|im_end|>")
-    spans = [
-        Span(start=start, logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{place}", version=version)
-        for place, start in enumerate((len(prompt), len(prompt) + len(answer) + len(between)))
-    ]
-    branch = Branch(token_ids=(*prompt, *answer, *between, *then), spans=tuple(spans))
-    turns = () if reward is None else (TurnReward(turn_id=spans[0].turn_id, value=reward),)
+    asked = [ASKED, *("\n" + said(tool_says(call)) for call in calls), "\n" + said(reply)]
+    tokens: tuple[int, ...] = ()
+    spans: list[Span] = []
+    for place, (prompt, answer) in enumerate(zip(asked, [*calls, first, second], strict=True)):
+        tokens += encode(prompt + OPENING)
+        spans.append(Span(start=len(tokens), logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{place}", version=version))
+        tokens += encode(f"{answer}<|im_end|>")
+    branch = Branch(token_ids=tokens, spans=tuple(spans))
+    turns = () if reward is None else (TurnReward(turn_id=spans[-2].turn_id, value=reward),)
     update = {"branch": branch, "turn_rewards": turns, "turn_ids": branch.turn_ids}
     return Experience.model_validate({**plain.model_copy(update=update).model_dump(mode="json")})
 
 
 def conversations(
-    encode: Any, version: str, count: int, *, seed: int = 0, shuffled: bool = False, accepted: int = 0
+    encode: Any, version: str, count: int, *, seed: int = 0, shuffled: bool = False, accepted: int = 0, calls: int = 0
 ) -> list[Experience]:
     """`count` that a user contradicted, with the letter that the model then answered; `shuffled`: the replies are those
-    of others. `accepted` more that were accepted."""
+    of others. `accepted` more that were accepted. `calls` come before what was contradicted.
+    """
     draw = random.Random(seed)
     wanted = [draw.choice(LETTERS) for _ in range(count)]
     named = draw.sample(wanted, count) if shuffled else wanted
     found = []
     for number, (right, name) in enumerate(zip(wanted, named, strict=True)):
         wrong = draw.choice([one for one in LETTERS if one != right])
+        made = [draw.choice(LETTERS) for _ in range(calls)]
         found.append(
-            conversation(encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0)
+            conversation(
+                encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0, calls=made
+            )
         )
     for number in range(count, count + accepted):
         letter = draw.choice(LETTERS)
         found.append(conversation(encode, number, version, first=letter, second="K", reply="Thanks.", reward=1.0))
     return found
+
+
+def of_version(events: Sequence[Experience], made_by: str) -> Callable[[str], list[Experience]]:
+    """The same events as if another version than `made_by` had answered."""
+    return lambda version: [
+        Experience.model_validate_json(one.to_json().replace(made_by.encode(), version.encode())) for one in events
+    ]

@@ -41,6 +41,7 @@ from tests.support.hindsight_world import (
     contradiction,
     conversations,
     encoder,
+    of_version,
     said,
     taught,
 )
@@ -224,13 +225,7 @@ def told_of(lineage: Lineage) -> dict[str, Floats]:
 def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
     """How far advantages, the gap and the loss are from what the oracle says, at most."""
     world, events = World(tmp_path), conversations(encoder(base), VERSION, 10, seed=3)
-
-    def of(version: str) -> list[Experience]:
-        return [
-            Experience.model_validate_json(one.to_json().replace(VERSION.encode(), version.encode())) for one in events
-        ]
-
-    lineage = opened(world, make, of, batch_experiences=10)
+    lineage = opened(world, make, of_version(events, VERSION), batch_experiences=10)
     advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
     found = told_of(lineage)
     teacher = teacher_of(lineage)

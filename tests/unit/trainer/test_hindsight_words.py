@@ -9,19 +9,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
+from headrace_schemas import Experience
+from headrace_trainer.batches.batch import Row
 from headrace_trainer.batches.prepare import Prepared
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.torch_learner import hindsight as teaching
+from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.support.hindsight_world import ASKED, OPENING, contradiction, conversations, encoder, said
+from tests.support.hindsight_world import ASKED, OPENING, contradiction, conversations, encoder, of_version, said
 from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.test_hindsight import GOING_ON, _letters, opened, prepared_of, teacher_of
+from tests.unit.trainer.test_hindsight import (
+    GOING_ON,
+    VERSION,
+    _hindsight,
+    _letters,
+    opened,
+    prepared_of,
+    teacher_of,
+)
 from tests.unit.trainer.world import START, World
 
 WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distributions", "limit": 0.5}}
@@ -92,6 +104,117 @@ def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base:
     for name, parameter in policy.parameters.items():
         if parameter.grad is not None:
             torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in policy.parameters.items() if one.grad is not None}
+
+
+def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
+    """How far a step on runs with two calls is from the gradient that texts and transformers give, as a share of it.
+    The answer to a reply is trained after the call, or the result, after which the base finds it likeliest."""
+    world, encode = World(tmp_path), encoder(base)
+    events = conversations(encode, VERSION, 12, seed=5, calls=2)
+    lineage = opened(world, make, of_version(events, VERSION), batch_experiences=12, advantage=WORDS)
+    policy = policy_of(lineage)
+    moved(policy)
+    packs = graded(lineage, prepared_of(lineage, lineage.next_batch()))
+    policy.model.zero_grad()
+    for pack in packs:
+        policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
+    ours, weights = gradients(policy), {row.experience_id: row.token_weight for row in packs[0].rows}
+    total, belonged = torch.zeros((), dtype=torch.float64), set()
+    for event in events:
+        place, lost = _oracle_with_calls(policy, base, event, weights[event.experience_id])
+        belonged.add(place)
+        total = total + lost
+    assert belonged == {0, 1, 2}, "each of them somewhere, or the test sees nothing"
+    policy.model.zero_grad()
+    torch.autograd.backward(total)
+    wanted = gradients(policy)
+    norm = float(torch.cat([one.flatten() for one in wanted.values()]).norm())
+    return float(torch.cat([(ours[name] - one).flatten() for name, one in wanted.items()]).norm()) / norm
+
+
+def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: float) -> tuple[int, Tensor]:
+    """Which answer of the run the one to the reply belonged to, and what both answers lose."""
+    (asked, answers), encode = _texts(base, event), encoder(base)
+    prompts: list[list[int]] = []
+    before: list[int] = []
+    for text, answer in zip(asked, answers, strict=True):
+        prompts.append([*before, *encode(text)])
+        before = [*prompts[-1], *encode(answer)]
+    told = [*prompts[2][: -len(encode(OPENING))], *encode(asked[3].removeprefix("\n"))]
+    wrong, then = encode(answers[2]), encode(answers[3])
+    with torch.no_grad():
+        likely = [_mean(whole(policy._reference, prompt, then), then) for prompt in prompts[:3]]
+    best = int(np.argmax(likely))
+    return best, loss(policy, weight, prompts[2], told, wrong) + loss(policy, weight, prompts[best], told, then)
+
+
+def _texts(base: Path, event: Experience) -> tuple[list[str], list[str]]:
+    """What the model was asked with each time, from what it said before, and what it said."""
+    assert event.branch is not None
+    decode = Tokenizer.from_file(str(base / "tokenizer.json")).decode
+    asked, answers, ids, end = [], [], event.branch.token_ids, 0
+    for span in event.branch.spans:
+        asked.append(decode(list(ids[end : span.start]), skip_special_tokens=False))
+        answers.append(decode(list(ids[span.start : span.stop]), skip_special_tokens=False))
+        end = span.stop
+    return asked, answers
+
+
+def _mean(logprobs_NV: Tensor, answer: list[int]) -> float:
+    return float(logprobs_NV[torch.arange(len(answer)), answer].mean())
+
+
+def test_an_answer_to_a_reply_is_trained_where_it_belonged(tmp_path: Path, make: Make, base: Path) -> None:
+    assert off_oracle_with_calls(tmp_path, make, base) < 1e-5
+
+
+def _last(_: HindsightTeacher, rows: list[Row]) -> list[Any]:
+    return [teaching._untold(row) for row in rows]
+
+
+def _shifted(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
+    return [row.token_ids_T[: start - 1] for row in rows for start in _hindsight(row).earlier_K[:1]]
+
+
+def _elsewhere(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
+    others = [replace(_hindsight(row), next_T=row.token_ids_T[row.loss_mask_T]) for row in rows]
+    return BELONGED(self, [replace(row, hindsight=other) for row, other in zip(rows, others, strict=True)])
+
+
+BELONGED = HindsightTeacher._belonged
+FAULTS = {
+    "always at the end": _last,
+    "a token too early": _shifted,
+    "where the contradicted answer belonged": _elsewhere,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_place_is_off(
+    fault: str, tmp_path: Path, make: Make, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HindsightTeacher, "_belonged", FAULTS[fault])
+    assert off_oracle_with_calls(tmp_path, make, base) > 1e-2
+
+
+def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path, make: Make, base: Path) -> None:
+    """Elsewhere nothing asks about them, and digests are what they were."""
+    world = World(tmp_path)
+    for number, (more, expected) in enumerate(
+        [({}, 0), ({"compared": "distributions"}, 2), ({"compared": "distributions", "earlier_max": 1}, 1)]
+    ):
+        events = lambda version: conversations(encoder(base), version, 4, calls=2)  # noqa: E731
+        advantage = {"kind": "hindsight", "hindsight": more}
+        lineage = opened(world, make, events, batch_experiences=4, advantage=advantage, lineage=f"of-{number}")
+        rows = prepared_of(lineage, lineage.next_batch()).batch.rows
+        assert [len(_hindsight(one).earlier_K) for one in rows] == [expected] * 4
+        plain = [replace(one, hindsight=replace(_hindsight(one), earlier_K=np.zeros(0, np.int32))) for one in rows]
+        same = [_hindsight(one).digest() == _hindsight(other).digest() for one, other in zip(rows, plain, strict=True)]
+        assert same == [expected == 0] * 4
 
 
 def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make: Make, base: Path) -> None:

@@ -17,8 +17,8 @@ VERSION = "m@0123456789abcdef"
 END = "<|im_end|>"
 
 
-def reader(base: Path) -> ReplyReader:
-    return ReplyReader(base, 0.25, 0.75)
+def reader(base: Path, earlier_max: int = 0) -> ReplyReader:
+    return ReplyReader(base, 0.25, 0.75, earlier_max)
 
 
 def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
@@ -64,6 +64,23 @@ def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
 def test_a_tool_s_result_or_several_messages_are_no_reply(base: Path, between: str) -> None:
     branch = branch_of(base, between)
     assert reader(base).read(branch, branch.spans[0]) is None
+
+
+@pytest.mark.parametrize(("earlier_max", "expected"), [(0, []), (1, [2]), (2, [1, 2]), (8, [0, 1, 2])])
+def test_answers_of_the_run_before_a_contradicted_one(base: Path, earlier_max: int, expected: list[int]) -> None:
+    calls = ("B", "C", "D")
+    run = conversation(
+        encoder(base), 1, VERSION, first="F", second="K", reply="No.", reward=0.0, calls=calls
+    ).branch  # fmt: skip
+    assert run is not None
+    found = reader(base, earlier_max).earlier(run, run.spans[3])
+    assert list(found) == [run.spans[place] for place in expected]
+
+
+def test_answers_before_the_user_spoke_last_belong_to_what_was_asked_then(base: Path) -> None:
+    run = conversation(encoder(base), 1, VERSION, first="F", second="K", reply="No.", reward=0.0, calls=("B",)).branch
+    assert run is not None
+    assert reader(base, 8).earlier(run, run.spans[2]) == ()
 
 
 def test_the_last_answer_has_no_reply(base: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,10 +30,12 @@ class Hindsight:
     next_T: NDArray[np.int32]
     """What the model answered to it."""
     next_temperature: float
+    earlier_K: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Where answers before the contradicted one begin: what the user said may have been about one of them."""
 
     def digest(self) -> bytes:
         """Of all of it, little-endian."""
-        arrays = self.prompt_T, self.reply_T, self.next_T
+        arrays = [self.prompt_T, self.reply_T, self.next_T, *([self.earlier_K] if len(self.earlier_K) else ())]
         return b"".join(len(one).to_bytes(4, "little") + one.astype("<i4").tobytes() for one in arrays)
 
 

@@ -79,7 +79,8 @@ def _hindsight(experience: Experience, example: Example, replies: ReplyReader | 
         np.array(one, np.int32)
         for one in (found.prompt, found.reply, branch.token_ids[found.next.start : found.next.stop])
     )
-    return Hindsight(prompt_T, reply_T, next_T, found.next.temperature)
+    earlier_K = np.array([one.start for one in replies.earlier(branch, span)], np.int32)
+    return Hindsight(prompt_T, reply_T, next_T, found.next.temperature, earlier_K)
 
 
 def _by_turn(row: Row, experience: Experience, turns: tuple[float, ...]) -> Row:

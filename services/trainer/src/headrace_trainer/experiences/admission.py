@@ -110,7 +110,8 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
 
 def _reader(settings: TrainerSettings) -> ReplyReader:
     own = hindsight_of(settings.advantage)
-    return ReplyReader(Path(settings.base), own.contradicted_max, own.accepted_min)
+    earlier_max = own.earlier_max if own.compared == "distributions" else 0
+    return ReplyReader(Path(settings.base), own.contradicted_max, own.accepted_min, earlier_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,18 +53,20 @@ class _Form:
 
 
 class ReplyReader:
-    """Reads a model folder once. `contradicted_max` and `accepted_min` are bounds on the reward of a turn.
+    """Reads a model folder once. `contradicted_max` and `accepted_min` are bounds on the reward of a turn;
+    `earlier_max` is how many answers before a contradicted one are looked for.
 
     Raises `SettingError` when the folder has no tokenizer, or no chat template that shows where messages begin and end.
     """
 
-    def __init__(self, folder: Path, contradicted_max: float, accepted_min: float) -> None:
+    def __init__(self, folder: Path, contradicted_max: float, accepted_min: float, earlier_max: int = 0) -> None:
         from tokenizers import Tokenizer
 
         template = template_of(folder)
         if template is None or not (folder / TOKENIZER_FILE).is_file():
             raise SettingError("trainer.base", str(folder), f"replies need its chat template and {TOKENIZER_FILE}")
         self._bounds = contradicted_max, accepted_min
+        self._earlier_max = earlier_max
         self._tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         self._names = special_tokens(folder)
         self._template = environment().from_string(template)
@@ -115,6 +117,15 @@ class ReplyReader:
         opening, closing = found
         prompt, reply = ids[: span.start - opening], ids[span.stop + closing : following.start]
         return Reply(tuple(prompt), tuple(reply), following) if prompt else None
+
+    def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
+        """The last answers before `span`, in order, since the user spoke before it."""
+        found: list[Span] = []
+        for one in reversed(branch.spans[: branch.spans.index(span)]):
+            if len(found) == self._earlier_max or self.read(branch, one) is not None:
+                break
+            found.append(one)
+        return tuple(reversed(found))
 
     def _places(self, asked: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int] | None:
         """Tokens of the opening that `asked` ends with, and of the end of an answer that `between` begins with."""

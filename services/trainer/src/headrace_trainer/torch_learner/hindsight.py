@@ -122,7 +122,7 @@ class HindsightTeacher:
     def _followed(self, packs: Sequence[Pack]) -> list[Pack]:
         """The passes with what a teacher thinks of all words: the base, which was told where an answer was
         contradicted, and was not where one was accepted. Beside them the answers to the replies, as if nothing had
-        been replied. Raises `SettingError` where logits cannot be made chunk by chunk."""
+        been replied, where they belonged. Raises `SettingError` where logits cannot be made chunk by chunk."""
         assert self._policy is not None
         policy = self._policy
         if not (policy.head.plain and policy.reference_head.plain):
@@ -133,7 +133,7 @@ class HindsightTeacher:
             teachers = [row if row.hindsight is None else _taught(row) for row in one.rows]
             found.append(self._follow(one, teachers, [_sign(row) * row.token_weight for row in one.rows]))
         told = [row for one in packs for row in one.rows if row.hindsight is not None]
-        answers = [_asked(_of(row), _untold(row)) for row in told]
+        answers = [_asked(_of(row), context) for row, context in zip(told, self._belonged(told), strict=True)]
         for chosen in passes(answers, self._pack_tokens):
             one = policy.collate([answers[index] for index in chosen])
             teachers = [_asked(_of(told[index]), _told(told[index])) for index in chosen]
@@ -141,6 +141,14 @@ class HindsightTeacher:
                 self._follow(one, teachers, [_sign(told[index]) * told[index].token_weight for index in chosen])
             )
         return found
+
+    def _belonged(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
+        """Of each contradicted answer the prompt after which what was answered to its reply belonged: the base finds
+        it likeliest there, told nothing."""
+        contexts = [[*(row.token_ids_T[:start] for start in _of(row).earlier_K), _untold(row)] for row in rows]
+        unclear = [(row, one) for row, many in zip(rows, contexts, strict=True) for one in many if len(many) > 1]
+        likely = iter([one.mean() for one in self._base([_asked(_of(row), context) for row, context in unclear])])
+        return [max(many, key=lambda _: next(likely)) if len(many) > 1 else many[0] for many in contexts]
 
     def _follow(self, one: Pack, teachers: Sequence[Row], weights: Sequence[float]) -> Pack:
         """`teachers`: rows whose loss tokens are those of the pass, after what the teacher is told; `weights`: of each

@@ -9,7 +9,11 @@ or, with `compared = "distributions"`, in the mean over all words v at place n:
     B_nv = coefficient clip(log pi_base(v | prompt, reply) - log pi(v | prompt), +- limit)   pi: the present weights
     L    = - 1/N sum_n sum_v pi(v) B_nv                                                      B has no gradient
 
-and over accepted answers too, whose teacher is the base without a reply: it holds the policy where it was right.
+and over accepted answers too, whose teacher is the base without a reply: it holds the policy where it was right. What
+the model answered to the reply is then trained as if nothing had been replied, in place of that answer a of the run
+where it belonged:
+
+    a = argmax_a mean_n log pi_base(n | prompt of a)      of the contradicted answer and the `earlier_max` before it
 
 The teacher is the base, so it stays as it is; `reply` is the user's next message, put before the answer's opening. An
 answer is contradicted or accepted by the reward of its turn, e.g. of the reward function `signals`. Needs the base
@@ -68,6 +72,9 @@ class HindsightSettings(Section):
     """`tokens`: what the teacher thinks of the tokens that were sampled. `distributions`: of all words at their places,
     beside the present weights (B above). It learns from a fraction of the sessions; what is withdrawn is taken back
     to first order only. Needs an output head that is one matrix, and `loss.sequence_mask_max` = 0."""
+    earlier_max: Annotated[int, Field(ge=0, le=64)] = 8
+    """With `distributions`: how many answers of the run before the contradicted one, since the user spoke last, may be
+    what the reply was about. 0: it is about the contradicted one."""
     limit: Annotated[float, Field(gt=0)] = 5.0
     """What a token counts at most, in nats: one that the teacher rules out is no reason for anything more."""
     runs_min: Annotated[int, Field(ge=2)] = 4
