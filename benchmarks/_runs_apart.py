@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from headrace_cli.progress import ProgressDisplay
+from tests.support import reaper
 
 
 class Reported(Protocol):
@@ -56,7 +57,8 @@ def play(
 ) -> Iterator[F]:
     """What came of all runs, those that were done before first. `name` is that of the benchmark, and
     `found` makes of a report what reported. `alone`: each run has
-    a process that had no other one; else a few processes do them all."""
+    a process that had no other one; else a few processes do them all. However this process ends, they end with it."""
+    reaper.start()
     parts.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not job.place(parts).exists()]
     yield from (found(**json.loads(job.place(parts).read_text(encoding="utf-8"))) for job in jobs if job not in todo)
