@@ -24,7 +24,7 @@ PAPERS = {
 _THUMBS = {
     "functions": ["signals"],
     "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},
-    "learned": {"model": "thumbs"},
+    "learned": {"model": "thumbs", "width_max": 1.0},
 }
 _SIGNALS = {"functions": ["signals"], "weights": {"*": 1.0}}
 _EXPLICIT = {"weights": {"*": 1.0}}
@@ -43,14 +43,22 @@ Where its gap is not surely positive yet, it waits for the next one."""
 
 def _edited(name: str, algorithm: str) -> Arm:
     trainer = {"algorithm": algorithm, "batch_experiences": 8}
-    return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=True)
+    return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=1)
+
+
+def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int = 0, judged: bool = False) -> Arm:
+    """Signals of different noise are compared where learning has settled: with full labels that is after a third of
+    these rounds, and what is a noisy reward of each run takes more runs, and not only a worse end."""
+    return Arm(
+        name, users, scorer, rounds=60, before=before, judged=judged, traced=20, times=3,
+    )  # fmt: skip
 
 
 def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
     """In rounds of a batch: it is counted how many sessions are needed."""
     return Arm(
         name, users, scorer, trainer, rounds=rounds, sessions=trainer["batch_experiences"], lesson="directed",
-        held_back=GUARD, times=3, traced=True,
+        held_back=GUARD, times=3, traced=1,
     )  # fmt: skip
 
 
@@ -71,13 +79,13 @@ for that, so it is told and is no line."""
 ARMS = {
     one.name: one
     for one in (
-        Arm(BASE, "rewards"),
-        Arm(EXPLICIT, "rewards", _EXPLICIT, rounds=20),
+        Arm(BASE, "rewards", times=3),
+        _settled(EXPLICIT, "rewards", _EXPLICIT),
         _edited(SFT, "sft"),
         _edited(DPO, "dpo"),
         Arm(NATURAL, "corrections", _SIGNALS, rounds=20),
-        Arm(FEW, "few thumbs", _THUMBS, rounds=20, before=2720, judged=True),
-        Arm(POISONED, "few thumbs, poisoned", _THUMBS, rounds=20, before=2720, judged=True),
+        _settled(FEW, "few thumbs", _THUMBS, before=2720, judged=True),
+        _settled(POISONED, "few thumbs, poisoned", _THUMBS, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
         _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=6),
         _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),

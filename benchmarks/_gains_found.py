@@ -27,8 +27,8 @@ class Arm:
     """Sessions of the base that nobody trains on, but that a reward model has seen."""
     judged: bool = False
     """A judge that is often wrong speaks of each run."""
-    traced: bool = False
-    """Each version is scored, and not only the last."""
+    traced: int = 0
+    """The version after so many rounds is scored, and each so many rounds later. 0: only the last."""
     edits_max: int | None = None
     """Training ends with the round in which so many edits were trained."""
     sessions: int = ROUND

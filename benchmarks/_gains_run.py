@@ -120,7 +120,7 @@ async def _run(arm: Arm, seed: int, base: Path, plays: int, scratch: Path) -> Ga
         for number in range(1, arm.rounds + 1):
             if not await training.round(last=number == arm.rounds):
                 break
-            if arm.traced:
+            if arm.traced and number % arm.traced == 0:
                 found.trace.append((found.sessions, await world.score(await training.version(), plays)))
         done = arm.times == 1 and found.trace and found.trace[-1][0] == found.sessions
         last = await training.version()

@@ -11,13 +11,15 @@ _CLIPPED_AT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`presence`: 1 where the feature is known, else 0; otherwise its value. `is_reward`: more of it is better."""
+    """`presence`: 1 where the feature is known, else 0; otherwise its value. `is_reward`: more of it is better.
+    `controlled`: by the agent itself, so that it is not paid for it."""
 
     name: str
     presence: bool
     mean: float
     deviation: float
     is_reward: bool = False
+    controlled: bool = False
 
     def of(self, features: Features) -> float:
         """In deviations from the mean, at most four: one strange run moves nothing far."""

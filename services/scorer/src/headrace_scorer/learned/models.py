@@ -35,6 +35,10 @@ class ThumbedRun:
     thumbs: tuple[Thumb, ...]
 
 
+CONTROLLED = ("run/*", "function:*/tool_failed", "function:*/looped")
+"""Features that an agent controls by what it does, whatever comes of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LikelyThumb:
     """How probable it is that a run is good, with the interval in which that probability lies."""
@@ -42,6 +46,8 @@ class LikelyThumb:
     value: float
     low: float
     high: float
+    paid: float
+    """What of it is a reward: the same, as if the run were like all others in what the agent controls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class FitDemands:
     width_max: float = 0.6
     confidence: float = 0.9
     rater_share_max: float = 0.1
+    controlled: tuple[str, ...] = CONTROLLED
+    """Patterns of features that it learns from, so that no other feature is credited for them, and does not pay."""
 
 
 class FittedModel(ABC):

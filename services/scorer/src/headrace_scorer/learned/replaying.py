@@ -59,7 +59,7 @@ class LearnedReplay:
         """What the stream would say in the end."""
         fitted = self._fitted.get(trajectory.tenant)
         likely = None if fitted is None else fitted.judge(features)
-        outcome, value = ("abstained", None) if likely is None else ("scored", likely.value)
+        outcome, value = ("abstained", None) if likely is None else ("scored", likely.paid)
         name = self.source.name
         return {EntryKey.reward(name): SourceReward(name, None, outcome, value)}  # type: ignore[arg-type]
 

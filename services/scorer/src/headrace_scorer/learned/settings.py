@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Section
-from headrace_scorer.learned.models import REWARD_MODELS, FitDemands
+from headrace_scorer.learned.models import CONTROLLED, REWARD_MODELS, FitDemands
 
 PREFIX = "learned:"
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -25,6 +25,9 @@ class LearnedSettings(Section):
     features: tuple[str, ...] = ("function:*", "judge:*")
     """Sources whose values and criteria it sees, besides the shape of the run. Functions that read feedback are never
     among them. Give a source that is only seen the weight 0."""
+    controlled: tuple[str, ...] = CONTROLLED
+    """Features that the agent controls by what it does. Learned with all others, and not paid: the reward is what the
+    run would be worth if it were like others in them. Else training finds out how to look like a good run."""
     thumbs_min: Annotated[int, Field(ge=10)] = 30
     """So many thumbs it wants before it says anything."""
     width_max: Share = 0.6
@@ -53,4 +56,4 @@ class LearnedSettings(Section):
 
     @property
     def demands(self) -> FitDemands:
-        return FitDemands(self.thumbs_min, self.width_max, self.confidence, self.rater_share_max)
+        return FitDemands(self.thumbs_min, self.width_max, self.confidence, self.rater_share_max, self.controlled)

@@ -97,8 +97,8 @@ def reward_of(
         source=source,
         revision=entries.next_revision(EntryKey.reward(source)),
         outcome="abstained" if likely is None else "scored",
-        value=None if likely is None else likely.value,
-        criteria={} if likely is None else {"low": likely.low, "high": likely.high},
+        value=None if likely is None else likely.paid,
+        criteria={} if likely is None else {"likely": likely.value, "low": likely.low, "high": likely.high},
         reason=reason,
         judged_by=None if fitted is None else fitted.model_id,
     )

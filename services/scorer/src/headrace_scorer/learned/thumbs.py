@@ -7,6 +7,10 @@ It speaks only where it may be believed. The precision of its prior is another t
 had not seen are clearly more probable under it. On those, it has to tell good from bad better than chance; else it says
 nothing. Of a run whose interval is too wide it says nothing. Values are moderated by what is not known:
 D. J. C. MacKay, The Evidence Framework Applied to Classification Networks, Neural Computation 4 (1992) 720.
+
+An agent that is paid for what it controls learns to look good instead of being good. So what it controls is learned
+beside the rest and stands at the mean of all runs in what is paid, as the length of answers does in Y. Dubois et al.,
+Length-Controlled AlpacaEval, arXiv:2404.04475.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from headrace_scorer.learned.models import (
     RewardModel,
     ThumbedRun,
 )
+from headrace_scorer.patterns import fits
 
 if TYPE_CHECKING:
     from headrace_scorer.learned.columns import Array
@@ -82,6 +87,14 @@ class FittedThumbs(FittedModel):
         if self.fit_facts.silent is not None:
             return None
         row = [1.0, *(column.of(features) for column in self.columns)]
+        value, low, high = self._likely(row)
+        if high - low > self.demands.width_max:
+            return None
+        shared = [0.0 if column.controlled else own for column, own in zip(self.columns, row[1:], strict=True)]
+        return LikelyThumb(value, low, high, self._likely([1.0, *shared])[0])
+
+    def _likely(self, row: Sequence[float]) -> tuple[float, float, float]:
+        """The moderated chance, and its interval. A column at 0 stands at the mean of all runs."""
         middle = math.fsum(weight * value for weight, value in zip(self.weights_D, row, strict=True))
         variance = _MISFIT**2 + math.fsum(
             left * math.fsum(entry * right for entry, right in zip(line, row, strict=True))
@@ -90,10 +103,8 @@ class FittedThumbs(FittedModel):
         )
         reach = NormalDist().inv_cdf(0.5 + self.demands.confidence / 2) * math.sqrt(max(0.0, variance))
         low, high = _share(middle - reach), _share(middle + reach)
-        if high - low > self.demands.width_max:
-            return None
         value = _share(middle / math.sqrt(1 + math.pi * max(0.0, variance) / 8))
-        return LikelyThumb(min(high, max(low, value)), low, high)
+        return min(high, max(low, value)), low, high
 
     def to_json(self) -> bytes:
         made = {
@@ -125,6 +136,7 @@ def fit(runs: Sequence[ThumbedRun], others: Sequence[Features], demands: FitDema
     if facts.thumbs < demands.thumbs_min:
         return _silent(facts, demands, f"{facts.thumbs} thumbs, and {demands.thumbs_min} are wanted (thumbs_min)")
     found, refused = columns.columns_of([run.features for run in ordered], elsewhere)
+    found = [replace(one, controlled=any(fits(name, one.name) for name in demands.controlled)) for one in found]
     facts = replace(facts, refused=tuple(refused))
     if not found:
         return _silent(facts, demands, "no feature differs between runs")
@@ -157,7 +169,7 @@ def read(payload: bytes) -> FittedThumbs:
     facts = {**given["facts"], **{name: tuple(given["facts"][name]) for name in ("refused", "unheard")}}
     return FittedThumbs(
         FitFacts(**facts),
-        FitDemands(**given["demands"]),
+        FitDemands(**{name: tuple(of) if isinstance(of, list) else of for name, of in given["demands"].items()}),
         tuple(Column(**one) for one in given["columns"]),
         tuple(given["weights"]),
         tuple(tuple(line) for line in given["covariance"]),
