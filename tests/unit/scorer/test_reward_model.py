@@ -111,6 +111,52 @@ def test_what_was_made_of_the_thumb_is_refused(of_others: dict[str, float]) -> N
     assert all(column.name != "function:leak" for column in made.columns)
 
 
+def lengthy(count: int, *, judged: bool = True) -> list[ThumbedRun]:
+    """People like long runs, and a judge does as well: what it says beyond the length is noise."""
+    draw = random.Random(5)
+    made = []
+    for number in range(count):
+        turns, noise = draw.gauss(2, 1), draw.gauss(0, 1)
+        features = {"run/turns": turns, **({"judge:help/warmth": turns + noise} if judged else {})}
+        made.append(ThumbedRun(f"t{number}", features, (Thumb(f"u{number % 50}", float(turns + draw.gauss(0, 0.5) > 2)),)))
+    return made
+
+
+def test_what_the_agent_controls_is_learned_and_not_paid() -> None:
+    made = fit(lengthy(400), [], replace(DEMANDS, width_max=1.0))
+    short, long = made.judge({"judge:help/warmth": 2.0, "run/turns": 1.0}), made.judge({"judge:help/warmth": 2.0, "run/turns": 3.0})
+    assert short is not None
+    assert long is not None
+    assert long.value - short.value > 0.3, "what it believes"
+    assert long.paid == short.paid
+    all_paid = fit(lengthy(400), [], replace(DEMANDS, width_max=1.0, controlled=()))
+    paid = all_paid.judge({"judge:help/warmth": 2.0, "run/turns": 3.0})
+    assert paid is not None
+    assert paid.paid == paid.value == long.value
+
+
+def test_nothing_else_is_credited_for_what_the_agent_controls() -> None:
+    """A judge that likes length would pay for it, where length is only hidden from the model."""
+
+    def pays(*, hidden: bool) -> float:
+        taught = [
+            replace(one, features={k: v for k, v in one.features.items() if not (hidden and k == "run/turns")})
+            for one in lengthy(400)
+        ]
+        made = fit(taught, [], replace(DEMANDS, width_max=1.0))
+        low, high = made.judge({"judge:help/warmth": 1.0}), made.judge({"judge:help/warmth": 3.0})
+        assert low is not None
+        assert high is not None
+        return high.paid - low.paid
+
+    assert pays(hidden=False) < pays(hidden=True) / 2
+
+
+def test_it_is_silent_where_the_agent_controls_all_that_it_sees() -> None:
+    assert "controls" in str(fit(lengthy(100, judged=False), [], DEMANDS).fit_facts.silent)
+    assert fit(lengthy(100, judged=False), [], replace(DEMANDS, controlled=())).fit_facts.silent is None
+
+
 def test_who_contradicts_everybody_is_not_heard() -> None:
     taught = plain(120, "a", "b")
     poisoned = [

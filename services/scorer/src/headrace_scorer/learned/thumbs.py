@@ -140,6 +140,8 @@ def fit(runs: Sequence[ThumbedRun], others: Sequence[Features], demands: FitDema
     facts = replace(facts, refused=tuple(refused))
     if not found:
         return _silent(facts, demands, "no feature differs between runs")
+    if all(one.controlled for one in found):
+        return _silent(facts, demands, "the agent controls all that it sees (controlled)")
     table_RD = columns.table(found, [run.features for run in ordered])
     thumbs, prior_D = crowd.gathered(ordered, demands.rater_share_max), _prior(found)
     precision, unseen_T = _chosen(table_RD, thumbs, prior_D, [_fold(run.trajectory_id) for run in ordered])
