@@ -118,13 +118,14 @@ def lengthy(count: int, *, judged: bool = True) -> list[ThumbedRun]:
     for number in range(count):
         turns, noise = draw.gauss(2, 1), draw.gauss(0, 1)
         features = {"run/turns": turns, **({"judge:help/warmth": turns + noise} if judged else {})}
-        made.append(ThumbedRun(f"t{number}", features, (Thumb(f"u{number % 50}", float(turns + draw.gauss(0, 0.5) > 2)),)))
+        thumb = Thumb(f"u{number % 50}", float(turns + draw.gauss(0, 0.5) > 2))
+        made.append(ThumbedRun(f"t{number}", features, (thumb,)))
     return made
 
 
 def test_what_the_agent_controls_is_learned_and_not_paid() -> None:
     made = fit(lengthy(400), [], replace(DEMANDS, width_max=1.0))
-    short, long = made.judge({"judge:help/warmth": 2.0, "run/turns": 1.0}), made.judge({"judge:help/warmth": 2.0, "run/turns": 3.0})
+    short, long = (made.judge({"judge:help/warmth": 2.0, "run/turns": turns}) for turns in (1.0, 3.0))
     assert short is not None
     assert long is not None
     assert long.value - short.value > 0.3, "what it believes"
