@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_scorer.learned.column import Column
 from headrace_scorer.learned.models import (
@@ -168,14 +168,18 @@ def _silent(facts: FitFacts, demands: FitDemands, why: str) -> FittedThumbs:
 def read(payload: bytes) -> FittedThumbs:
     """`RewardModel.read`."""
     given = json.loads(payload)
-    facts = {**given["facts"], **{name: tuple(given["facts"][name]) for name in ("refused", "unheard")}}
     return FittedThumbs(
-        FitFacts(**facts),
-        FitDemands(**{name: tuple(of) if isinstance(of, list) else of for name, of in given["demands"].items()}),
+        FitFacts(**_with_tuples(given["facts"])),
+        FitDemands(**_with_tuples(given["demands"])),
         tuple(Column(**one) for one in given["columns"]),
         tuple(given["weights"]),
         tuple(tuple(line) for line in given["covariance"]),
     )
+
+
+def _with_tuples(given: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists alone, and what is frozen holds none."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 THUMBS = RewardModel(fit, read)
