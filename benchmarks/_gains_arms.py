@@ -47,8 +47,8 @@ def _edited(name: str, algorithm: str) -> Arm:
 
 
 def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int = 0, judged: bool = False) -> Arm:
-    """Signals of different noise are compared where learning has settled: with full labels that is after a third of
-    these rounds, and what is a noisy reward of each run takes more runs, and not only a worse end."""
+    """Signals of different noise are compared where learning has nearly settled: with full labels most is gained in a
+    third of these rounds, and what is a noisy reward of each run takes more runs, and not only a worse end."""
     return Arm(
         name, users, scorer, rounds=60, before=before, judged=judged, traced=20, times=3,
     )  # fmt: skip
