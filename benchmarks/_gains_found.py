@@ -60,7 +60,8 @@ class Gain:
     judged: list[tuple[bool, float]] = field(default_factory=list)
     """Whether a run was accepted, and the reward that a reward model gave it."""
     ordered: list[tuple[bool, float]] = field(default_factory=list)
-    """The same of every run, of those also of which it was not sure and said nothing."""
+    """Whether a run was accepted, and what the reward model believed of it, of every run: of those also of which it was
+    not sure and said nothing."""
     measured: list[Mapping[str, float]] = field(default_factory=list)
     """Of each step, what its algorithm measures."""
     health: str | None = None

@@ -72,9 +72,9 @@ class Gains:
         """After how many sessions the mean gain is so large; infinite where it never is."""
         return next((float(sessions) for sessions, gain in self.after(arm) if gain.mean >= points), math.inf)
 
-    def aurocs(self, arm: str, *, spoken: bool = False) -> Figure:
-        """Of the reward model, on all runs, or on those alone that it spoke of."""
-        runs = [run.judged if spoken else run.ordered for run in self.arms[arm]]
+    def aurocs(self, arm: str, *, paid: bool = False) -> Figure:
+        """Of what the reward model believes of all runs, or of the rewards that it paid for those of which it spoke."""
+        runs = [run.judged if paid else run.ordered for run in self.arms[arm]]
         return Figure(
             tuple(auroc(np.array([value for _, value in run]), np.array([good for good, _ in run])) for run in runs)
         )
@@ -116,6 +116,7 @@ def _few(found: Gains) -> list[Line]:
     few, full = found.gain(arms.FEW).mean, found.gain(arms.EXPLICIT).mean
     made = [
         Line("few thumbs: AUROC of the reward model on all runs", found.aurocs(arms.FEW).mean, AUROC_MIN, 1),
+        Line("few thumbs: AUROC of the rewards that it paid", found.aurocs(arms.FEW, paid=True).mean, AUROC_MIN, 1),
         Line("few thumbs: share of the gain with full labels", _share(few, full), FEW_SHARE_MIN, math.inf),
     ]
     if found.has(arms.POISONED):
@@ -180,6 +181,10 @@ def rows(found: Gains) -> dict[str, Mapping[str, object]]:
     return {arm: _row(found, arm) for arm, runs in found.arms.items() if runs[0].scores}
 
 
+def _with_worst(figure: Figure) -> dict[str, object]:
+    return {**figure.report(), "worst": round(min(figure.values), 4)}
+
+
 def _row(found: Gains, arm: str) -> Mapping[str, object]:
     runs = found.arms[arm]
     row: dict[str, object] = {"score": found.score(arm).report()}
@@ -187,9 +192,8 @@ def _row(found: Gains, arm: str) -> Mapping[str, object]:
         row["gain"] = found.gain(arm).report()
         row["after"] = {str(sessions): round(gain.mean, 4) for sessions, gain in found.after(arm)}
     if any(run.judged for run in runs):
-        auroc_of_all = found.aurocs(arm)
-        row["auroc"] = auroc_of_all.report() | {"worst": round(min(auroc_of_all.values), 4)}
-        row["auroc_spoken"] = found.aurocs(arm, spoken=True).report()
+        row["auroc"] = _with_worst(found.aurocs(arm))
+        row["auroc_paid"] = _with_worst(found.aurocs(arm, paid=True))
     for name in ("sessions", "edits", "steps"):
         row[name] = [getattr(run, name) for run in runs]
     if arm in arms.PAPERS:

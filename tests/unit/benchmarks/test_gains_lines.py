@@ -71,7 +71,7 @@ def missed(found: Gains) -> list[str]:
 def test_sound_runs_miss_no_line() -> None:
     found = table(SCORES)
     assert missed(found) == []
-    assert len(lines(found)) == 13
+    assert len(lines(found)) == 14
     assert set(rows(found)) == {arm for arm, score in SCORES.items() if not math.isnan(score)}
     assert misled(found) == Figure((0.0,) * SEEDS)
     assert misled(Gains([])) is None
@@ -92,7 +92,8 @@ FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
         ({arms.NATURAL: 0.5}, {}, "natural signals"),
         ({arms.FEW: 0.58, arms.POISONED: 0.57}, {}, "few thumbs: share"),
         ({arms.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
-        ({}, {arms.FEW: {"ordered": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC"),
+        ({}, {arms.FEW: {"ordered": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the reward model"),
+        ({}, {arms.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the rewards"),
         ({}, {arms.TYPED: {"scores": plays(0.45, 0)}, **FIXED_BASE}, "typed corrections: gain"),
         ({}, {arms.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
         ({}, {arms.BINARY: {"trace": [(48, plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
