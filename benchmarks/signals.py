@@ -2,19 +2,19 @@
 
 Writes `reports/bench-signals.json`. Exit status 1 when a line does not hold.
 
-`--only thumbs drift`, a minute of one core, trains no model. Of the reward model `thumbs`, on runs
-whose truth is known, 4,000 of them, of which 3 % have a thumb and a fifth of the thumbs are wrong: on fresh runs its
-AUROC is at least 0.8 for each of five seeds; poisoners with 2 % of the thumbs cost at most two points of it, and one
-with a tenth five, where it speaks at all; its values are off by 0.1 at most, and its 90 % intervals hold the truth in
-85 %. Of the alarm for judges: it is raised of at most 5 % of judges that stay as they are, and within 500 runs of 90 %
-of those that turn against people, from wrong in one of ten to wrong in eight. Each line has a fault planted that
-breaks it.
+`--only thumbs drift`, a minute of one core, trains no model. Of the reward model `thumbs`, on runs whose truth is
+known, 4,000 of them, of which 3 % have a thumb and a fifth of the thumbs are wrong: on fresh runs its AUROC is at least
+0.8 for each of five seeds, of what it believes and of what it pays; poisoners with 2 % of the thumbs cost at most two
+points of it, and one with a tenth five, where it speaks at all; its values are off by 0.1 at most, and its 90 %
+intervals hold the truth in 85 %. Of the alarm for judges: it is raised of at most 5 % of judges that stay as they are,
+and within 500 runs of 90 % of those that turn against people, from wrong in one of ten to wrong in eight. Each line has
+a fault planted that breaks it.
 
 `--only gains` trains the demo's agent from one signal at a time, five seeds each, each run in a process without
 services; gains are on audit tasks, over the base of the seed. Edits alone gain 15 points with `sft` and with `dpo`, in
 200 edits at most. Natural signals alone gain half of what explicit feedback does, in a third of its runs. Thumbs on 3 %
-of the runs, a fifth of them wrong, gain 70 % of what full labels do after 60 rounds of each, where those hardly
-gain more, and 2 % poisoners cost five points at most. Gains after 20 and 40 rounds are in the report. Typed corrections
+of the runs, a fifth of them wrong, gain 70 % of what full labels do after 60 rounds of each, where those hardly gain
+more, and 2 % poisoners cost five points at most. Gains after 20 and 40 rounds are in the report. Typed corrections
 alone gain 15 points in 500 sessions and in half of those that binary rewards need, in batches of 8, 16 or 32, whichever
 is sooner; kinds of tasks that nobody asked about lose a point at most; and the gap between teacher and student is found
 where there is one, and nowhere else, in nine of ten settings. What was run lies under `--parts` and is not run again.
@@ -53,6 +53,8 @@ AUROC_MIN, POISON_COST_MAX, ONE_POISONER_COST_MAX = 0.8, 0.02, 0.05
 CALIBRATION_ERROR_MAX, COVERED_MIN, FOUND_MIN, FOUND_WITHIN = 0.1, 0.85, 0.9, 500
 _OTHERS, _FRESH, _BINS = 1000, 2000, 10
 _LEAK = "function:leak"
+ORDERINGS = ("auroc", "auroc_paid")
+"""By what a reward model believes, and by what it pays."""
 Numbers = dict[str, float]
 Spoil = Callable[[list[ThumbedRun]], list[ThumbedRun]]
 CASES = {
@@ -77,12 +79,15 @@ def judged(made: FittedThumbs, fresh: Sequence[KnownRun]) -> Numbers:
         return {"silent": 1.0, "speaks": 0.0}
     unsure = bold(made)
     everything = [unsure.judge(one.features) for one in fresh]
-    values = np.array([one.value for one in everything if one is not None])
+    values, paid = (
+        np.array([getattr(one, name) for one in everything if one is not None]) for name in ("value", "paid")
+    )
     sure = [(one, made.judge(run.features), run) for one, run in zip(everything, fresh, strict=True)]
     spoken = [(found, run) for _, found, run in sure if found is not None]
     return {
         "silent": 0.0,
         "auroc": auroc(values, good),
+        "auroc_paid": auroc(paid, good),
         "ideal_auroc": auroc(np.array([one.chance for one in fresh]), good),
         "speaks": len(spoken) / len(fresh),
         "calibration_error": calibration_error([(found.value, run.good) for found, run in spoken]),
@@ -165,7 +170,8 @@ def of_thumbs(seeds: range, count: int, tick: Callable[[], None]) -> dict[str, N
 def _over_seeds(told: Sequence[Numbers]) -> Numbers:
     names = sorted({name for one in told for name in one})
     means = {name: statistics.mean(one[name] for one in told if name in one) for name in names}
-    return {**means, "auroc_min": min((one["auroc"] for one in told if "auroc" in one), default=0.5)}
+    worst = {f"{name}_min": min((one[name] for one in told if name in one), default=0.5) for name in ORDERINGS}
+    return {**means, **worst}
 
 
 def of_judges(seed: int, streams: int) -> Numbers:
@@ -188,6 +194,7 @@ def missed_by_thumbs(found: dict[str, Numbers]) -> list[str]:
     few = found["few"]
     lines = {
         f"AUROC {few['auroc_min']:.3f} of the worst seed": few["auroc_min"] >= AUROC_MIN,
+        f"AUROC {few['auroc_paid_min']:.3f} of what is paid": few["auroc_paid_min"] >= AUROC_MIN,
         "AUROC of thumbs without names": found["nameless"]["auroc_min"] >= AUROC_MIN,
         "2 % poisoners cost too much": few["auroc"] - found["poisoned"]["auroc"] <= POISON_COST_MAX,
         "one poisoner costs too much": few["auroc"] - found["one poisoner"]["auroc"] <= ONE_POISONER_COST_MAX,
@@ -199,7 +206,7 @@ def missed_by_thumbs(found: dict[str, Numbers]) -> list[str]:
             for name in ("few", "nameless", "poisoned", "all")
         },
         f"intervals hold the truth in {few['covered']:.2f}": few["covered"] >= COVERED_MIN,
-        "not caught: swapped thumbs": found["swapped"]["auroc_min"] < AUROC_MIN,
+        "not caught: swapped thumbs": all(found["swapped"][f"{name}_min"] < AUROC_MIN for name in ORDERINGS),
         "a leak is not refused": found["leaking"]["leak_refused"] == 1.0,
         "a leak that was refused costs something": found["leaking"]["auroc_min"] >= AUROC_MIN,
         "not caught: nobody refuses a leak": (
