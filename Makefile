@@ -154,7 +154,7 @@ bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic,
 	@$(call MEASURE,rollout)
 
 SIGNALS ?= gains thumbs drift
-bench-signals: $(VENV)/installed ## what each signal gains, what few and noisy thumbs say, when a judge drifts; 45 minutes (SIGNALS="thumbs drift": one)
+bench-signals: $(VENV)/installed ## what each signal gains, what few and noisy thumbs say, when a judge drifts; an hour (SIGNALS="thumbs drift": one)
 	$(BIN)/python -m benchmarks.signals --only $(SIGNALS)
 
 bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known

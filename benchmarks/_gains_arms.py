@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks._gains_found import Arm
@@ -58,7 +59,7 @@ def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mappi
     """In rounds of a batch: it is counted how many sessions are needed."""
     return Arm(
         name, users, scorer, trainer, rounds=rounds, sessions=trainer["batch_experiences"], lesson="directed",
-        held_back=GUARD, times=3, traced=1,
+        held_back=GUARD, more_seeds=True, times=3, traced=1,
     )  # fmt: skip
 
 
@@ -86,9 +87,9 @@ ARMS = {
         Arm(NATURAL, "corrections", _SIGNALS, rounds=20),
         _settled(FEW, "few thumbs", _THUMBS, before=2720, judged=True),
         _settled(POISONED, "few thumbs, poisoned", _THUMBS, before=2720, judged=True),
-        Arm(DIRECTED_BASE, "rewards", lesson="directed", times=3),
+        Arm(DIRECTED_BASE, "rewards", lesson="directed", more_seeds=True, times=3),
         _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=6),
-        _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
+        replace(_replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15), more_seeds=False),
         *(
             _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)
             for name, (size, rounds) in RIVALS.items()

@@ -37,6 +37,8 @@ class Arm:
     """What the base was taught, a name of `_gains_run.LESSONS`."""
     held_back: str | None = None
     """Nobody asks questions of this kind, and they are the guard: nothing may be lost there."""
+    more_seeds: bool = False
+    """It is counted in rounds of how many sessions one needs: `seeds_of` says with which other seeds, too."""
     times: int = 1
     """How often as many plays as usual score the last version; none: it is not scored."""
 

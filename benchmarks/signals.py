@@ -16,8 +16,9 @@ services; gains are on audit tasks, over the base of the seed. Edits alone gain 
 of the runs, a fifth of them wrong, gain 70 % of what full labels do after 60 rounds of each, where those hardly gain
 more, and 2 % poisoners cost five points at most. Gains after 20 and 40 rounds are in the report. Typed corrections
 alone gain 15 points in 500 sessions and in half of those that binary rewards need, in batches of 8, 16 or 32, whichever
-is sooner; kinds of tasks that nobody asked about lose a point at most; and the gap between teacher and student is found
-where there is one, and nowhere else, in nine of ten settings. What was run lies under `--parts` and is not run again.
+is sooner, over ten seeds more; kinds of tasks that nobody asked about lose a point at most; and the gap between teacher
+and student is found where there is one, and nowhere else, in nine of ten settings. What was run lies under `--parts`
+and is not run again.
 """
 
 from __future__ import annotations

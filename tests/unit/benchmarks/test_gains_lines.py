@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import _gains_arms as arms
 from benchmarks._gains_found import Gain
+from benchmarks._gains_jobs import seeds_of
 from benchmarks._gains_lines import Figure, Gains, lines, misled, rows
 from headrace_cli.controls.statistics import Score
 
@@ -116,6 +117,12 @@ def test_what_learned_nothing_has_no_share_of_a_gain() -> None:
     found = missed(table(SCORES | {arms.EXPLICIT: 0.3}))
     assert "few thumbs: share of the gain with full labels" in found
     assert "natural signals: share of the gain of explicit feedback" in found
+
+
+def test_rounds_are_counted_over_seeds_that_chose_nothing() -> None:
+    assert seeds_of(arms.ARMS[arms.SFT], range(5)) == [0, 1, 2, 3, 4]
+    compared = (arms.DIRECTED_BASE, arms.TYPED, *arms.RIVALS)
+    assert {tuple(seeds_of(arms.ARMS[arm], range(5))) for arm in compared} == {(*range(5), *range(15, 25))}
 
 
 def test_an_interval_is_student_s_and_one_seed_has_none() -> None:
