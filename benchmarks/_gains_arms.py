@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from benchmarks._gains_found import Arm
@@ -56,10 +55,11 @@ def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int
 
 
 def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
-    """In rounds of a batch: it is counted how many sessions are needed."""
+    """In rounds of a batch: it is counted how many sessions are needed. Small batches decide that, and luck them."""
+    batch = trainer["batch_experiences"]
     return Arm(
-        name, users, scorer, trainer, rounds=rounds, sessions=trainer["batch_experiences"], lesson="directed",
-        held_back=GUARD, more_seeds=True, times=3, traced=1,
+        name, users, scorer, trainer, rounds=rounds, sessions=batch, lesson="directed", held_back=GUARD, times=3,
+        traced=1, more_seeds=batch < 32,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ ARMS = {
         _settled(POISONED, "few thumbs, poisoned", _THUMBS, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", more_seeds=True, times=3),
         _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=6),
-        replace(_replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15), more_seeds=False),
+        _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         *(
             _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)
             for name, (size, rounds) in RIVALS.items()
