@@ -55,7 +55,7 @@ def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int
 
 
 def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
-    """In rounds of a batch: it is counted how many sessions are needed. Small batches decide that, and luck them."""
+    """In rounds of a batch: it is counted how many sessions are needed. Small batches decide it; few seeds are luck."""
     batch = trainer["batch_experiences"]
     return Arm(
         name, users, scorer, trainer, rounds=rounds, sessions=batch, lesson="directed", held_back=GUARD, times=3,
