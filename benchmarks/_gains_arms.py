@@ -49,9 +49,7 @@ def _edited(name: str, algorithm: str) -> Arm:
 def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int = 0, judged: bool = False) -> Arm:
     """Signals of different noise are compared where learning has nearly settled: with full labels most is gained in a
     third of these rounds, and what is a noisy reward of each run takes more runs, and not only a worse end."""
-    return Arm(
-        name, users, scorer, rounds=60, before=before, judged=judged, traced=20, times=3,
-    )  # fmt: skip
+    return Arm(name, users, scorer, rounds=60, before=before, judged=judged, traced=20, times=3)
 
 
 def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:

@@ -80,9 +80,8 @@ def judged(made: FittedThumbs, fresh: Sequence[KnownRun]) -> Numbers:
         return {"silent": 1.0, "speaks": 0.0}
     unsure = bold(made)
     everything = [unsure.judge(one.features) for one in fresh]
-    values, paid = (
-        np.array([getattr(one, name) for one in everything if one is not None]) for name in ("value", "paid")
-    )
+    values = np.array([one.value for one in everything if one is not None])
+    paid = np.array([one.paid for one in everything if one is not None])
     sure = [(one, made.judge(run.features), run) for one, run in zip(everything, fresh, strict=True)]
     spoken = [(found, run) for _, found, run in sure if found is not None]
     return {

@@ -12,7 +12,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.events.opinion import metric_source
 from headrace_schemas.ids import derived_id
 from headrace_scorer.feedback_matching import FeedbackSet
-from headrace_scorer.patterns import fits
+from headrace_scorer.patterns import fits_any
 
 ANY_CHOICE = -1
 """The choice of what is about a turn whatever was answered, or about the whole trajectory."""
@@ -80,7 +80,7 @@ def thumbs_of(
     found: dict[str, list[float]] = {}
     by_turn: dict[str, list[float]] = {}
     for key, words in _said(feedback_set, answers, labels).items():
-        if any(fits(pattern, key.source) for pattern in teachers):
+        if fits_any(teachers, key.source):
             for rater, word in words.items():
                 if word.value is not None:
                     (by_turn if key.turn_id else found).setdefault(rater, []).append(word.value)

@@ -21,7 +21,7 @@ from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement, alarm_at
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.ledger import LedgerEntries
-from headrace_scorer.patterns import fits
+from headrace_scorer.patterns import fits_any
 from headrace_scorer.schema import agreement, agreement_pairs
 
 log = get_logger(__name__)
@@ -53,14 +53,14 @@ class JudgeWatch:
     def _pairs(self, entries: LedgerEntries) -> list[_Pair]:
         rows = [row for row in entries.rewards() if not row["turn_id"] and row["outcome"] == "scored"]
         rows = [row for row in rows if 0 <= row["value"] <= 1]
-        said = [row["value"] for row in rows if _named(row["source"], self._settings.people)]
+        said = [row["value"] for row in rows if fits_any(self._settings.people, row["source"])]
         if not said:
             return []
         people = math.fsum(said) / len(said)
         return [
             _Pair(row["source"], row["judged_by"] or "", abs(row["value"] - people))
             for row in rows
-            if _named(row["source"], self._settings.judges) and row["feedback_id"] is None
+            if fits_any(self._settings.judges, row["source"]) and row["feedback_id"] is None
         ]
 
     async def _count(self, tx: AsyncConnection, now: datetime, tenant: str, pair: _Pair) -> None:
@@ -85,10 +85,6 @@ class JudgeWatch:
             )
         values = {"state": after.model_dump_json(), "drifted_ms": drifted_ms, "changed_ms": epoch_ms(now)}
         await upsert(tx, agreement, key, values)
-
-
-def _named(source: str, patterns: Sequence[str]) -> bool:
-    return any(fits(pattern, source) for pattern in patterns)
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> None:

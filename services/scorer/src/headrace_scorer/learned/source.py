@@ -17,7 +17,7 @@ from headrace_scorer.learned.features import features_of
 from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, LikelyThumb
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
-from headrace_scorer.patterns import fits
+from headrace_scorer.patterns import fits_any
 
 _KEPT_MAX = 64
 
@@ -36,8 +36,8 @@ class LearnedSource:
     def counts(self, source: str) -> bool:
         """Whether what a source says is a feature: never what has read feedback, nor what has learned from it."""
         readers = {one.source for one in self._functions() if "feedback" in one.parameters}
-        named = any(fits(pattern, source) for pattern in self.settings.features)
-        taught = any(fits(pattern, source) for pattern in self.settings.teachers)
+        named = fits_any(self.settings.features, source)
+        taught = fits_any(self.settings.teachers, source)
         return named and not taught and source not in readers and not source.startswith(PREFIX)
 
     def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:

@@ -32,7 +32,7 @@ from headrace_scorer.learned.models import (
     RewardModel,
     ThumbedRun,
 )
-from headrace_scorer.patterns import fits
+from headrace_scorer.patterns import fits_any
 
 if TYPE_CHECKING:
     from headrace_scorer.learned.columns import Array
@@ -136,7 +136,7 @@ def fit(runs: Sequence[ThumbedRun], others: Sequence[Features], demands: FitDema
     if facts.thumbs < demands.thumbs_min:
         return _silent(facts, demands, f"{facts.thumbs} thumbs, and {demands.thumbs_min} are wanted (thumbs_min)")
     found, refused = columns.columns_of([run.features for run in ordered], elsewhere)
-    found = [replace(one, controlled=any(fits(name, one.name) for name in demands.controlled)) for one in found]
+    found = [replace(one, controlled=fits_any(demands.controlled, one.name)) for one in found]
     facts = replace(facts, refused=tuple(refused))
     if not found:
         return _silent(facts, demands, "no feature differs between runs")
