@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,7 @@ from typing import Literal
 from benchmarks._algorithms_arms import PER_TURN, RL_ALONE, SFT_RL, TERMINAL, base
 from benchmarks._algorithms_found import Arm, Found
 from headrace_cli.controls.statistics import difference, mean
-
-_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""Quantiles 0.975 of Student's t for 1 to 9 degrees of freedom: of 2 to 10 seeds."""
+from headrace_schemas import student
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +24,11 @@ class Interval:
 
     @classmethod
     def of(cls, by_seed: Sequence[float]) -> Interval:
-        """Raises `ValueError` for more or fewer seeds than 2 to 10."""
-        count = len(by_seed)
-        if not 2 <= count <= len(_STUDENT) + 1:
-            raise ValueError(f"{count} seeds: an interval needs 2 to {len(_STUDENT) + 1}")
+        """Raises `ValueError` for fewer than 2 seeds."""
+        if len(by_seed) < 2:
+            raise ValueError(f"{len(by_seed)} seeds: an interval needs 2 or more")
         value = statistics.fmean(by_seed)
-        half = _STUDENT[count - 2] * statistics.stdev(by_seed) / math.sqrt(count)
+        half = student.mean_margin(by_seed, 0.975)
         return cls(value, value - half, value + half, tuple(by_seed))
 
     def report(self) -> dict[str, object]:

@@ -73,11 +73,11 @@ def test_a_row_by_hand_and_how_it_is_printed() -> None:
     measures = {WINS: DemoMeasure(field="score", percent=True)}
     row = Row.of(100, "m@1", measures, played)
     assert (row.measures[WINS], row.plays) == (0.75, 4)
-    assert row.margins[WINS] == pytest.approx(1.96 * 0.5 / 2)
+    assert row.margins[WINS] == pytest.approx(3.1824463 * 0.5 / 2)
     said = io.StringIO()
     chosen = WEREWOLF.model_copy(update={"measures": measures})
     ConsoleReporter(Console(file=said, width=100)).table(chosen, [replace(report(), rows=(row,))])
-    assert " ".join(said.getvalue().split()) == "games 100 wolves win 75.0% ± 49.0%"
+    assert " ".join(said.getvalue().split()) == "games 100 wolves win 75.0% ± 79.6%"
 
 
 @pytest.mark.parametrize("wrong", [[100, 500], [0], [0, 500, 100], [0, 100, 100]])

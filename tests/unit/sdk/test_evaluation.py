@@ -14,7 +14,6 @@ import pytest
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.evaluation import evaluate, interval, serve_gate
-from headrace.evaluation.intervals import student
 from headrace.practice import Run
 from tests.unit.sdk.adapter_rig import VERSION, NotingStack
 
@@ -25,11 +24,6 @@ def test_wilsons_interval_is_the_textbooks() -> None:
         found = interval([1.0] * hits + [0.0] * (of - hits))
         assert found is not None
         assert found == pytest.approx((low, high), abs=5e-5)
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (100, 1.9840)])
-def test_students_quantile_is_the_tables(freedom: int, quantile: float) -> None:
-    assert student(1.959964, freedom) == pytest.approx(quantile, rel=0.01)
 
 
 def test_of_other_numbers_it_is_the_mean_and_its_error() -> None:

@@ -12,9 +12,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_cli.demo.measures import ROUNDING, DemoMeasure, MeasuredPlays, PromisedLine
-
-_SIGMAS = 1.96
-"""Half the width of a 95 % interval, in standard errors."""
+from headrace_schemas import student
 
 
 class RowsRecipe(BaseModel):
@@ -83,5 +81,4 @@ def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]
 
 
 def _margin(numbers: Sequence[float]) -> float:
-    spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-    return _SIGMAS * spread / math.sqrt(len(numbers))
+    return student.mean_margin(numbers, 0.975) if len(numbers) > 1 else 0.0
