@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,7 @@ class Database:
             full = disk.no_room(str(place))
             self._trouble = str(full)
             return full
-        if not isinstance(error, DBAPIError) or isinstance(error, OperationalError):
-            return Unavailable(f"database: {error.__class__.__name__}: {error}")
-        if error.connection_invalidated or _serialization(error):
-            return Unavailable(f"database: {error}")
-        return None
+        return Unavailable(f"database: {error.__class__.__name__}: {error}") if is_passing(error) else None
 
     async def close(self) -> None:
         await self.engine.dispose()
@@ -138,6 +135,23 @@ def _postgresql(url: URL, schema: str, settings: DatabaseSettings) -> AsyncEngin
         pool_pre_ping=True,
         connect_args={"server_settings": {"search_path": schema, "application_name": f"headrace-{schema}"}},
     )
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether another try may mend `error`: a lost connection, a lock, a serialization failure, a full disk."""
+    if disk.is_full(error) or isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if not isinstance(error, DBAPIError):
+        return False
+    if isinstance(error, OperationalError):
+        return not _is_value_error(error)
+    return error.connection_invalidated or _serialization(error)
+
+
+def _is_value_error(error: OperationalError) -> bool:
+    """Return whether SQLite reports a statement or a stored value as an `OperationalError`: it fails at every try."""
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    return code == sqlite3.SQLITE_ERROR or str(error.orig).startswith("Could not decode to UTF-8")
 
 
 def _serialization(error: DBAPIError) -> bool:

@@ -14,10 +14,15 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter
 from headrace_schemas.base import utcnow
+from headrace_schemas.text import storable
 
 log = get_logger(__name__)
 _HEADERS_MAX = 64
 _ERROR_LENGTH_MAX = 4096
+_NAME_LENGTH_MAX = 512
+_HEADER_LENGTH_MAX = 65_536
+_VALUE_BYTES_MAX = 1_572_864
+"""Bytes of a value that its base64 may hold; the bus takes smaller records only."""
 _TOLD_MAX = 10_000
 
 
@@ -27,9 +32,16 @@ def dead_letter(
     """The whole record with its reason. Counts it and logs where it came from, never what it said.
 
     `event_id` is that of the event, when there is one in the record; else the producer's word is all that there is.
+    Never raises: what a letter cannot hold is replaced or cut.
     """
     value = record.value or b""
-    headers = {name: (text or b"").decode("utf-8", "replace") for name, text in record.headers[:_HEADERS_MAX]}
+    headers = {
+        _text(name)[:_NAME_LENGTH_MAX]: _text(text or b"")[:_HEADER_LENGTH_MAX]
+        for name, text in record.headers[:_HEADERS_MAX]
+        if name
+    }
+    error = storable(error)[:_ERROR_LENGTH_MAX]
+    key = _text(record.key or b"")[:_NAME_LENGTH_MAX]
     DEAD_LETTERS.labels(record.topic, reason).inc()
     log.warning(
         "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason, error=error
@@ -40,14 +52,18 @@ def dead_letter(
         source_topic=record.topic,
         source_partition=record.partition if record.partition >= 0 else None,
         source_offset=record.offset if record.offset >= 0 else None,
-        source_id=event_id or headers.get("ce_id", "")[:512] or hashlib.sha256(value).hexdigest(),
-        source_key=record.key.decode("utf-8", "replace")[:512] or None if record.key else None,
+        source_id=_text(event_id or headers.get("ce_id", ""))[:_NAME_LENGTH_MAX] or hashlib.sha256(value).hexdigest(),
+        source_key=key or None,
         headers=headers,
-        value_base64=base64.b64encode(value).decode(),
+        value_base64=base64.b64encode(value[:_VALUE_BYTES_MAX]).decode(),
         reason=reason,
-        error=error[:_ERROR_LENGTH_MAX],
+        error=error,
         attempts=attempts,
     )
+
+
+def _text(text: str | bytes) -> str:
+    return storable(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
 class Told:

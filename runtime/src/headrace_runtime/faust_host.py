@@ -19,7 +19,7 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import QUEUE_LENGTH
 from headrace_runtime.offsets import Offsets
-from headrace_runtime.processor import Processor
+from headrace_runtime.processor import Processor, StepFailed
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
 
@@ -112,7 +112,7 @@ class FaustHost:
             await asyncio.sleep(_PRUNE_INTERVAL_S)
             try:
                 await self._processor.prune()
-            except Unavailable as error:
+            except (Unavailable, StepFailed) as error:
                 log.warning("prune_postponed", error=str(error))
 
     async def _watch(self) -> None:

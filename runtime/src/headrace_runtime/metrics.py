@@ -8,8 +8,15 @@ EVENTS_HANDLED = Counter(
     "headrace_events_handled_total", "Events taken from the bus, by what became of them", ["topic", "outcome"]
 )
 DEAD_LETTERS = Counter("headrace_dead_letters_total", "Records refused for good", ["topic", "reason"])
-PAUSED = Gauge("headrace_consumer_paused", "1 while a consumer has stopped because it refused too much", ["service"])
+PAUSED = Gauge("headrace_consumer_paused", "1 while a consumer refuses so much that it may be broken", ["service"])
+RECORDS_HELD = Gauge(
+    "headrace_records_held", "Records kept back because too many of their tenant were refused", ["service"]
+)
 RETRIES = Counter("headrace_retries_total", "Batches tried again because something was away", ["service"])
+STEPS_FAILED = Counter(
+    "headrace_steps_failed_total", "Steps that failed although their items were isolated", ["service"]
+)
+ITEMS_FAILED = Counter("headrace_items_failed_total", "Items of a step that failed by name after three tries", ["step"])
 BATCH_SECONDS = Histogram(
     "headrace_batch_seconds",
     "From taking a batch to its durable effect",

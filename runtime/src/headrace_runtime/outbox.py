@@ -13,14 +13,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.metrics import OUTBOX_ROWS
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event
 
 _SEND_AT_ONCE_MAX = 500
 _ORPHAN_AGE_MS = 30_000
+_REFUSED_BYTES_MAX = 65_536
+_REFUSED_KEY_MAX = 512
 
 
 class Outbox:
@@ -64,7 +68,7 @@ class Outbox:
         """Send what is owed, in order. Raises `Unavailable` and keeps it when the bus is away."""
         while self._owed:
             batch = self._owed[:_SEND_AT_ONCE_MAX]
-            await self._producer.send_raw([record for _, record in batch])
+            await self._send([record for _, record in batch])
             self._owed = self._owed[len(batch) :]
             self._acknowledged += [row for row, _ in batch]
         OUTBOX_ROWS.set(0)
@@ -88,9 +92,23 @@ class Outbox:
             self._acknowledged = []
             if not rows:
                 return adopted
-            await self._producer.send_raw([_outgoing(row) for row in rows])
+            await self._send([_outgoing(row) for row in rows])
             self._acknowledged = [row["id"] for row in rows]
             adopted += len(rows)
+
+    async def _send(self, records: Sequence[Outgoing]) -> None:
+        """Send all. A record that the bus refuses for good is replaced by its dead letter, so that it holds up none."""
+        try:
+            await self._producer.send_raw(records)
+        except InvalidEvent:
+            for record in records:
+                try:
+                    await self._producer.send_raw([record])
+                except InvalidEvent as error:
+                    value = (record.value or b"")[:_REFUSED_BYTES_MAX]
+                    refused = Record(record.topic, -1, -1, record.key[:_REFUSED_KEY_MAX], value)
+                    letter = dead_letter(self._producer.source, refused, error.reason, str(error))
+                    await self._producer.send_raw([await self._producer.encode(letter)])
 
 
 def _row(record: Outgoing) -> dict[str, object]:

@@ -9,96 +9,68 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import datetime
+from functools import cached_property, partial
 
-from sqlalchemy import insert, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import tracing
+from headrace_runtime import delivery, tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unavailable
+from headrace_runtime.delivery import position
+from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
+from headrace_runtime.held_records import HeldRecords
+from headrace_runtime.isolation import is_fatal, isolate, reason_of
 from headrace_runtime.logs import get_logger
-from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES
+from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES, STEPS_FAILED
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.refusal_limit import REMEDY, RefusalBounds, RefusalLimit
+from headrace_runtime.refusal_limit import REMEDY, TenantLimits
+from headrace_runtime.steps import (
+    DEFAULT_LIMITS,
+    Ends,
+    Handler,
+    Handling,
+    ProcessorLimits,
+    Step,
+    StepFailed,
+    Unfinished,
+    in_turns,
+)
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.sweeping import remove_some
 from headrace_runtime.upsert import upsert
-from headrace_runtime.wire import Patience, Received, Record
-from headrace_schemas import Event
+from headrace_runtime.wire import Outgoing, Patience, Received, Record, tenant_of
+from headrace_schemas import DeadLetter, Event
 
 log = get_logger(__name__)
-_REST_S = 0.005
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Handling:
-    """What a handler may use: the open transaction, the time, the record it handles, how far the logs reach.
-
-    `ends` maps a topic to the end offset of each partition, read just before this batch; only for topics that the
-    service asked for.
-    """
-
-    tx: AsyncConnection
-    now: datetime
-    received: Received
-    ends: Mapping[str, Mapping[int, int]]
-
-
-Handler = Callable[[Any, Handling], Awaitable[Sequence[Event]]]
-"""`async (event, handling) -> events`: changes tables only through `handling.tx`, returns what is to be published.
-
-It must be deterministic in the event and the tables. It may raise `InvalidEvent` (dead-letter this one) or
-`Unavailable` (try the batch again); anything else is retried and then dead-lettered as `handler_error`.
-"""
-
-Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
-"""Work without an event of its own: like a handler, but nothing can be dead-lettered for it.
-
-It may raise `Unavailable`; anything else is a bug and stops the process.
-"""
-
-
-class Unfinished(list[Event]):
-    """What a step returns when it has done as much as one transaction should: there is more of the same to do."""
-
-
-Ends = Callable[[str], Awaitable[Mapping[int, int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorLimits:
-    """Bounds of the policy; each is a setting of the service."""
-
-    retry_s: float = 60.0
-    """How long a batch is tried again while something is away, before the process gives up and is restarted."""
-    attempts: int = 3
-    """How often a record whose handler fails is tried before it is dead-lettered."""
-    seen_for: timedelta = timedelta(days=8)
-    """How long event ids are remembered; longer than the retention of what they dedupe."""
-    refusals: RefusalBounds = field(default_factory=RefusalBounds)
-    """How much may be refused before the consumer pauses."""
-
-
-DEFAULT_LIMITS = ProcessorLimits()
-
-
-class StepFailed(HeadraceError):
-    """A step raised something that is no record's fault. Stops the process."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Refused:
-    """A record that could not be decoded."""
+    """A record that is dead-lettered."""
 
     record: Record
-    letter: Event
+    tenant: str
+    write: Callable[[], DeadLetter]
+
+    @cached_property
+    def letter(self) -> DeadLetter:
+        """Its dead letter, which is counted and logged once."""
+        return self.write()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A record that is kept back, because too much of its tenant was refused."""
+
+    record: Record
+    tenant: str
+
+
+_Item = Received | _Refused | _Held
 
 
 @dataclass(slots=True)
@@ -116,34 +88,39 @@ class Processor:
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Topic to the topics whose end offsets its handler wants to know."""
     after_batch: Step | None = None
-    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it."""
+    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it. A timer must
+    run it, too: a batch is not held up by a step that fails."""
     ends: Ends | None = None
     """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
     paused: str | None = None
-    """Why no record is handled any more, while that is so. Timers go on."""
+    """Why the consumer may be broken: refusals are kept back, and nobody's records are handled. Timers go on."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _refusals: RefusalLimit = field(init=False)
+    _limits: TenantLimits = field(init=False)
+    _held: HeldRecords = field(init=False)
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._refusals = RefusalLimit(self.limits.refusals)
+        self._limits = TenantLimits(self.limits.refusals)
+        self._held = HeldRecords(self.service, self.tables)
         PAUSED.labels(self.service).set(0)
 
     async def process(self, records: Sequence[Record]) -> None:
-        """Returns when every effect is durable and every event acknowledged. Raises when only a restart can help.
+        """Return once every effect is durable and every event acknowledged. Raise when only a restart can help.
 
-        When too much is refused it does not return before `resume`: what is held back is not acknowledged, so that a
-        restart takes it up again.
+        Refusals of a tenant beyond its bounds are kept in the database. Where they have no room and the consumer itself
+        may be broken, this does not return before `resume`: the rest is not acknowledged, so a restart reads it again.
         """
         rest = await self._take(records)
         while rest:
-            await self._pause(rest[0])
+            await self._resumed.wait()
             rest = await self._take(rest)
 
     async def _take(self, records: Sequence[Record]) -> list[Record]:
         rest: list[Record] = []
 
         async def handle() -> None:
+            if self._held.is_due:
+                await self._handle_held()
             rest[:] = await self._handle(records)
 
         async with self._turn:
@@ -152,20 +129,20 @@ class Processor:
                 await self._persist(self.outbox.flush)
         return rest
 
-    async def _pause(self, record: Record) -> None:
-        self.paused = self._refusals.reason or "too many records were refused"
-        self._resumed.clear()
-        PAUSED.labels(self.service).set(1)
-        place = f"{record.topic}[{record.partition}]@{record.offset}"
-        log.error("consumer_paused", reason=self.paused, next=place, remedy=REMEDY)
-        await self._resumed.wait()
-
     def resume(self) -> None:
-        """Go on with what was held back; as much may be refused again before the next pause."""
-        self._refusals.reset()
-        self.paused = None
-        PAUSED.labels(self.service).set(0)
+        """Try again what was kept back, and go on; as much may be refused again before the next pause."""
+        self._limits.reset()
+        self._held.is_due = True
+        self._report(None)
         self._resumed.set()
+
+    def _report(self, record: Record | None) -> None:
+        """Update `paused` after `record`."""
+        paused = self._limits.paused
+        if paused is not None and self.paused is None and record is not None:
+            log.error("consumer_paused", reason=paused, next=_place(record), remedy=REMEDY)
+        self.paused = paused
+        PAUSED.labels(self.service).set(paused is not None)
 
     async def step(self, work: Step) -> bool:
         """Run timed work in a transaction of its own and publish what it returns. Whether there is more to do."""
@@ -173,12 +150,17 @@ class Processor:
 
         async def noted(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             nonlocal more
-            made = await _run(work, tx, now)
-            more = isinstance(made, Unfinished)
-            return made
+            events = await work(tx, now)
+            more = isinstance(events, Unfinished)
+            return events
 
+        noted.__qualname__ = getattr(work, "__qualname__", repr(work))
         async with self._turn:
-            await self._persist(lambda: self._commit([], work=noted))
+            try:
+                await self._persist(lambda: self._commit([], noted))
+            except StepFailed as error:
+                log.warning("step_isolated", error=str(error))
+                await self._persist(lambda: self._commit([], noted, isolated=True))
             await self._persist(self.outbox.flush)
         return more
 
@@ -199,8 +181,10 @@ class Processor:
             log.info("outbox_adopted", rows=adopted)
 
     async def prune(self) -> None:
-        """Forget old ids and adopt orphaned outbox rows. Called every minute or so."""
+        """Forget old ids, adopt orphaned outbox rows, try again what `resume` released. Called every minute or so."""
         await in_turns(self.clock, lambda: self.step(self._forget_ids))
+        while self._held.is_due:
+            await self._take([])
         async with self._turn:
             await self.outbox.adopt()
 
@@ -225,122 +209,168 @@ class Processor:
             attempt += 1
 
     async def _handle(self, records: Sequence[Record]) -> list[Record]:
-        """Returns those that are held back, from the first whose refusal would be one too many."""
+        """Return the records from the first on that can be neither refused nor kept back."""
         patience = Patience(self.clock)
         items = [await self._decode(record, patience) for record in records]
-        admitted = self._refusals.admits([isinstance(item, _Refused) for item in items])
-        try:
-            await self._commit(items[:admitted])
-        except (Unavailable, StepFailed):
-            raise
-        except Exception as error:  # noqa: BLE001 (find out which record it was)
-            log.warning("batch_split", error=repr(error), size=admitted)
-            for at, item in enumerate(items[:admitted]):
-                # one by one and in order, so that `position` never promises what has yet to be done
-                if not await self._handle_alone(item):
-                    return list(records[at:])
-        if admitted < len(items):
-            self._refusals.note([True])  # so that `reason` says why
-        return list(records[admitted:])
-
-    async def _handle_alone(self, item: Received | _Refused) -> bool:
-        """Whether it was dealt with; else its refusal would be one too many."""
-        for attempt in range(1, self.limits.attempts + 1):
+        if self._limits.admit_all(item.tenant for item in items if isinstance(item, _Refused)):
             try:
-                await self._commit([item])
-            except (Unavailable, StepFailed):
-                raise
-            except InvalidEvent as error:
-                return await self._refuse(item, error.reason, str(error), attempt)
+                await self._commit_batch(items)
+                return []
             except Exception as error:
-                log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
-                if attempt == self.limits.attempts:
-                    return await self._refuse(item, "handler_error", repr(error), attempt)
-            else:
-                return True
-        raise AssertionError("unreachable")
+                if is_fatal(error):
+                    raise
+                log.warning("batch_split", error=reason_of(error), size=len(items))
+        for at, item in enumerate(items):
+            # one by one and in order, so that `position` never promises what has yet to be done
+            if not await self._handle_alone(item):
+                return list(records[at:])
+        return []
 
-    async def _refuse(self, item: Received | _Refused, reason: str, error: str, attempts: int) -> bool:
-        if not self._refusals.admits([True]):
-            self._refusals.note([True])
+    async def _handle_held(self) -> None:
+        """Try again the next of the records that were kept back, but not of tenants that are over their bounds."""
+        page = await self._held.page(self.database)
+        patience = Patience(self.clock)
+        for row in page:
+            if self._limits.admits(row.tenant):
+                await self._handle_alone(await self._decode(row.record, patience), row.name)
+            else:
+                self._held.count(row.tenant, row.record)
+        self._held.turn(page)
+
+    async def _handle_alone(self, item: Received | _Refused, held: str | None = None) -> bool:
+        """Return whether the item was dealt with. `held` names its row if it was kept back before."""
+        if isinstance(item, _Refused):
+            return await self._refuse(item, held)
+        reason, text, attempt = "handler_error", "", 0
+        while attempt < self.limits.attempts:
+            attempt += 1
+            try:
+                await self._commit_batch([item], held)
+                return True
+            except InvalidEvent as error:
+                reason, text = error.reason, str(error)
+                break
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
+                text = reason_of(error)
+        return await self._refuse(self._refused(item.record, reason, text, item, attempt), held)
+
+    async def _refuse(self, item: _Refused, held: str | None) -> bool:
+        """Dead-letter the item, or keep it back when its tenant is over its bounds. False: neither is possible now."""
+        if self._limits.admits(item.tenant):
+            await self._commit_batch([item], held)
+            return True
+        reason = self._limits.exceed(item.tenant)
+        if reason is not None:
+            where = {"tenant": item.tenant or None, "next": _place(item.record), "remedy": REMEDY}
+            log.error("refusals_held", reason=reason, **where)
+        self._report(item.record)
+        if held is not None:
+            self._held.count(item.tenant, item.record)
+        elif self._held.has_room(item.tenant, item.record):
+            await self._commit_batch([_Held(item.record, item.tenant)])
+        elif self.paused is None:
+            await self._commit_batch([item])
+        else:
+            self._resumed.clear()
             return False
-        event_id = item.envelope.id if isinstance(item, Received) else None
-        letter = dead_letter(self.service, item.record, reason, error, attempts, event_id)
-        await self._commit([_Refused(item.record, letter)])
         return True
+
+    def _refused(
+        self, record: Record, reason: str, error: str, received: Received | None = None, attempts: int = 1
+    ) -> _Refused:
+        event_id = None if received is None else received.envelope.id
+        letter = partial(dead_letter, self.service, record, reason, error, attempts, event_id)
+        return _Refused(record, tenant_of(received or record), letter)
 
     async def _decode(self, record: Record, patience: Patience) -> Received | _Refused:
         try:
             return await patience.decode(record, self.blobs)
         except InvalidEvent as error:
-            return _Refused(record, dead_letter(self.service, record, error.reason, str(error)))
+            return self._refused(record, error.reason, str(error))
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            log.exception("decoding_failed", topic=record.topic, offset=record.offset)
+            return self._refused(record, "undecodable", reason_of(error))
 
-    async def _commit(self, items: Sequence[Received | _Refused], work: Step | None = None) -> None:
+    async def _commit_batch(self, items: Sequence[_Item], held: str | None = None) -> None:
+        """Commit with `after_batch`: as it is, then with its items isolated, then without it."""
+        step = self.after_batch if items else None
+        try:
+            return await self._commit(items, step, held=held)
+        except StepFailed as error:
+            log.warning("step_isolated", error=str(error))
+        try:
+            return await self._commit(items, step, held=held, isolated=True)
+        except StepFailed as error:
+            STEPS_FAILED.labels(self.service).inc()
+            log.exception("step_failed", error=str(error))
+        return await self._commit(items, held=held)
+
+    async def _commit(
+        self, items: Sequence[_Item], step: Step | None = None, *, held: str | None = None, isolated: bool = False
+    ) -> None:
+        """Commit the effects of `items`, then those of `step`. Raises `StepFailed` for what the step raises.
+
+        Args:
+            held: names the row of the only item, which was kept back and whose offset was passed before.
+            isolated: whether the items of the step are isolated.
+        """
         received = [item for item in items if isinstance(item, Received)]
         ends = await self._ends(received)
         now = self.clock.now()
         try:
             async with self.database.transaction() as tx:
-                owed = await self.outbox.encode(await self._new_letters(tx, items, now))
-                for fresh in await self._unseen(tx, received, now):
+                letters = [item.letter for item in items if isinstance(item, _Refused)]
+                owed = await self.outbox.encode(await delivery.new_letters(tx, self.tables, letters, now))
+                for fresh in await delivery.unseen(tx, self.tables, received, now):
                     with tracing.span(fresh.envelope.traceparent):
                         handler = self.handlers[fresh.event.topic]
                         owed += await self.outbox.encode(await handler(fresh.event, Handling(tx, now, fresh, ends)))
-                await self._advance(tx, [item.record for item in items])
-                for step in (work, self.after_batch if items else None):
-                    if step is not None:
-                        owed += await self.outbox.encode(await _run(step, tx, now))
+                for item in items:
+                    if isinstance(item, _Held):
+                        await self._held.keep(tx, item.tenant, item.record, now)
+                if held is None:
+                    await delivery.advance(tx, self.tables, [item.record for item in items])
+                else:
+                    await self._held.remove(tx, held)
+                if step is not None:
+                    owed += await self._run(step, tx, now, isolated)
                 await self.outbox.add(tx, owed)
         except BaseException:
             self.outbox.rolled_back()
             raise
         self.outbox.committed()
-        self._refusals.note([isinstance(item, _Refused) for item in items])
+        self._note(items, now)
+
+    def _note(self, items: Sequence[_Item], now: datetime) -> None:
+        """Count items whose effect is durable."""
         for item in items:
             if isinstance(item, Received):
+                self._limits.note(tenant_of(item), refused=False)
                 age_s = (now - item.event.time).total_seconds()
                 EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, age_s))
-            else:
+            elif isinstance(item, _Refused):
+                self._limits.note(item.tenant, refused=True)
                 EVENTS_HANDLED.labels(item.record.topic, "refused").inc()
+            else:
+                self._held.count(item.tenant, item.record)
+                EVENTS_HANDLED.labels(item.record.topic, "held").inc()
+        if items:
+            self._report(items[-1].record)
 
-    async def _new_letters(
-        self, tx: AsyncConnection, items: Sequence[Received | _Refused], now: datetime
-    ) -> list[Event]:
-        """Each record has one dead letter, however often it is delivered: its place is in the letter's id."""
-        letters = {item.letter.event_id: item.letter for item in items if isinstance(item, _Refused)}
-        if not letters:
-            return []
-        table = self.tables.seen
-        known = set((await tx.execute(select(table.c.event_id).where(table.c.event_id.in_(letters)))).scalars())
-        fresh = [letter for name, letter in letters.items() if name not in known]
-        if fresh:
-            at_ms = epoch_ms(now)
-            await tx.execute(insert(table), [{"event_id": letter.event_id, "at_ms": at_ms} for letter in fresh])
-        return fresh
-
-    async def _unseen(self, tx: AsyncConnection, received: Sequence[Received], now: datetime) -> list[Received]:
-        """Those whose id is new, each id once; the new ids are marked as seen in the same transaction."""
-        first = {item.envelope.id: item for item in reversed(received)}
-        if not first:
-            return []
-        table = self.tables.seen
-        known = set((await tx.execute(select(table.c.event_id).where(table.c.event_id.in_(first)))).scalars())
-        fresh = [item for item in received if item is first[item.envelope.id] and item.envelope.id not in known]
-        if fresh:
-            at_ms = epoch_ms(now)
-            await tx.execute(insert(table), [{"event_id": item.envelope.id, "at_ms": at_ms} for item in fresh])
-        kept = {id(item) for item in fresh}
-        for item in received:
-            EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in kept else "duplicate").inc()
-        return fresh
-
-    async def _advance(self, tx: AsyncConnection, records: Sequence[Record]) -> None:
-        reached: dict[tuple[str, int], int] = {}
-        for record in records:
-            place = (record.topic, record.partition)
-            reached[place] = max(reached.get(place, 0), record.offset + 1)
-        for (topic, partition), offset in reached.items():
-            await upsert(tx, self.tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
+    async def _run(self, step: Step, tx: AsyncConnection, now: datetime, isolated: bool) -> list[Outgoing]:
+        try:
+            if isolated:
+                await isolate(tx, self.outbox.encode)
+            return await self.outbox.encode(await step(tx, now))
+        except Exception as error:
+            if isinstance(error, StepFailed) or is_fatal(error):
+                raise  # `Database.transaction` turns what another try may mend into `Unavailable`
+            raise StepFailed(f"{getattr(step, '__qualname__', step)}: {reason_of(error)}") from error
 
     async def _ends(self, received: Sequence[Received]) -> dict[str, Mapping[int, int]]:
         wanted = {topic for item in received for topic in self.ends_of.get(item.record.topic, ())}
@@ -349,29 +379,8 @@ class Processor:
         return {topic: await self.ends(topic) for topic in sorted(wanted)}
 
 
-async def in_turns(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
-    """Do `work` until it says that nothing is left, and rest as long as it took each time: the stream comes first."""
-    while True:
-        began = clock.monotonic_s()
-        if not await work():
-            return
-        await clock.sleep(max(_REST_S, clock.monotonic_s() - began))
-
-
-async def _run(step: Step, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-    try:
-        return await step(tx, now)
-    except (Unavailable, StepFailed, SQLAlchemyError, OSError):
-        raise  # `Database.transaction` knows which of them another try may mend
-    except Exception as error:
-        raise StepFailed(f"{getattr(step, '__qualname__', step)}: {error!r}") from error
-
-
-async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
-    """How far the effects in this database reach: the next offset of each partition of `topic`."""
-    table = tables.positions
-    rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
-    return {row.partition: row.next_offset for row in rows}
+def _place(record: Record) -> str:
+    return f"{record.topic}[{record.partition}]@{record.offset}"
 
 
 __all__ = [

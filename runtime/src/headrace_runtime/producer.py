@@ -30,6 +30,11 @@ class EventProducer:
         self._blobs = blobs
         self._producer: AIOKafkaProducer | None = None
 
+    @property
+    def source(self) -> str:
+        """`ce_source` of what it sends."""
+        return self._source
+
     async def start(self) -> None:
         """Raises `Unavailable` when the bus does not answer."""
         producer = AIOKafkaProducer(

@@ -163,14 +163,14 @@ class SecuritySettings(Section):
 
 
 class DeadLetterSettings(Section):
-    """When a consumer stops, because it refuses so much that it must be wrong itself; it goes on after a restart."""
+    """How much of a tenant is dead-lettered before its refusals are kept back, until a restart or `POST /resume`."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     run_max: Annotated[int, Field(ge=0)] = 100
-    """Records refused in a row after which a stream service or the trainer pauses; 0 never pauses for this."""
+    """Records of one tenant refused in a row after which its further refusals are kept back; 0 never keeps any back."""
     share_max: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The share of the last `window` records above which it pauses; 1 never pauses for this."""
+    """The share of a tenant's last `window` records above which its refusals are kept back; 1 never keeps any back."""
     window: Annotated[int, Field(ge=10, le=100_000)] = 500
     """Of how many records the share is taken, once there were so many."""
 

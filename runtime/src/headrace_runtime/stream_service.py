@@ -14,11 +14,13 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.database import Database
 from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import STEPS_FAILED
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.pausing import resume_route
-from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Processor, ProcessorLimits, Step, in_turns
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits, Step, StepFailed, in_turns
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
+from headrace_runtime.steps import DEFAULT_LIMITS
 from headrace_runtime.stream_tables import StreamTables
 
 log = get_logger(__name__)
@@ -97,7 +99,11 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
 async def _repeat(processor: Processor, timer: Timer) -> None:
     while True:
         await asyncio.sleep(timer.interval_s)
-        await in_turns(processor.clock, lambda: processor.step(timer.step))
+        try:
+            await in_turns(processor.clock, lambda: processor.step(timer.step))
+        except StepFailed as error:
+            STEPS_FAILED.labels(processor.service).inc()
+            log.exception("step_failed", error=str(error))
 
 
 async def _as_coroutine(work: Awaitable[None]) -> None:

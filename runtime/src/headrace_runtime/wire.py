@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,13 @@ from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers
 from headrace_schemas.records import carried
+from headrace_schemas.text import storable
 
 _SHOWS_WITHIN_S = 2.0
+UNKNOWN_TENANT = ""
+"""The tenant of records that name none: they count together."""
+_TENANT_LENGTH_MAX = 512
+_PEEKED_BYTES_MAX = 1_048_576
 RawHeaders = tuple[tuple[str, bytes | None], ...]
 
 
@@ -104,6 +110,17 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     except ValueError:  # `derived_id` refuses it
         raise InvalidEvent("invalid_event", f"{model.type}: an identifier holds a NUL character") from None
     return Received(event, envelope, record)
+
+
+def tenant_of(item: Received | Record) -> str:
+    """Return the tenant that an event or the value of a record names, else `UNKNOWN_TENANT`."""
+    if isinstance(item, Received):
+        return str(getattr(item.event, "tenant", UNKNOWN_TENANT))
+    try:
+        tenant = json.loads((item.value or b"")[:_PEEKED_BYTES_MAX]).get("tenant")
+    except Exception:  # noqa: BLE001 (the value may be anything, deeper than the parser goes included)
+        return UNKNOWN_TENANT
+    return storable(tenant[:_TENANT_LENGTH_MAX]) if isinstance(tenant, str) else UNKNOWN_TENANT
 
 
 class Patience:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import MetaData, text
 
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
-from headrace_schemas import Reward
+from headrace_schemas import DeadLetter, Reward
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
@@ -169,4 +169,25 @@ async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox)
     await owe(stream, outbox)
     await outbox.flush()
     assert sent(stream) == []
+    assert await stream.count("outbox") == 0
+
+
+async def test_a_record_that_the_bus_refuses_for_good_is_named_and_holds_up_no_other(
+    stream: Bench, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a restart: the row would be sent again at every start."""
+    send = stream.producer.send_raw
+
+    async def strict(records: Iterable[Outgoing]) -> None:
+        if any(b'"too large"' in (record.value or b"") for record in records if record.topic == "rewards"):
+            raise InvalidEvent("too_large", "a record is larger than the bus takes")
+        await send(records)
+
+    monkeypatch.setattr(stream.producer, "send_raw", strict)
+    await owe(stream, outbox, "a", "too large", "b")
+    await outbox.flush()
+    assert sent(stream) == ["a", "b"]
+    await another(stream).adopt(at_start=True)
+    assert sent(stream) == ["a", "b", "a", "b"]
+    assert {letter.reason for letter in stream.sent(DeadLetter)} == {"too_large"}
     assert await stream.count("outbox") == 0

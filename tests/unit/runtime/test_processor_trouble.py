@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from datetime import datetime, timedelta
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ from sqlalchemy import MetaData
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_runtime import held_records
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, ProcessorLimits, StepFailed, in_turns, position
-from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
+from headrace_runtime.processor import Handling, ProcessorLimits, StepFailed, position
+from headrace_runtime.refusal_limit import RefusalBounds, TenantLimits
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.ids import session_key
-from tests.support.streams import START, Bench, ManualClock, Service, bench
+from tests.support.streams import START, Bench, Service, bench
 
 metadata = MetaData()
 tables = StreamTables(metadata)
@@ -127,9 +129,9 @@ async def test_a_broken_step_is_not_tried_again_for_a_record_alone(stream: Bench
 
     stream.processor.after_batch = after_batch
     handler.on["a"] = [RuntimeError("splits the batch")]
-    with pytest.raises(StepFailed, match="a bug"):
-        await stream.deliver(feedback("a"))
-    assert len(ran) == 1
+    await stream.deliver(feedback("a"))
+    assert len(ran) == 2, "as it is, and with its items isolated"
+    assert handler.tried == ["a", "a", "a", "a"], "with the batch; alone as it is, isolated, and without the step"
 
 
 async def test_a_step_that_breaks_on_a_batch_is_not_tried_on_parts_of_it(stream: Bench) -> None:
@@ -139,9 +141,8 @@ async def test_a_step_that_breaks_on_a_batch_is_not_tried_on_parts_of_it(stream:
         return []
 
     stream.processor.after_batch = after_batch
-    with pytest.raises(StepFailed):
-        await stream.deliver(*stream.produce(feedback("a"), feedback("b")))
-    assert await stream.count("seen") == 0
+    await stream.deliver(*stream.produce(feedback("a"), feedback("b")))
+    assert (await stream.count("seen"), refused(stream)) == (2, [])
 
 
 async def test_timed_work_that_breaks_is_named_once(stream: Bench) -> None:
@@ -150,8 +151,7 @@ async def test_timed_work_that_breaks_is_named_once(stream: Bench) -> None:
 
     with pytest.raises(StepFailed) as caught:
         await stream.step(sweep)
-    assert str(caught.value).endswith("sweep: ValueError('a bug')")
-    assert str(caught.value).count(":") == 1
+    assert str(caught.value).endswith("sweep: ValueError: a bug")
 
 
 def _conflict() -> DBAPIError:
@@ -198,77 +198,85 @@ async def test_what_a_commit_that_failed_owed_is_not_sent_after_the_next(
 
 
 async def test_events_that_their_handler_refuses_pause_the_consumer_too(stream: Bench, handler: Handler) -> None:
-    stream.processor._refusals = RefusalLimit(RefusalBounds(run_max=3))
+    stream.processor._limits = TenantLimits(RefusalBounds(run_max=3))
     assert sample("consumer_paused", service="test") == 0
     handler.on = {name: [REFUSAL] * 9 for name in "abcdef"}
-    work = asyncio.create_task(stream.deliver(*map(feedback, "abcdef"), feedback("good")))
+    await stream.deliver(*map(feedback, "abcdef"))
     assert "3 records in a row" in await paused(stream)
     assert refused(stream) == [0, 1, 2]
     assert sample("consumer_paused", service="test") == 1
+    assert sample("records_held", service="test") == 3
     stream.processor.resume()
-    await work
+    await stream.deliver(feedback("good"))
     assert refused(stream) == [0, 1, 2, 3, 4, 5]
     assert handler.tried[-1] == "good"
     assert sample("consumer_paused", service="test") == 0
 
 
 async def test_a_good_record_ends_a_run_of_refusals(stream: Bench) -> None:
-    stream.processor._refusals = RefusalLimit(RefusalBounds(run_max=1))
+    stream.processor._limits = TenantLimits(RefusalBounds(run_max=1))
+    bad = b'{"tenant": "default"}'
+    await stream.deliver(stream.append("feedback", bad))
     await stream.deliver(feedback("a"))
-    poison = [stream.append("feedback", b"{") for _ in range(2)]
-    work = asyncio.create_task(stream.deliver(*poison))
-    await paused(stream)
-    assert refused(stream) == [1]
-    stream.processor.resume()
-    await work
-    assert refused(stream) == [1, 2]
+    await stream.deliver(stream.append("feedback", bad), stream.append("feedback", bad))
+    assert refused(stream) == [0, 2]
+    assert await stream.count("jobs") == 1, "the third refusal is the second in a row"
 
 
-async def test_a_refused_event_without_headers_is_named_by_its_own_id(stream: Bench, handler: Handler) -> None:
-    event = feedback("a")
-    handler.on["a"] = [REFUSAL] * 2
-    await stream.deliver(stream.append("feedback", event.to_json()))
-    assert [letter.source_id for letter in stream.sent(DeadLetter)] == [event.event_id]
+def _of(tenant: str, name: str) -> Feedback:
+    return Feedback(time=START, feedback_id=name, tenant=tenant, session_key=session_key(tenant, "s"), value=1.0)
 
 
-async def test_without_a_bus_to_ask_a_handler_is_told_no_ends(stream: Bench, handler: Handler) -> None:
-    stream.processor.ends = None
-    await stream.deliver(feedback("a"))
-    assert handler.ends == [{}]
+async def test_a_flood_of_one_tenant_holds_back_nobody_else(stream: Bench, handler: Handler) -> None:
+    """Also when nobody else was heard before, and in the same batch."""
+    stream.processor._limits = TenantLimits(RefusalBounds(run_max=10))
+    handler.on = {f"bad{number}": [REFUSAL] * 9 for number in range(140)}
+    await stream.deliver(*[_of("flooder", f"bad{number}") for number in range(130)])
+    assert len(refused(stream)) == 10
+    for number in range(5):
+        await stream.deliver(_of("flooder", f"bad{130 + number}"), _of("other", f"good{number}"))
+    assert stream.processor.paused is None
+    assert [reward.trajectory_id for reward in stream.sent(Reward)] == [f"good{number}" for number in range(5)]
+    assert sample("records_held", service="test") == 125
 
 
-async def test_an_id_is_known_for_eight_days(stream: Bench) -> None:
-    await stream.deliver(feedback("a"))
-    stream.clock.advance(timedelta(days=8).total_seconds())
-    await stream.processor.prune()
-    assert await stream.count("seen") == 1
-    stream.clock.advance(0.001)
-    await stream.processor.prune()
-    assert await stream.count("seen") == 0
+async def test_records_without_a_readable_tenant_count_as_one_tenant(stream: Bench) -> None:
+    stream.processor._limits = TenantLimits(RefusalBounds(run_max=10))
+    values = [b"{", b"[]", b"\xff", b'{"tenant": 7}', b"", None, b"[" * 100_000, b'"tenant"']
+    await stream.deliver(*[stream.append("feedback", value) for value in values for _ in range(5)])
+    await stream.deliver(feedback("good"))
+    assert (len(refused(stream)), await stream.count("jobs")) == (10, 30)
+    assert [reward.trajectory_id for reward in stream.sent(Reward)] == ["good"]
+    assert stream.processor.paused is None
 
 
-async def test_what_became_of_records_is_counted_and_an_event_from_the_future_has_no_age(stream: Bench) -> None:
-    names = ["handled", "duplicate", "refused"]
+async def test_what_was_kept_back_is_tried_again_after_a_restart(
+    database_url: str, data_dir: Path, handler: Handler
+) -> None:
+    service = Service(tables, {"feedback": handler})
+    async with bench(service, database_url, data_dir) as stream:
+        stream.processor._limits = TenantLimits(RefusalBounds(run_max=3))
+        handler.on = {name: [REFUSAL] * 4 for name in "abcdef"}
+        for name in "abcdef":
+            await stream.deliver(feedback(name))
+        assert (refused(stream), await stream.count("jobs")) == ([0, 1, 2], 3)
+        handler.on.clear()  # the cause is mended
+        restarted = replace(stream.processor)
+        restarted._turn = asyncio.Lock()
+        await restarted.prune()
+        assert [reward.trajectory_id for reward in stream.sent(Reward)] == ["d", "e", "f"]
+        assert await stream.count("jobs") == 0
+        async with restarted.database.transaction() as tx:
+            assert await position(tx, tables, "feedback") == {0: 6}, "positions do not go back"
 
-    def counts() -> list[float]:
-        found = [sample("events_handled_total", topic="feedback", outcome=name) for name in names]
-        return [*found, *(sample(f"event_age_seconds_{what}", topic="feedback") for what in ("count", "sum"))]
 
-    before = counts()
-    ahead = START + timedelta(hours=1)
-    first, again = stream.produce(feedback("a", ahead), feedback("a", ahead))
-    await stream.deliver(first, again, feedback("b", ahead), stream.append("feedback", b"{"))
-    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 1, 1, 3, 0]
-
-
-async def test_between_two_turns_it_rests_as_long_as_the_turn_took() -> None:
-    clock = ManualClock()
-    clock.advance(100)
-    takes_s = [3.0, 0.0, 0.0]
-
-    async def work() -> bool:
-        clock.advance(takes_s.pop(0))
-        return bool(takes_s)
-
-    await in_turns(clock, work)
-    assert clock.monotonic_s() == pytest.approx(100 + 3 + 3 + 0.005)
+async def test_a_tenant_without_room_is_dead_lettered_while_others_are_handled(
+    stream: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_records, "HELD_RECORDS_MAX", 2)
+    stream.processor._limits = TenantLimits(RefusalBounds(run_max=3))
+    await stream.deliver(_of("other", "good"))
+    bad = [stream.append("feedback", b'{"tenant": "flooder"}') for _ in range(20)]
+    await stream.deliver(*bad)
+    assert (len(refused(stream)), await stream.count("jobs")) == (18, 2)
+    assert stream.processor.paused is None

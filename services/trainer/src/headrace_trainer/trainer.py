@@ -277,7 +277,7 @@ class Trainer:
             await self._retry(partial(self._refuse, record, error))
         else:
             EVENTS_HANDLED.labels(record.topic, "handled").inc()
-            self._refuse.handled()
+            self._refuse.handled(event)
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:

@@ -1,0 +1,227 @@
+"""A poisoned item of a step fails alone and by name, whatever it raises and at whatever stage; the others are done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, Text, delete, insert, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime import isolation
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.isolation import each
+from headrace_runtime.processor import StepFailed
+from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.wire import Record
+from headrace_schemas import DeadLetter, Event, Feedback, Reward
+from headrace_schemas.ids import session_key
+from tests.support.streams import START, Bench, Service, bench
+
+metadata = MetaData()
+tables = StreamTables(metadata)
+items = Table("items", metadata, Column("n", Integer, primary_key=True))
+effects = Table("effects", metadata, Column("n", Integer), Column("what", Text))
+KEY = session_key("default", "s")
+Plant = Callable[[AsyncConnection, int], Awaitable[Sequence[Event]]]
+
+
+def reward(number: int, **values: object) -> Reward:
+    known: dict[str, object] = {"time": START, "trajectory_id": str(number), "session_key": KEY, "source": "f"}
+    return Reward.model_validate({**known, "outcome": "abstained", **values})
+
+
+async def _value_error(_tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    raise ValueError("not a number \x00 \ud83d")
+
+
+async def _validation_error(_tx: AsyncConnection, number: int) -> Sequence[Event]:
+    return [reward(number, outcome="scored", value="x")]
+
+
+async def _unicode_error(_tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    "\ud83d".encode()
+    return []
+
+
+async def _overflow(tx: AsyncConnection, number: int) -> Sequence[Event]:
+    await tx.execute(insert(effects).values(n=2**70, what=str(number)))
+    raise OverflowError("PostgreSQL refuses the statement")
+
+
+async def _recursion(_tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    json.loads("[" * 200_000)
+    return []
+
+
+async def _wrong_statement(tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    await tx.execute(text("SELECT no_such_column FROM items"))
+    return []
+
+
+async def _wrong_value(tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    """PostgreSQL refuses the text; SQLite cannot read it back."""
+    if tx.dialect.name == "sqlite":
+        await tx.execute(text("SELECT CAST(x'ff' AS TEXT)"))
+    await tx.execute(insert(effects).values(n=1, what="\x00"))
+    return []
+
+
+async def _not_sendable(_tx: AsyncConnection, number: int) -> Sequence[Event]:
+    return [reward(number).model_copy(update={"reason": "bad \ud83d end"})]
+
+
+class _Hostile(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+async def _hostile(_tx: AsyncConnection, _number: int) -> Sequence[Event]:
+    raise _Hostile
+
+
+PLANTS: dict[str, Plant] = {
+    "ValueError": _value_error,
+    "ValidationError": _validation_error,
+    "UnicodeEncodeError": _unicode_error,
+    "OverflowError": _overflow,
+    "RecursionError": _recursion,
+    "a wrong statement": _wrong_statement,
+    "a value that the database refuses": _wrong_value,
+    "an event that cannot be sent": _not_sendable,
+    "an exception without a text": _hostile,
+}
+
+
+class Steps:
+    """A step over the rows of `items`: each becomes an effect and a reward. The row `poisoned` meets `plant`."""
+
+    def __init__(self) -> None:
+        self.plant: Plant | None = None
+        self.plant_fail: Plant | None = None
+        self.poisoned = 3
+        self.tries: list[int] = []
+
+    async def step(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        numbers = (await tx.execute(select(items.c.n).order_by(items.c.n))).scalars().all()
+
+        async def work(number: int) -> Sequence[Event]:
+            self.tries.append(number)
+            await tx.execute(insert(effects).values(n=number, what="done"))
+            await tx.execute(delete(items).where(items.c.n == number))
+            if number == self.poisoned and self.plant is not None:
+                return await self.plant(tx, number)
+            return [reward(number)]
+
+        async def fail(number: int, reason: str) -> Sequence[Event]:
+            if self.plant_fail is not None:
+                return await self.plant_fail(tx, number)
+            await tx.execute(delete(items).where(items.c.n == number))
+            return [dead_letter("test", Record("items", 0, number, None, b"{}"), "poisoned", reason)]
+
+        return await each(tx, "test", numbers, work, fail)
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+async def stream(database_url: str, data_dir: Path, steps: Steps) -> AsyncIterator[Bench]:
+    async def on_feedback(_event: Feedback, _handling: object) -> Sequence[Event]:
+        return []
+
+    service = Service(tables, {"feedback": on_feedback}, after_batch=steps.step)
+    async with bench(service, database_url, data_dir) as made:
+        async with made.processor.database.transaction() as tx:
+            await tx.execute(insert(items), [{"n": number} for number in range(6)])
+        yield made
+
+
+async def effects_of(stream: Bench) -> list[tuple[int, str]]:
+    async with stream.processor.database.transaction() as tx:
+        rows = await tx.execute(select(effects.c.n, effects.c.what).order_by(effects.c.n))
+        return [(row.n, row.what) for row in rows]
+
+
+OTHERS = [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("after_batch", [False, True], ids=["timer", "after a batch"])
+@pytest.mark.parametrize("kind", PLANTS)
+async def test_a_poisoned_item_ends_alone(stream: Bench, steps: Steps, kind: str, after_batch: bool) -> None:
+    steps.plant = PLANTS[kind]
+    if after_batch:
+        await stream.deliver(Feedback(time=START, feedback_id="a", session_key=KEY, value=1.0))
+    else:
+        await stream.step(steps.step)
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.source_offset, letter.reason) == (3, "poisoned")
+    assert letter.error
+    assert [made.trajectory_id for made in stream.sent(Reward)] == [str(number) for number in OTHERS]
+    assert await effects_of(stream) == [(number, "done") for number in OTHERS]
+    assert await stream.count("items") == 0, "nothing comes back after a restart"
+    assert steps.tries.count(3) == 1 + isolation.TRIES, "with the others, then three times alone"
+    await stream.step(steps.step)
+    assert len(stream.sent(DeadLetter)) == 1
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+async def test_an_owner_that_cannot_name_the_item_stops_nobody_either(stream: Bench, steps: Steps, kind: str) -> None:
+    steps.plant = steps.plant_fail = PLANTS[kind]
+    await stream.step(steps.step)
+    assert await effects_of(stream) == [(number, "done") for number in OTHERS]
+
+
+async def test_an_item_that_fails_once_is_done_at_the_next_try(stream: Bench, steps: Steps) -> None:
+    async def once(_tx: AsyncConnection, number: int) -> Sequence[Event]:
+        if steps.tries.count(number) <= isolation.TRIES:
+            raise ValueError("not yet")
+        return [reward(number)]
+
+    steps.plant = once
+    await stream.step(steps.step)
+    assert stream.sent(DeadLetter) == []
+    assert len(stream.sent(Reward)) == 6
+
+
+async def test_what_is_away_is_waited_for_and_no_item_is_blamed(stream: Bench, steps: Steps) -> None:
+    async def away(_tx: AsyncConnection, number: int) -> Sequence[Event]:
+        if steps.tries.count(number) < 4:
+            raise Unavailable("the blob store is away")
+        return [reward(number)]
+
+    steps.plant = away
+    await stream.step(steps.step)
+    assert stream.sent(DeadLetter) == []
+    assert len(stream.sent(Reward)) == 6
+
+
+async def test_a_step_that_does_not_isolate_its_items_is_no_step(stream: Bench, steps: Steps) -> None:
+    """The planted fault: without `each` the first item takes all others with it."""
+
+    async def careless(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        events: list[Event] = []
+        for number in (await tx.execute(select(items.c.n))).scalars().all():
+            events += [reward(number)] if number != 3 else await _value_error(tx, number)
+        return events
+
+    with pytest.raises(StepFailed, match="careless: ValueError"):
+        await stream.step(careless)
+    assert stream.sent(Reward) == []
+
+
+@pytest.mark.parametrize("text_", ["\x00", "\ud83d", "x" * 10_000, "\x1b[31m", ""], ids=repr)
+def test_a_dead_letter_holds_whatever_a_record_holds(text_: str) -> None:
+    raw = text_.encode("utf-8", "surrogatepass")
+    headers = (("ce_id", raw), (text_ or "x", raw), ("", raw), ("none", None))
+    record = Record("turns", 0, 1, raw, raw * 400, headers)
+    for event_id in (None, text_):
+        letter = dead_letter("test", record, "poisoned", text_, 1, event_id)
+        assert DeadLetter.from_json(letter.to_json()) == letter
+        assert letter.event_id
