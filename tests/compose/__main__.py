@@ -147,7 +147,7 @@ def _start(project: Project) -> float:
 
 async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -> tuple[Report, list[str]]:
     """The agent of the demo, at work through the published ports. The agent must have become better, if by little."""
-    played = demo.read(ROOT / "examples/email_agent")
+    played = demo.read(ROOT / "examples/email_agent").model_copy(update={"environment": ("OPENAI_API_KEY",)})
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
     place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())

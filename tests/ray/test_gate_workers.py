@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from tests.support.processes import alive, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 VERSION = "m@0123456789ab"
+PLANTED = {"PLANTED_TOKEN": "planted-1", "OPENAI_API_KEY": "planted-2", "HEADRACE_DATABASE__URL": "planted-3"}
 PROGRAM = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 (folder / f"{os.getpid()}").write_text(str(os.getppid()))
+(folder / f"environment-{os.getpid()}").write_text(json.dumps(dict(os.environ)))
 print(json.dumps({"gate": ["a", "b"], "audit": ["c"]}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
@@ -36,6 +39,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
+    os.environ.update(PLANTED)  # Ray's workers have the environment of the process that starts the cluster
     cluster = Cluster(RaySettings(start_timeout_s=280), 3)
     import ray
 
@@ -43,10 +47,12 @@ def address() -> Iterator[str]:
         yield str(ray.get_runtime_context().gcs_address)
     finally:
         cluster.leave()
+        for name in PLANTED:
+            del os.environ[name]
 
 
 def gate(address: str, folder: Path) -> Gate:
-    workers = GateRaySettings(workers=2, address=address)
+    workers = GateRaySettings(workers=2, address=address, environment=("NAMED_VARIABLE",))
     command = ("{python}", "-S", "-c", PROGRAM, str(folder))
     return Gate(GateSettings(command=command, silence_s=280.0, ray=workers))
 
@@ -78,3 +84,16 @@ async def test_where_there_is_no_cluster_the_run_fails_and_says_so(tmp_path: Pat
     with pytest.raises(GateFailed, match=r"registry\.gate\.ray\.address"):
         async with gate("127.0.0.1:1", tmp_path).session():
             pass
+
+
+async def test_copies_see_named_variables_of_the_registry_and_no_secret(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAMED_VARIABLE", "yes")
+    async with gate(address, tmp_path).session():
+        environments = [json.loads(path.read_text()) for path in tmp_path.glob("environment-*")]
+    assert len(environments) == 2
+    for environment in environments:
+        assert environment["NAMED_VARIABLE"] == "yes"
+        assert not PLANTED.keys() & environment.keys()
+        assert not [name for name, value in environment.items() if value.startswith("planted-")]

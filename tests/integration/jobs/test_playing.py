@@ -16,6 +16,8 @@ import os
 from headrace import Client
 from openai import OpenAI
 
+assert not [name for name in os.environ if name.startswith("HEADRACE_") or name == "PLANTED_SECRET"]
+assert os.environ["NAMED"] == "yes"
 with Client(os.environ["OPENAI_BASE_URL"].removesuffix("/v1")) as client:
     number = 0
     while True:
@@ -29,7 +31,9 @@ with Client(os.environ["OPENAI_BASE_URL"].removesuffix("/v1")) as client:
 """
 
 
-def test_a_program_teaches_what_demonstrations_have_made(tmp_path: Path) -> None:
+def test_a_program_teaches_what_demonstrations_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_SECRET", "s")
+    monkeypatch.setenv("NAMED", "yes")
     base = tiny_model.build(tmp_path / "base", layers=1)
     written(tmp_path / "rows.jsonl", [{"prompt": f"Question {n}", "completion": "the agent"} for n in range(16)])
     (tmp_path / "agent.py").write_text(AGENT)
@@ -38,7 +42,7 @@ def test_a_program_teaches_what_demonstrations_have_made(tmp_path: Path) -> None
         '[settings]\ninference.torch.device = "cpu"\ninference.heartbeat_s = 0.5\n'
         '[settings.trainer]\nmodel = "m"\nbatch_experiences = 8\ncompute.device = "cpu"\n'
         '[[stages]]\nalgorithm = "sft"\nsources = ["rows.jsonl"]\n'
-        '[[stages]]\nalgorithm = "grpo"\nplay = ["{python}", "agent.py"]\nsteps = 2\n'
+        '[[stages]]\nalgorithm = "grpo"\nplay = ["{python}", "agent.py"]\nsteps = 2\nenvironment = ["NAMED"]\n'
         "settings.trainer.group_size = 2\nsettings.trainer.steps_per_version = 1\nsettings.trainer.max_staleness = 8\n"
     )
     train(tmp_path, "recipe.toml")

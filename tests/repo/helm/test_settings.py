@@ -141,6 +141,7 @@ def test_the_gate_plays_through_the_gateway(tmp_path: Path) -> None:
         _, own = started(registry, tmp_path)
         assert isinstance(own, RegistrySettings)
         assert own.gate.base_url == f"http://{host}/v1"
+        assert own.gate.environment == ("OPENAI_API_KEY",)
         assert registry.environment()["OPENAI_API_KEY"] == SECRETS["headrace-internal", "internal-key"]
         assert host.startswith("127.") or host.partition(":")[0] in of_kind(variant, "Service")
 

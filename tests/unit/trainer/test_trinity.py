@@ -54,7 +54,12 @@ def settings_of(base: Path, folder: Path, **more: Any) -> TrainerSettings:
     table: dict[str, Any] = {
         "base": str(base),
         "backend": "trinity",
-        "trinity": {"folder": str(folder), "command": COMMAND, "step_timeout_s": 60},
+        "trinity": {
+            "folder": str(folder),
+            "command": COMMAND,
+            "environment": ["STAND_IN_DIES", "STAND_IN_DIED"],
+            "step_timeout_s": 60,
+        },
     }
     return complete(TrainerSettings).model_validate({**SMALL, **table, **more})
 

@@ -21,6 +21,7 @@ from headrace_cli.demo.settled import Settling
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 
 _FIRST_VERSION_S_MAX = 300.0
 """An engine core of vLLM takes a minute to start on two quiet cores."""
@@ -135,7 +136,7 @@ class Performance:
         agent to stop: these chose nothing.
         """
         command = bound_to_parent(self.recipe.command("measure", {**self._values(), "version": version}))
-        environ = environ_of(self.recipe)
+        environ = environ_of_commands(self.recipe)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
         try:
             output, _ = await asyncio.wait_for(process.communicate(), _MEASURE_S_MAX)
@@ -157,7 +158,7 @@ class Performance:
         deadline = time.monotonic() + traffic_s_max
         told = self.options.out / "agent.json"
         told.unlink(missing_ok=True)  # what an earlier stretch told is not this one's
-        async with agent.at_work(command, environ_of(self.recipe)) as process:
+        async with agent.at_work(command, environ_of_commands(self.recipe)) as process:
             with self.reporter.working(traffic_s_max) as update:
                 while process.returncode is None and time.monotonic() < deadline and not self._enough():
                     update(self.watch)
@@ -204,6 +205,11 @@ async def _within(limit_s: float, failed: str) -> AsyncIterator[None]:
 
 
 def environ_of(recipe: Recipe) -> dict[str, str]:
-    """The demo's folder is importable as a package for its own commands and for reward functions."""
+    """Return the environment of the services. The demo's folder is importable as a package, for reward functions."""
     paths = [str(recipe.folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def environ_of_commands(recipe: Recipe) -> dict[str, str]:
+    """Return the environment of the demo's own commands, which are a user's programs."""
+    return program_environment(recipe.environment, environ=environ_of(recipe))

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
 from headrace_cli.demo.rows import RowsRecipe
+from headrace_runtime.program_environment import VariableName
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -94,6 +95,8 @@ class Recipe(BaseModel):
     """What users may say (`headrace demo --signal NAME`), by name."""
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of Headrace by their dotted names, before those of the command line."""
+    environment: tuple[VariableName, ...] = ()
+    """Environment variables that the commands get besides the system's own."""
     folder: Path = Path()
 
     def with_signal(self, name: str) -> Recipe:

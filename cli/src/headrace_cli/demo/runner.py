@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace_cli.demo import checks, opponents
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays, PromisedLine
-from headrace_cli.demo.performance import Options, Performance, Place, environ_of
+from headrace_cli.demo.performance import Options, Performance, Place, environ_of, environ_of_commands
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
 from headrace_cli.demo.watch import Watch
@@ -88,7 +88,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
 
 
 def _checked(recipe: Recipe, options: Options) -> tuple[PromisedLine, ...]:
-    return checks.run(recipe.command("checks", options.values), environ_of(recipe)) if recipe.checks else ()
+    return checks.run(recipe.command("checks", options.values), environ_of_commands(recipe)) if recipe.checks else ()
 
 
 def _shown(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> ShownTask | None:
@@ -114,7 +114,7 @@ def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:
 
 def _build_base(recipe: Recipe, values: Mapping[str, object]) -> str:
     command = recipe.command("base", values)
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ_of(recipe), check=False)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ_of_commands(recipe), check=False)
     folder = next((line for line in reversed(result.stdout.split("\n")) if line.strip()), "")
     if result.returncode or not Path(folder).is_dir():
         raise StartFailed(f"the base model was not built: exit status {result.returncode}, last line {folder!r}")

@@ -18,6 +18,7 @@ from headrace_cli.jobs.rows import BadRow, DataRow
 from headrace_cli.jobs.sources import RowFile
 from headrace_cli.replay.pipeline import side_by_side
 from headrace_cli.replay.program import Program, started
+from headrace_runtime.program_environment import program_environment
 from headrace_schemas.base import Finite, Model, Sha256
 from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
 
@@ -155,7 +156,8 @@ class Checking:
         command = overrides.get("registry.gate.command")
         if command and self._options.gate_tasks:
             url = str(overrides.get("registry.gate.base_url") or "http://127.0.0.1:8000/v1")
-            tasks |= tasks_of_gate(command, url, overrides.environ)
+            passed_on = overrides.get("registry.gate.environment") or ()
+            tasks |= tasks_of_gate(command, url, program_environment(passed_on, environ=overrides.environ))
         return HeldOut(tasks)
 
 

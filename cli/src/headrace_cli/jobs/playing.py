@@ -17,6 +17,7 @@ from headrace_cli.jobs.runner import JobResult
 from headrace_cli.replay import training
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 from headrace_schemas import Checkpoint, TrainingMetrics
 
 _LOOK_S = 0.5
@@ -24,8 +25,10 @@ _READY_S_MAX = 600.0
 Tick = Callable[[str, int, int], None]
 
 
-async def play(prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick) -> JobResult:
-    """Returns with the last version. A stage that was interrupted goes on with the weights that it had.
+async def play(
+    prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick, passed_on: Sequence[str] = ()
+) -> JobResult:
+    """Returns with the last version. `passed_on` names the environment variables that the program gets. A stage that was interrupted goes on with the weights that it had.
 
     Raises `StartFailed` when the services do not come up, `HeadraceError` when the program ends before the steps were
     taken.
@@ -36,7 +39,7 @@ async def play(prepared: PreparedJob, command: Sequence[str], steps: int, tick: 
         if journal.version is None:
             tick("starting the services", 0, 0)
             async with _services(prepared) as supervisor:
-                accounts = await _played(prepared, supervisor, command, steps, tick)
+                accounts = await _played(prepared, supervisor, command, steps, tick, passed_on)
                 first, last = await _versions(supervisor.plan.bus, prepared.lineage)
             found = accounts.result(accounts.decided, 0)
             journal = journal.having(
@@ -75,7 +78,12 @@ async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
 
 
 async def _played(
-    prepared: PreparedJob, supervisor: Supervisor, command: Sequence[str], steps: int, tick: Tick
+    prepared: PreparedJob,
+    supervisor: Supervisor,
+    command: Sequence[str],
+    steps: int,
+    tick: Tick,
+    passed_on: Sequence[str],
 ) -> training.TrainingReports:
     values = {
         "python": sys.executable,
@@ -84,7 +92,8 @@ async def _played(
         "model": prepared.model,
     }
     filled = [_filled(one, values) for one in command]
-    environ = {**prepared.overrides.environ, "OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
+    more = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
+    environ = program_environment(passed_on, more=more, environ=prepared.overrides.environ)
     accounts = training.TrainingReports()
     process = await asyncio.create_subprocess_exec(*bound_to_parent(filled), env=environ, stdout=sys.stderr)
     try:

@@ -38,6 +38,7 @@ from headrace_cli.jobs import playing, runner
 from headrace_cli.jobs.job import Job, PreparedJob, RowOptions, prepare
 from headrace_cli.jobs.journal import JobJournal
 from headrace_cli.jobs.runner import JobResult
+from headrace_runtime.program_environment import VariableName
 from headrace_schemas.importing import MANIFEST_FILE
 
 Tick = Callable[[str, int, int], None]
@@ -53,7 +54,9 @@ class TrainingStage(_Strict):
     algorithm: str
     sources: tuple[str, ...] = ()
     play: tuple[str, ...] = ()
-    """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in; so are variables of its environment."""
+    """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in. Its environment has `OPENAI_BASE_URL`."""
+    environment: tuple[VariableName, ...] = ()
+    """Environment variables that the command gets besides the system's own."""
     steps: int = Field(default=20, ge=1)
     """StagePlace a program plays: training steps after which it is stopped."""
     epochs: int = Field(default=1, ge=1)
@@ -124,7 +127,9 @@ async def _run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: boo
 
         prepared = prepare(_job(recipe, stage, number, base, where, offer=offer and last))
         run_stage = (
-            playing.play(prepared, stage.play, stage.steps, told) if stage.play else runner.train(prepared, told)
+            playing.play(prepared, stage.play, stage.steps, told, stage.environment)
+            if stage.play
+            else runner.train(prepared, told)
         )
         result = await run_stage
         results.append(result)

@@ -34,6 +34,7 @@ for a number is a TOML string. */ -}}
 {{- define "headrace.environment.registry" }}
 - { name: HEADRACE_REGISTRY__GATE__BASE_URL, value: "http://{{ include "headrace.gatewayHost" .root }}/v1" }
 {{ include "headrace.fromSecret" (dict "name" "OPENAI_API_KEY" "secret" .root.Values.internalKeySecret) }} # of the gate, one of us
+- { name: HEADRACE_REGISTRY__GATE__ENVIRONMENT, value: {{ list "OPENAI_API_KEY" | toJson | quote }} }
 {{- end }}
 
 {{- define "headrace.gatewayHost" -}}

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 from headrace_schemas.gate import Play, Played, Tasks
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class Gate:
             stderr=PIPE,
             start_new_session=True,
             limit=_LINE_BYTES_MAX,
+            env=self._environment(),
         )
         session = GateSession(process, command[0], self._settings)
         reading = asyncio.create_task(session.read())
@@ -77,6 +79,11 @@ class Gate:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             await process.wait()
+
+    def _environment(self) -> Mapping[str, str]:
+        if self._settings.ray.workers:  # a program of ours, which joins the cluster and names variables for the copies
+            return os.environ
+        return program_environment(self._settings.passed_on)
 
     def _command(self) -> list[str]:
         if self._settings.ray.workers:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.service import INFO
+from headrace_runtime.program_environment import VariableName
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0)]
@@ -26,8 +27,8 @@ class GateRaySettings(Section):
     to lead to the gateway from its machines."""
     cpus: Annotated[float, Field(ge=0, le=1024)] = 1.0
     """What each copy takes of the cluster's CPUs; where there is no room for all of them, the run fails."""
-    environment: tuple[str, ...] = ("OPENAI_API_KEY",)
-    """Variables of the registry's that the copies are given, where they are set. Others are their machine's."""
+    environment: tuple[VariableName, ...] = ()
+    """Environment variables of the registry that the copies get besides those of `gate.environment`."""
 
 
 class GateSettings(Section):
@@ -42,6 +43,9 @@ class GateSettings(Section):
     answers each with a line that adds `"score": 0..1`, until its standard input ends."""
     base_url: str = "http://127.0.0.1:8000/v1"
     """What `{base_url}` becomes; `headrace up` fills in the gateway that it started."""
+    environment: tuple[VariableName, ...] = ()
+    """Environment variables of the registry that the program gets besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`,
+    those of Python and of the processors), for example `OPENAI_API_KEY` where the gateway asks for a key."""
     margin: Margin = 0.1
     """A version whose mean score is this much below the champion's is promoted with probability `alpha` at most."""
     anchor_margin: Margin = 0.05
@@ -71,6 +75,11 @@ class GateSettings(Section):
     output_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864
     """Output of one run beyond this counts as a failed run."""
     ray: GateRaySettings = GateRaySettings()
+
+    @property
+    def passed_on(self) -> tuple[str, ...]:
+        """Names of the environment variables that the program gets besides the system's own."""
+        return (*self.environment, *self.ray.environment)
 
     @field_validator("command")
     @classmethod

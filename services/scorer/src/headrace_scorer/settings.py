@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace_runtime.program_environment import VariableName
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_schemas.base import Finite, Text
@@ -39,9 +40,9 @@ class ScorerSettings(ServiceSettings):
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Address space of such a process; unlimited when not set. Linux only."""
-    function_environment: tuple[str, ...] = ()
+    function_environment: tuple[VariableName, ...] = ()
     """Environment variables that reward functions get besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`, those of
-    Python). They do not see the scorer's: those hold keys and passwords."""
+    Python and of the processors). They do not see the scorer's: those hold keys and passwords."""
     lease_s: Annotated[float, Field(ge=1)] = 15.0
     """With several scorers on one database: how long after a scorer died another one makes its calls."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})

@@ -84,7 +84,7 @@ def start(settings: GateSettings) -> dict[str, RayGateWorker]:
     """As many as are wanted. They are placed, and start their program, when they are asked for their tasks."""
     chosen = settings.ray
     alone = settings.model_copy(update={"ray": chosen.model_copy(update={"workers": 0})})
-    handed = {name: os.environ[name] for name in chosen.environment if name in os.environ}
+    handed = {name: os.environ[name] for name in settings.passed_on if name in os.environ}
     actor = ray.remote(ProgramRunner).options(  # type: ignore[attr-defined, unused-ignore]
         num_cpus=chosen.cpus, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
     )

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 
 from headrace_registry.shadow.rerun import RerunBounds
+from headrace_runtime.program_environment import VariableName
 from headrace_runtime.settings import Section
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
@@ -36,6 +37,8 @@ class ShadowSettings(Section):
     tools_command: tuple[str, ...] = ()
     """A program that calls these tools: for each line `{"id": ..., "name": ..., "arguments": "..."}` it prints
     `{"id": ..., "result": "..."}`. `{python}` becomes the registry's interpreter."""
+    tools_environment: tuple[VariableName, ...] = ()
+    """Environment variables of the registry that this program gets besides the system's own."""
     tool_timeout_s: Positive = 30.0
     """How long one call of it may take."""
     tool_result_bytes_max: Annotated[int, Field(ge=256)] = 262_144

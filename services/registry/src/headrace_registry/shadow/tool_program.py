@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from headrace_registry.shadow.rerun import RerunFailed
 from headrace_registry.shadow.settings import ShadowSettings
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 from headrace_schemas import FunctionCall
 
 
@@ -89,6 +90,7 @@ class ToolProgram:
             stderr=DEVNULL,
             start_new_session=True,
             limit=self._settings.tool_result_bytes_max,
+            env=program_environment(self._settings.tools_environment),
         )
         self._reading = asyncio.create_task(self._read(self._process))
         return self._process

@@ -11,21 +11,11 @@ from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.protocol import LENGTH, CallRequest, LoadRequest, LoadResponse
 
 _LOAD_TIMEOUT_S = 60.0
-_SYSTEM = {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "LD_LIBRARY_PATH"}
-_SYSTEM_PREFIXES = ("LC_", "PYTHON")
-
-
-def environment(passed_on: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that runs user code: none of our own variables, which hold keys and passwords."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _SYSTEM or name.startswith(_SYSTEM_PREFIXES) or name in passed_on
-    }
 
 
 class FunctionsRefused(HeadraceError):
@@ -49,7 +39,12 @@ class FunctionProcess:
         command = bound_to_parent([sys.executable, "-m", "headrace_scorer.functions.worker"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, start_new_session=True, close_fds=True, env=environment(passed_on)
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            start_new_session=True,
+            close_fds=True,
+            env=program_environment(passed_on),
         )
         made = cls(process, LoadResponse())
         try:

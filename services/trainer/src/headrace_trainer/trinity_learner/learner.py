@@ -207,7 +207,9 @@ class TrinityLearner(WholeLearner):
         path = self._disk.jobs / f"{job.name}.yaml"
         found = configuration(self._settings, job, self._rate, self._abilities.context)
         path.write_text(as_yaml(found), encoding="utf-8")
-        runner = TrinityProcess(self._chosen.command, path, self._disk.jobs / f"{job.name}.log")
+        runner = TrinityProcess(
+            self._chosen.command, path, self._disk.jobs / f"{job.name}.log", self._chosen.environment
+        )
         self._going = Going(job, runner, step, at)
         return self._going
 

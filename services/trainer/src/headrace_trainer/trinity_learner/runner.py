@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_environment import program_environment
 
 _END_S = 20.0
 _LOG_TAIL_BYTES = 2000
@@ -16,7 +17,7 @@ _LOG_TAIL_BYTES = 2000
 class TrinityProcess:
     """How it ended says nothing: Trinity's loop takes every exception for an end."""
 
-    def __init__(self, command: Sequence[str], configuration: Path, log: Path) -> None:
+    def __init__(self, command: Sequence[str], configuration: Path, log: Path, passed_on: Iterable[str] = ()) -> None:
         """Raises `SettingError`."""
         self._log = log
         with log.open("ab") as file:
@@ -26,6 +27,7 @@ class TrinityProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
+                    env=program_environment(passed_on),
                 )
             except OSError as error:
                 raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 
+from headrace_runtime.program_environment import VariableName
 from headrace_runtime.settings import Section
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -21,6 +22,9 @@ class TrinitySettings(Section):
     command: Annotated[tuple[str, ...], Field(min_length=1)] = ("trinity", "run", "--config")
     """The program that trains; the name of the configuration is added. Trinity is installed in an environment of its
     own, so this is usually a path."""
+    environment: tuple[VariableName, ...] = ()
+    """Environment variables of the trainer that this program gets besides the system's own, for example
+    `RAY_AUTH_TOKEN`."""
     buffer_url: SecretStr = SecretStr("")
     """The database that batches are handed over in: `postgresql://user:password@host/database`; empty: an SQLite file
     in `folder`."""
