@@ -91,9 +91,13 @@ async def test_copies_see_named_variables_of_the_registry_and_no_secret(
 ) -> None:
     monkeypatch.setenv("NAMED_VARIABLE", "yes")
     async with gate(address, tmp_path).session():
-        environments = [json.loads(path.read_text()) for path in tmp_path.glob("environment-*")]
+        environments = _environments(tmp_path)
     assert len(environments) == 2
     for environment in environments:
         assert environment["NAMED_VARIABLE"] == "yes"
         assert not PLANTED.keys() & environment.keys()
         assert not [name for name, value in environment.items() if value.startswith("planted-")]
+
+
+def _environments(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(path.read_text()) for path in folder.glob("environment-*")]

@@ -168,19 +168,18 @@ def _starts_without_environment(path: Path) -> list[int]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-        starts = node.func.attr in STARTS and owner == "subprocess" or node.func.attr.startswith("create_subprocess")
+        of_module = owner == "subprocess" and node.func.attr in STARTS
+        starts = of_module or node.func.attr.startswith("create_subprocess")
         if starts and not any(keyword.arg == "env" for keyword in node.keywords):
             lines.append(node.lineno)
     return lines
 
 
 def test_every_other_start_of_a_program_chooses_its_environment() -> None:
-    sources = [path for path in ROOT.glob("*/src/**/*.py")] + [path for path in ROOT.glob("services/*/src/**/*.py")]
+    sources = [*ROOT.glob("*/src/**/*.py"), *ROOT.glob("services/*/src/**/*.py")]
     wrong = {
         str(path.relative_to(ROOT)): lines
         for path in sources
         if str(path.relative_to(ROOT)) not in OURS and (lines := _starts_without_environment(path))
     }
-    assert not wrong, (
-        "pass env=program_environment(...), or add the file to OURS where it starts programs of ours alone"
-    )
+    assert not wrong, "pass env=program_environment(...), or add the file to OURS"

@@ -75,8 +75,8 @@ def tasks_of_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def tasks_of_gate(command: Iterable[str], base_url: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of all tasks of the gate's program, which it prints before it is asked. `environ` is the program's.
-    Raises `UsageError`."""
+    """Return the names of all tasks of the gate's program, which it prints before it is asked. `environ` is the
+    program's. Raises `UsageError`."""
     filled = [one.replace("{base_url}", base_url).replace("{python}", sys.executable) for one in command]
     try:
         done = subprocess.run(

@@ -28,7 +28,8 @@ Tick = Callable[[str, int, int], None]
 async def play(
     prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick, passed_on: Sequence[str] = ()
 ) -> JobResult:
-    """Returns with the last version. `passed_on` names the environment variables that the program gets. A stage that was interrupted goes on with the weights that it had.
+    """Returns with the last version. A stage that was interrupted goes on with the weights that it had.
+    `passed_on` names environment variables for the program.
 
     Raises `StartFailed` when the services do not come up, `HeadraceError` when the program ends before the steps were
     taken.

@@ -54,7 +54,7 @@ class TrainingStage(_Strict):
     algorithm: str
     sources: tuple[str, ...] = ()
     play: tuple[str, ...] = ()
-    """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in. Its environment has `OPENAI_BASE_URL`."""
+    """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in. `OPENAI_BASE_URL` is set."""
     environment: tuple[VariableName, ...] = ()
     """Environment variables that the command gets besides the system's own."""
     steps: int = Field(default=20, ge=1)

@@ -44,8 +44,8 @@ class GateSettings(Section):
     base_url: str = "http://127.0.0.1:8000/v1"
     """What `{base_url}` becomes; `headrace up` fills in the gateway that it started."""
     environment: tuple[VariableName, ...] = ()
-    """Environment variables of the registry that the program gets besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`,
-    those of Python and of the processors), for example `OPENAI_API_KEY` where the gateway asks for a key."""
+    """Environment variables of the registry that the program gets besides the system's own (`PATH`, `HOME`, `LANG`,
+    `TZ`, those of Python and of the processors), for example `OPENAI_API_KEY` where the gateway asks for a key."""
     margin: Margin = 0.1
     """A version whose mean score is this much below the champion's is promoted with probability `alpha` at most."""
     anchor_margin: Margin = 0.05
