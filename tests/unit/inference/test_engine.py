@@ -293,9 +293,9 @@ async def test_an_unloaded_version_fails_what_it_had_begun_and_nothing_else(
 async def test_a_failing_step_fails_its_batch_and_the_engine_goes_on(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = engine._worker._batches[models.first.version]
+    """Where not even a control step can be computed."""
     with monkeypatch.context() as broken:
-        broken.setattr(batch, "_decode", lambda: 1 / 0)
+        broken.setattr(engine._models[models.first.version][0].program, "decode", lambda *_: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
             await sample(engine, prompt_of(9), models.first.version)
     assert len((await sample(engine, prompt_of(9), models.first.version)).token_ids) == 24
@@ -330,7 +330,7 @@ async def test_logits_that_are_no_numbers_fail_their_own_sequence_only(
 async def test_an_engine_that_only_fails_gives_up(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._worker._batches[models.first.version], "_decode", lambda: 1 / 0)
+    monkeypatch.setattr(engine._models[models.first.version][0].program, "decode", lambda *_: 1 / 0)
     for _ in range(3):
         with pytest.raises(EngineFailed):
             await sample(engine, prompt_of(9), models.first.version)

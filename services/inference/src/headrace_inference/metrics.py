@@ -21,7 +21,7 @@ RUNNING = Gauge("headrace_inference_running", "Sequences that decode or prefill"
 KV_BYTES = Gauge("headrace_inference_kv_bytes", "Memory of KV, by use", ["version", "use"])
 
 PREEMPTIONS = Counter("headrace_inference_preemptions_total", "Sequences set back because KV memory ran out")
-ENGINE_FAILURES = Counter("headrace_inference_engine_failures_total", "Batches lost to an error in the engine")
+ENGINE_FAILURES = Counter("headrace_inference_engine_failures_total", "Steps of the engine that raised an error")
 LOADS = Counter("headrace_inference_loads_total", "Versions loaded, by outcome", ["outcome"])
 LOAD_SECONDS = Histogram(
     "headrace_inference_load_seconds",

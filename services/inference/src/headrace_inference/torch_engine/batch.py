@@ -9,7 +9,6 @@ KV the decode step itself writes; so prompts, resumed sequences and those set ba
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,15 +17,18 @@ import torch
 from torch import Tensor
 
 from headrace_inference import metrics
-from headrace_inference.engine import Finish, Tokens
+from headrace_inference.engine import Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.prefix import PrefixCache
+from headrace_inference.torch_engine.quarantine import Quarantine
 from headrace_inference.torch_engine.rows import HELD, PENALISED, TOP, TRUNCATED, Rows
 from headrace_inference.torch_engine.sequence import Sequence
+from headrace_runtime.logs import get_logger
 
+log = get_logger(__name__)
 _PADDING_MAX = 0.5
 """Share of a prefill that may be padding; prompts of very different length are computed one after the other."""
 
@@ -44,7 +46,7 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Used by the worker's thread alone. After an exception from `step`, `reset` before going on."""
+    """Used by the worker's thread alone. After an exception from `step`, `recover` or `reset` before going on."""
 
     def __init__(self, model: Model, limits: BatchLimits) -> None:
         self.model = model
@@ -57,12 +59,15 @@ class DecodeBatch:
         self._rows = Rows(limits.sequences_max, model.kv_shape.device)
         self._window = torch.arange(model.context_tokens + LENGTH_STEP, device=model.kv_shape.device)
         self._counts: Tensor | None = None
+        self._quarantine = Quarantine()
+        self._deliveries: list[Delivery] = []
+        self._joining: Sequence | None = None
         self._arrivals = itertools.count()
         self._gauges = metrics.VersionGauges(model.version)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its followers come after it once its prompt is computed."""
@@ -72,6 +77,7 @@ class DecodeBatch:
     def abort(self, owner: object) -> None:
         """Drop every sequence of a generation."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.owner is not owner)
+        self._quarantine.drop(owner)
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row].owner is owner:
                 self._remove(row)
@@ -79,22 +85,45 @@ class DecodeBatch:
 
     def step(self) -> list[Delivery]:
         """One portion of prompts and one token for every decoding row; returns what is to be delivered."""
+        self._deliveries = []
         self._admit()
         if self._decoding < len(self.running):
             self._prefill()
-        deliveries = self._decode() if self._decoding else []
+        if self._decoding:
+            self._decode()
+        if self._quarantine.active and not self._quarantine.group and self._decoding == len(self.running):
+            self._release_group()
+        self._report()
+        return self._deliveries
+
+    def recover(self, error: Exception) -> list[Delivery]:
+        """Go on after a step that raised `error`, though the model can compute (`probe.compute_control`).
+
+        The sequences of the step are retried apart, from their tokens, and only the one that fails alone ends with
+        `EngineFailed`. Returns what is to be delivered.
+        """
+        deliveries = self._deliveries
+        suspects = [sequence for sequence in self.running if not sequence.ended]
+        if self._joining is not None:  # the others had no part in it, yet their rows may be half changed
+            self._quarantine.release([sequence for sequence in suspects if sequence is not self._joining])
+            suspects = [self._joining]
+        self._release_rows()
+        self._prefixes = PrefixCache(self._limits.prefix_bytes_max)
+        cause = self._quarantine.split(suspects)
+        if cause is not None:
+            failed = EngineFailed(f"{self.model.version}: {type(error).__name__} while computing")
+            deliveries.append((cause, failed))
+        self._leave_quarantine()
         self._report()
         return deliveries
 
     def reset(self) -> list[Sequence]:
-        """Forget every sequence and all KV, for example because a step failed half-way; returns the sequences."""
-        lost = [*self.running, *self.waiting]
-        self.running.clear()
+        """Forget every sequence and all KV, for example because the model cannot compute; returns the sequences."""
+        lost = [*self.running, *self._quarantine, *self.waiting]
         self.waiting.clear()
-        self._decoding = 0
-        self._kv.release()
+        self._quarantine = Quarantine()
+        self._release_rows()
         self._prefixes = PrefixCache(self._limits.prefix_bytes_max)
-        self._counts = None
         self._report()
         return lost
 
@@ -107,12 +136,15 @@ class DecodeBatch:
     # Joining
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._limits.sequences_max:
-            sequence = self.waiting[0]
+        queue = self._quarantine.group if self._quarantine.active else self.waiting
+        while queue and len(self.running) < self._limits.sequences_max:
+            sequence = queue.popleft()
+            self._joining = sequence
             if not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
-                return
-            self.waiting.popleft()
+                queue.appendleft(sequence)
+                break
             self._join(sequence)
+        self._joining = None
 
     def _join(self, sequence: Sequence) -> None:
         row = len(self.running)
@@ -177,10 +209,10 @@ class DecodeBatch:
 
     # Decoding
 
-    def _decode(self) -> list[Delivery]:
+    def _decode(self) -> None:
         count = self._make_room()
         if not count:
-            return []
+            return
         rows = self._rows
         ids, logprobs, all_logprobs, logits = self.model.program.decode(
             self.model.weights,
@@ -202,33 +234,21 @@ class DecodeBatch:
         rows.advance(count, ids_host)
         metrics.BATCH_SIZE.observe(count)
         metrics.SAMPLED_TOKENS.inc(count)
-        return self._accept(ids_host.tolist(), logprobs.tolist(), top)
+        self._accept(ids_host.tolist(), logprobs.tolist(), top)
 
-    def _accept(self, ids: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> list[Delivery]:
-        deliveries: list[Delivery] = []
+    def _accept(self, ids: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
         finished: list[int] = []
         for row, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             sequence = self.running[row]
-            if math.isnan(logprob):  # overflow, or weights that went astray: this sequence's own misfortune
-                reason = (sequence.guide and sequence.guide.error) or "the logits are no numbers"
-                failed = EngineFailed(f"{self.model.version}: {reason} after {len(sequence.tokens)} tokens")
-                deliveries.append((sequence, failed))
-                finished.append(row)
-                sequence.filled = 0
-                continue
-            if sequence.sampling.top_logprobs:
-                sequence.top.append(top[row][: sequence.sampling.top_logprobs])
-            finish: Finish | None = sequence.accept(token, logprob)
-            sequence.filled += 1
-            news = sequence.news(finish)
-            if news is not None:
-                deliveries.append((sequence, news))
-            if finish is not None:
+            ranked = top[row][: sequence.sampling.top_logprobs] if sequence.sampling.top_logprobs else None
+            piece = sequence.advance(token, logprob, ranked, self.model.version)
+            if piece is not None:
+                self._deliveries.append((sequence, piece))
+            if sequence.ended:
                 finished.append(row)
         for row in reversed(finished):  # so that the rows that move into the holes are done with
             self._remember(row)
             self._remove(row)
-        return deliveries
 
     def _shaped(
         self, special: int, count: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
@@ -263,7 +283,12 @@ class DecodeBatch:
         for place, row in enumerate(held):
             guide = self.running[row].guide
             assert guide is not None
-            mask = guide.allowed()
+            try:
+                mask = guide.allowed()
+            except Exception as error:
+                log.exception("sequence_failed", version=self.model.version)
+                self.running[row].fault = f"{type(error).__name__} in the grammar"
+                continue
             if not guide.error:
                 allowed[place] = mask[: allowed.shape[1]]
         rows = torch.tensor(held, device=device)
@@ -298,6 +323,24 @@ class DecodeBatch:
         return 0
 
     # Leaving
+
+    def _release_rows(self) -> None:
+        self.running.clear()
+        self._decoding = 0
+        self._kv.release()
+        self._counts = None
+
+    def _release_group(self) -> None:
+        """All of the group have computed a step: set them aside until the other groups have been tried."""
+        released = [*self.running]
+        self._release_rows()
+        self._quarantine.release(released)
+        self._quarantine.begin_next_group()
+        self._leave_quarantine()
+
+    def _leave_quarantine(self) -> None:
+        if self._quarantine.active and not self._quarantine.group:
+            self.waiting.extendleft(reversed(self._quarantine.leave()))
 
     def _remember(self, row: int) -> None:
         """Keep the KV of a finished sequence for a prompt that goes on with it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_inference.torch_engine.forward import run
+from headrace_inference.torch_engine.kv import LENGTH_STEP
 from headrace_inference.torch_engine.model import Model
 from headrace_schemas import Probe
 
@@ -61,6 +62,18 @@ def served_answer(model: Model, tokens: list[int]) -> Tensor:
         )
         found.append(decoded[2][0, tokens[at + 1]])
     return torch.stack(found).cpu()
+
+
+@torch.inference_mode()
+def compute_control(model: Model) -> None:
+    """Compute one step for a fixed token, which every model has; raises when the model or its device is broken."""
+    device = model.kv_shape.device
+    kv = model.kv_shape.zeros(1, LENGTH_STEP)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    window = torch.arange(LENGTH_STEP, device=device)
+    how = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    model.program.prefill(model.weights, ids, ids, window, kv)
+    model.program.decode(model.weights, ids, ids + 1, window, kv, *how)[0].cpu()
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -82,6 +82,7 @@ def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
     before_RV = ordered_RV.softmax(1).cumsum(1).roll(1, 1)
     before_RV[:, 0] = 0.0
     beyond_RV = (before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1.0)
+    beyond_RV[:, 0] = False  # a `top_p` that float32 rounds to 0 keeps the most likely token, too
     ordered_RV = ordered_RV.masked_fill(beyond_RV, float("-inf"))
     return torch.empty_like(logits_RV).scatter_(1, order_RV, ordered_RV)
 

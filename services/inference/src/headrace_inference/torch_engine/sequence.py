@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace_inference.engine import Finish, Guide, Sampling, Tokens
+from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.prefix import Entry
+from headrace_runtime.logs import get_logger
+
+log = get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +46,10 @@ class Sequence:
     source: Entry | None = None
     """The cache entry that it continues as a whole."""
     arrival: int = 0
+    ended: bool = False
+    """Its last tokens, or the reason of its failure, are delivered or about to be."""
+    fault: str = ""
+    """Why its grammar cannot go on, where the grammar itself could not report it."""
 
     @property
     def drawn(self) -> int:
@@ -58,6 +67,28 @@ class Sequence:
         if self.until is not None and self.until(token):
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def advance(
+        self, token: int, logprob: float, ranked: list[tuple[int, float]] | None, version: str
+    ) -> Tokens | EngineFailed | None:
+        """Take a sampled token and return what to deliver, or end with a failure of this sequence alone."""
+        if not math.isfinite(logprob):  # overflow, weights that went astray, or a grammar that allows no token
+            return self._fail(version, self.fault or (self.guide and self.guide.error) or "the logits are no numbers")
+        try:
+            if ranked is not None:
+                self.top.append(ranked)
+            finish = self.accept(token, logprob)
+        except Exception as error:
+            log.exception("sequence_failed", version=version)
+            return self._fail(version, f"{type(error).__name__} while reading a token")
+        self.filled += 1
+        self.ended = finish is not None
+        return self.news(finish)
+
+    def _fail(self, version: str, reason: str) -> EngineFailed:
+        self.ended = True
+        self.filled = 0  # its KV may be no numbers, and is kept for nobody
+        return EngineFailed(f"{version}: {reason} after {len(self.tokens)} tokens")
 
     def news(self, finish: Finish | None) -> Tokens | None:
         """What to deliver after a step: each token when streaming, everything at the end otherwise."""

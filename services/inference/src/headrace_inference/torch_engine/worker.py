@@ -15,12 +15,14 @@ import torch
 from headrace_inference import metrics
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.batch import DecodeBatch, Delivery
+from headrace_inference.torch_engine.probe import compute_control
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
 _FAILURES_MAX = 3
-"""Steps that may fail one after the other before the engine gives up and the process is restarted."""
+"""Failures of the model itself, one after the other, before the engine gives up and the process is restarted. What a
+request asks for is no such failure: a step counts only if the model then fails a control of its own, too."""
 
 _SWITCH_S = 0.0005
 """How long another thread may keep the interpreter while this one waits for it. A step asks for it after each operation
@@ -126,12 +128,23 @@ class Worker:
         try:
             news = batch.step()
         except Exception as error:
-            self._failures += 1
             metrics.ENGINE_FAILURES.inc()
-            log.exception("step_failed", version=batch.model.version, failures=self._failures)
-            failed = EngineFailed(f"{batch.model.version}: {type(error).__name__} while computing")
-            return [(sequence, failed) for sequence in batch.reset()]
+            return self._recover(batch, error)
         self._failures = 0
+        return news
+
+    def _recover(self, batch: DecodeBatch, error: Exception) -> News:
+        """Retry the sequences of a failed step apart, or end all of them when the model itself cannot compute."""
+        version = batch.model.version
+        try:
+            compute_control(batch.model)
+        except Exception:
+            self._failures += 1
+            log.exception("engine_failed", version=version, failures=self._failures)
+            failed = EngineFailed(f"{version}: {type(error).__name__} while computing")
+            return [(sequence, failed) for sequence in batch.reset()]
+        news = batch.recover(error)
+        log.error("step_failed", version=version, ended=len(news), exc_info=error)
         return news
 
     def _send(self, news: News) -> None:
