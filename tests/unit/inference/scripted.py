@@ -14,7 +14,7 @@ from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.chat.tool_calls import HERMES
-from headrace_inference.engine import Finish, Sampling, Start, Tokens
+from headrace_inference.engine import Engine, Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.settings import GrammarSettings
@@ -27,6 +27,7 @@ from headrace_schemas.manifest import Manifest
 
 VERSION = "tiny@0123456789abcdef"
 CONTEXT = 512
+DEFAULT_PARSERS = Parsers(HERMES, THINK)
 
 
 @dataclass(frozen=True)
@@ -158,31 +159,35 @@ class ScriptedGeneration:
 class OneVersion:
     """`Versions` with one in it."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._served = Served(VERSION, tokenizer, CONTEXT, 1_700_000_000, None)
+    def __init__(self, tokenizer: ChatTokenizer, version: str = VERSION) -> None:
+        self._served = Served(version, tokenizer, CONTEXT, 1_700_000_000, None)
 
     def serving(self) -> Sequence[Served]:
         return [self._served]
 
     def find(self, model: str) -> Served:
-        if model not in (VERSION, "tiny"):
+        if model not in (self._served.version, "tiny"):
             raise UnknownVersion(model)
         return self._served
 
 
 def client(
-    engine: ScriptedEngine, tokenizer: ChatTokenizer, body_bytes_max: int = 20_000, **security: str
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    body_bytes_max: int = 20_000,
+    version: str = VERSION,
+    parsers: Parsers = DEFAULT_PARSERS,
+    **security: str,
 ) -> httpx.AsyncClient:
     """A client of the HTTP interface, without a socket."""
     aside = Aside(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
-    parsers = Parsers(HERMES, THINK)
     grammars = GrammarCompiler(parsers, GrammarSettings())
     completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, grammars, limits)
     common = Common.model_validate({"security": security})
     api = Api(
         common,
-        OneVersion(tokenizer),
+        OneVersion(tokenizer, version),
         completions,
         RequestBounds(body_bytes_max, choices_max=4, json_values_max=10_000),
         aside,

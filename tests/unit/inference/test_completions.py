@@ -220,10 +220,10 @@ class TestResume:
         [
             ({"choices": [{"index": 1, "token_ids": [5], "logprobs": [-1]}]}, "no choice 1"),
             ({"choices": [{"index": 0, "token_ids": [5], "logprobs": []}]}, "1 token ids and 0 logprobs"),
-            ({"choices": [{"index": 0, "token_ids": [99_999], "logprobs": [-1]}]}, "does not have"),
+            ({"choices": [{"index": 0, "token_ids": [99_999], "logprobs": [-1]}]}, "token 99999 has no row"),
             (
                 {"prompt_token_ids": [99_999], "choices": [{"index": 0, "token_ids": [5], "logprobs": [-1]}]},
-                "the prompt holds token ids",
+                "headrace_resume: token 99999 has no row",
             ),
             ({"choices": []}, "choices"),
             ([], "headrace_resume"),

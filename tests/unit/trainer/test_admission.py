@@ -70,9 +70,16 @@ def test_too_long() -> None:
 
 
 def test_a_token_that_the_model_lacks_is_invalid() -> None:
-    assert decide(experience(1, name(5)), None, HISTORY, 5, AdmissionLimits(100, 20, 2, 1e6, 10.0, 0.01)) == dropped(
-        "invalid"
-    )
+    odd = decide(experience(1, name(5)), None, HISTORY, 5, AdmissionLimits(100, 20, 2, 1e6, 10.0, 0.01))
+    assert odd == Decision("drop", "invalid", replaces=True, detail="vocabulary")
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-39, 1e-9, 0.0099])
+def test_a_temperature_at_which_nothing_is_sampled_is_invalid(temperature: float) -> None:
+    span = Span(start=1, logprobs=(-1.0,), turn_id="t", version=name(5), temperature=temperature)
+    odd = experience(1, name(5)).model_copy(update={"branch": Branch(token_ids=(1, 2), spans=(span,))})
+    found = decide(odd, None, HISTORY, 5, LIMITS)
+    assert found == Decision("drop", "invalid", replaces=True, detail="temperature")
 
 
 def test_a_first_token_has_nothing_to_be_predicted_from() -> None:

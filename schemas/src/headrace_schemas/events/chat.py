@@ -80,6 +80,11 @@ class Grammar(Model):
     function: Text | None = None
 
 
+SAMPLED_TEMPERATURE_MIN = 0.01
+"""A lower temperature is greedy decoding, in every engine and in what is trained: logits divided by less leave float32,
+and vLLM samples at no lower one."""
+
+
 class Sampling(Model):
     """How the tokens were sampled: the client's own choice, recorded and never overwritten."""
 
@@ -102,4 +107,5 @@ class Sampling(Model):
         probabilities than the trainer recomputes.
         """
         full = self.top_p == 1.0 and self.top_k in (-1, 0) and self.grammar is None
-        return full and self.temperature > 0 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        sampled = self.temperature >= SAMPLED_TEMPERATURE_MIN
+        return full and sampled and self.presence_penalty == 0 and self.frequency_penalty == 0

@@ -10,8 +10,10 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_inference.errors import PromptEmpty, TokenOutOfVocabulary
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.resume import FIELD as RESUME
 from headrace_schemas.scoring import TokensToScore
 
 Finish = Literal["stop", "length"]
@@ -152,7 +154,7 @@ class Engine(Protocol):
         """Begin one choice for each of `starts`. Without `stream` each choice arrives in one piece, which is cheaper.
         What is kept of a prompt is used again for prompts of the same `salt` alone.
 
-        Raises `UnknownVersion`, `ContextLengthExceeded` or `Overloaded` at once.
+        Raises `UnknownVersion`, `ContextLengthExceeded`, `Overloaded`, or what `check_tokens` raises, at once.
         """
 
     def in_flight(self, version: str | None = None) -> int:
@@ -176,3 +178,14 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Nothing generates afterwards."""
+
+
+def check_tokens(prompt: Sequence[int], starts: Sequence[Start], vocabulary: int) -> None:
+    """Raise `PromptEmpty` or `TokenOutOfVocabulary` for what no model could compute, before it is in a batch with what
+    others asked for."""
+    if not prompt:
+        raise PromptEmpty
+    for name, ids in (("messages", prompt), *((RESUME, start.resumed) for start in starts)):
+        outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise TokenOutOfVocabulary(outside, vocabulary, name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from headrace_runtime.errors import HeadraceError, Refused
 
+_SHOWN_LENGTH = 60
+
 
 class VersionUnusable(HeadraceError):
     """A version that can never be served here as it is: wrong architecture, tokenizer, files or fingerprint."""
@@ -55,3 +57,25 @@ class Overloaded(Refused):
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(503, "overloaded", message)
         self.retry_after_s = retry_after_s
+
+
+class TokenOutOfVocabulary(Refused):
+    """A token for which the model's embedding has no row. `shown` names it as the tokenizer writes it."""
+
+    def __init__(self, token: int, vocabulary: int, field: str, shown: str = "") -> None:
+        named = f"{token} ({shown[:_SHOWN_LENGTH]!r})" if shown else str(token)
+        super().__init__(
+            400,
+            "invalid_value",
+            f"{field}: token {named} has no row in the model's embedding, whose token ids are below {vocabulary}; "
+            "leave the token out",
+            field,
+        )
+
+
+class PromptEmpty(Refused):
+    """There is no token after which an answer could begin."""
+
+    def __init__(self) -> None:
+        message = "messages: the chat template makes a prompt without a token of these messages; send some text"
+        super().__init__(400, "invalid_value", message, "messages")

@@ -28,6 +28,7 @@ from headrace_schemas.manifest import Manifest
 
 log = get_logger(__name__)
 _ERROR_LENGTH_MAX = 2000
+_SHOWN_TOKENS = 8
 _ALIASES: tuple[Alias, ...] = ("champion", "canary", "previous")
 """In the order in which they are loaded; versions without an alias come last."""
 
@@ -212,6 +213,7 @@ class Fleet:
         if self._held.get(held.version) is not held:  # dropped while it was loading
             await self._engine.unload(held.version)
             return
+        _report_tokens_without_row(held.version, tokenizer, self._engine.vocabulary(held.version))
         held.manifest, held.tokenizer, held.loaded_at_s = manifest, tokenizer, int(time.time())
         metrics.LOADS.labels("ready").inc()
         log.info("version_ready", version=held.version, max_abs_delta=held.probe.max_abs_delta)
@@ -308,6 +310,19 @@ def _judge(version: str, probe: Probe) -> None:
     if probe.parent_max_abs_delta == 0:
         raise VersionUnusable(f"{version}: answers exactly as its parent does; the new weights never arrived")
     raise VersionUnusable(f"{version}: its logprobs differ by {probe.max_abs_delta:.3g} from its fingerprint")
+
+
+def _report_tokens_without_row(version: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:
+    """Log which tokens of the tokenizer no prompt may hold: a request that writes one is refused."""
+    outside = tokenizer.tokens_from(vocabulary)
+    if outside:
+        log.warning(
+            "tokens_without_row",
+            version=version,
+            tokens=outside[:_SHOWN_TOKENS],
+            count=len(outside),
+            remedy=f"the embedding has {vocabulary} rows; resize it to the tokenizer, or remove these added tokens",
+        )
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,11 @@ class ChatTokenizer:
     def last_id(self) -> int:
         """The highest token id that it makes."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def tokens_from(self, first: int) -> list[str]:
+        """The tokens with ids of at least `first`, in order."""
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return [text for text, number in sorted(vocabulary.items(), key=itemgetter(1)) if number >= first]
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_inference.engine import AnswerScorer, Engine, Finish, Generation, Sampling, Start, Tokens
-from headrace_inference.errors import EngineFailed
+from headrace_inference.errors import EngineFailed, TokenOutOfVocabulary
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
@@ -21,6 +21,8 @@ from headrace_inference.http.request import ChatRequest
 from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
+from headrace_schemas.resume import FIELD as RESUME
 from headrace_schemas.resume import ResumedChoice
 from headrace_schemas.scoring import TokensToScore
 
@@ -102,6 +104,10 @@ class Completions:
         if not isinstance(engine, AnswerScorer):
             raise Refused(400, "unsupported", f"engine {self._engine.name} says no logprobs of given tokens")
         for number, one in enumerate(answers):
+            if one.temperature < SAMPLED_TEMPERATURE_MIN:
+                where = f"answers.{number}.temperature"
+                message = f"{where}: nothing is sampled below {SAMPLED_TEMPERATURE_MIN:g}; score such answers at 1"
+                raise Refused(400, "invalid_value", message, where)
             for name, ids in (("prompt_token_ids", one.prompt_token_ids), ("token_ids", one.token_ids)):
                 if any(token >= self._engine.vocabulary(version) for token in ids):
                     where = f"answers.{number}.{name}"
@@ -127,12 +133,13 @@ class Completions:
         salt = request.cache_salt or ""
         prompt = self._prompts.build(tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits)
         if request.resumed_prompt is not None:  # whoever began knew the conversation's own tokens
-            self._check_ids(request.resumed_prompt, version, "the prompt")
+            self._check_ids(request.resumed_prompt, version, tokenizer, RESUME)
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
+        self._check_ids(prompt.token_ids, version, tokenizer, "messages")
         stops = request.stop or ()
         asked = Asked(tokenizer.outer, tools)
         how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops, asked=asked)
-        sampling = request.sampling(tokenizer.stop_ids)
+        sampling = self._sampling(request, version, tokenizer)
         choices: list[_Choice] = []
         starts: list[Start] = []
         for index in range(request.choices):
@@ -157,21 +164,27 @@ class Completions:
     ) -> None:
         """Replay what the client already has, silently. It may hold the end already, without having said so."""
         ids = resumed.token_ids
-        self._check_ids(ids, version, f"choice {choice.index}")
+        self._check_ids(ids, version, tokenizer, RESUME)
         choice.resumed = True
         choice.complete = resumed.finish_reason is not None
         choice.answer.feed(ids)
-        sampling = request.sampling(tokenizer.stop_ids)
+        sampling = self._sampling(request, version, tokenizer)
         stopped = watch is not None and watch.replay(ids)
         if ids and (ids[-1] in sampling.stop_ids or stopped):
             choice.finish = "stop"
         elif sampling.max_tokens is not None and len(ids) >= sampling.max_tokens:
             choice.finish = "length"
 
-    def _check_ids(self, ids: Sequence[int], version: str, where: str) -> None:
-        if any(token >= self._engine.vocabulary(version) for token in ids):
-            message = f"headrace_resume: {where} holds token ids that {version} does not have"
-            raise Refused(400, "invalid_value", message, "headrace_resume")
+    def _sampling(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> Sampling:
+        vocabulary = self._engine.vocabulary(version)
+        return request.sampling(frozenset(token for token in tokenizer.stop_ids if 0 <= token < vocabulary))
+
+    def _check_ids(self, ids: Sequence[int], version: str, tokenizer: ChatTokenizer, field: str) -> None:
+        """Raise `TokenOutOfVocabulary` with the token's own text."""
+        vocabulary = self._engine.vocabulary(version)
+        if max(ids, default=0) >= vocabulary:
+            outside = next(token for token in ids if token >= vocabulary)
+            raise TokenOutOfVocabulary(outside, vocabulary, field, tokenizer.token(outside).text)
 
 
 class Completion:

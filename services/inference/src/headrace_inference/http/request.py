@@ -13,10 +13,12 @@ from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
 from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs
 from headrace_schemas.base import Finite, Model, Text
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.resume import Resume, ResumedChoice
 
 _TOP_LOGPROBS_MAX = 20
 _STOPS_MAX = 16
+_INT32_MAX = 2**31 - 1
 
 
 class StreamOptions(Model):
@@ -56,12 +58,12 @@ class ChatRequest(Model):
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[Text, ...] | None, Field(max_length=_STOPS_MAX), BeforeValidator(_stops)] = None
     ignore_eos: bool | None = None
     """vLLM's extension: go on past the end of the turn, up to `max_tokens`."""
@@ -118,10 +120,12 @@ class ChatRequest(Model):
         return self.headrace_resume.prompt_token_ids if self.headrace_resume else None
 
     def sampling(self, stop_ids: frozenset[int]) -> Sampling:
-        """OpenAI's defaults where the client made no choice; never the model's own `generation_config`."""
+        """OpenAI's defaults where the client made no choice; never the model's own `generation_config`. A temperature
+        below `SAMPLED_TEMPERATURE_MIN` is greedy."""
+        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             max_tokens=self.max_tokens or self.max_completion_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=temperature if temperature >= SAMPLED_TEMPERATURE_MIN else 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             presence_penalty=self.presence_penalty or 0.0,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from headrace_inference.engine import Sampling, Start
+from headrace_inference.engine import Sampling, Start, check_tokens
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.settings import TorchSettings
 from headrace_inference.streams import OpenStreams, Stream
@@ -103,7 +103,9 @@ class TorchEngine:
         stream: bool,
         salt: str = "",
     ) -> Stream:
-        limit = self._limit(self._model(version), len(prompt), sampling.max_tokens)
+        model = self._model(version)
+        limit = self._limit(model, len(prompt), sampling.max_tokens)
+        check_tokens(prompt, starts, model.vocabulary)
         self.check()
         room = self._settings.sequences_max + self._settings.waiting_max
         if self.in_flight() + len(starts) > room:

@@ -127,7 +127,7 @@ class Worker:
     def _step(self, batch: DecodeBatch) -> News:
         try:
             news = batch.step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (`_recover` logs it)
             metrics.ENGINE_FAILURES.inc()
             return self._recover(batch, error)
         self._failures = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_inference import metrics
-from headrace_inference.engine import Sampling, Start, Tokens
+from headrace_inference.engine import Sampling, Start, Tokens, check_tokens
 from headrace_inference.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -177,6 +177,7 @@ class VllmEngine:
         if len(prompt) + (sampling.max_tokens or 1) > context:
             raise ContextLengthExceeded(len(prompt), sampling.max_tokens, context)
         refuse_unkept(sampling, starts)
+        check_tokens(prompt, starts, loaded.core.started.vocabulary)
         self.check()
         room = self._settings.sequences_max + self._settings.waiting_max
         if self.in_flight() + len(starts) > room:

@@ -11,16 +11,15 @@ from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.vllm_engine.core import LogprobEntry, Request, RequestPiece
 from headrace_runtime.errors import Refused
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 
-COLDEST = 0.01
-"""vLLM samples at this temperature where a lower one is asked for, other than 0."""
 _FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 def refuse_unkept(sampling: Sampling, starts: Sequence[Start]) -> None:
     """Raises `Refused` for what would be answered otherwise than it was asked for."""
-    if 0 < sampling.temperature < COLDEST:
-        message = f"temperature: this engine samples at 0 (greedy) or at {COLDEST:g} and above"
+    if 0 < sampling.temperature < SAMPLED_TEMPERATURE_MIN:
+        message = f"temperature: this engine samples at 0 (greedy) or at {SAMPLED_TEMPERATURE_MIN:g} and above"
         raise Refused(400, "unsupported_value", message, "temperature")
     if sampling.presence_penalty and any(start.resumed for start in starts):
         message = "presence_penalty: this engine cannot count tokens that another replica sampled (headrace_resume)"

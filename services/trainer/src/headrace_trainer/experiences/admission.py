@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace_schemas import Experience
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.signals import REWARDS, Signals
@@ -223,7 +224,11 @@ def _malformed(experience: Experience, limits: AdmissionLimits) -> Dropped | Non
         return Dropped("invalid", "written")
     if len(token_ids) > limits.sequence_tokens:
         return Dropped("too_long")
-    if max(token_ids) >= limits.vocabulary or experience.branch.spans[0].start == 0:
+    if max(token_ids) >= limits.vocabulary:
+        return Dropped("invalid", "vocabulary")
+    if any(span.temperature < SAMPLED_TEMPERATURE_MIN for span in experience.branch.spans):
+        return Dropped("invalid", "temperature")
+    if experience.branch.spans[0].start == 0:
         return Dropped("invalid")
     if len(limits.examples(experience)) > limits.examples_max:
         return Dropped("invalid", "examples")
