@@ -15,6 +15,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings, Scope
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Section, is_loopback
+from headrace_schemas.names import decode_name
 
 ALL_SCOPES: frozenset[Scope] = frozenset(("chat", "feedback", "admin"))
 
@@ -40,6 +41,25 @@ class Caller:
         if scope not in self.scopes and "admin" not in self.scopes:
             raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
 
+    def check_session(self, session_id: str | None, field: str) -> None:
+        """Check that a key that is bound to a session names no other one in `field`.
+
+        Raises:
+            ApiError: 403, `session_id` is not the session of the key.
+        """
+        if self.session_id is not None and session_id not in (None, self.session_id):
+            message = f"{field}: this API key is bound to one session and may name no other; leave {field} out"
+            raise ApiError(403, "wrong_session", message, field)
+
+    def check_unbound(self, what: str) -> None:
+        """Check that the key may act on other sessions than one.
+
+        Raises:
+            ApiError: 403, the key is bound to a session, and `what` goes beyond it.
+        """
+        if self.session_id is not None:
+            raise ApiError(403, "wrong_session", f"{what} is about several sessions; this API key is bound to one")
+
 
 class KeyRing:
     """All keys of this gateway. Without any, every caller is `default` with every scope."""
@@ -61,8 +81,8 @@ class KeyRing:
             return self._open
         key = path_key
         if key is None:
-            kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-            key = token.strip() if kind.lower() == "bearer" else ""
+            kind, _, token = decode_name(headers.get(b"authorization", b"")).partition(" ")
+            key = token.strip(" \t") if kind.lower() == "bearer" else ""
         if not key:
             raise ApiError(
                 401, "missing_api_key", "no API key; send 'Authorization: Bearer KEY' or put /t/KEY before the path"

@@ -19,6 +19,7 @@ from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime import tracing
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Event
+from headrace_schemas.names import decode_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,13 @@ class Admission:
     body_timeout_s: float
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
-        """Raises `ApiError` 401 or 403."""
+        """Return who sends the request. Raises `ApiError` 401 or 403."""
         caller = self.keys.identify(scope.get(prefixes.KEY), headers)
         caller.need(need)
+        if caller.session_id is not None:
+            header = headers.get(b"x-session-id")
+            caller.check_session(None if header is None else decode_name(header), "X-Session-Id")
+            caller.check_session(scope.get(prefixes.SESSION), "the session in the path")
         return caller
 
     @contextlib.asynccontextmanager

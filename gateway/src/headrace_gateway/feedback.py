@@ -33,11 +33,13 @@ def events_of(
     copies: int = 1,
 ) -> list[Feedback]:
     """Raises `ApiError`: 400 for what cannot be said together, 422 for too many sessions, 413 when the copies of what
-    is said would be too large. `copies`: how often each event is sent."""
+    is said would be too large, 403 for what a key that is bound to one session may not touch. `copies`: how often each
+    event is sent."""
+    _check_bound(request, caller)
     if request.level == "task":
         turns: Mapping[str, Sequence[str]] = {task_key(caller.tenant, request.task_id or ""): ()}
     else:
-        turns = turns_by_session(caller.tenant, request.session_id, request.targets)
+        turns = turns_by_session(caller.tenant, request.session_id or caller.session_id, request.targets)
     if len(turns) > bounds.sessions_max:
         message = (
             f"msg_ids: {len(turns)} sessions; gateway.feedback.sessions_max allows {bounds.sessions_max}, send several"
@@ -49,6 +51,20 @@ def events_of(
         raise refusal_of(error, FeedbackRequest) from None
     _check_size(events, copies, body_bytes, bounds)
     return events
+
+
+def _check_bound(request: FeedbackRequest, caller: Caller) -> None:
+    """Check that a key that is bound to a session gives feedback about that session alone. Raises `ApiError` 403."""
+    if caller.session_id is None:
+        return
+    if request.level == "task":
+        caller.check_unbound("feedback about a task")
+    caller.check_session(request.session_id, "session_id")
+    own = ids.session_key(caller.tenant, caller.session_id)
+    if any(ids.key_of_response(target) not in (None, own) for target in request.targets):
+        field = "msg_ids" if request.msg_ids else "preference" if request.preference else "response_id"
+        message = f"{field}: names a response of another session than the one that this API key is bound to"
+        raise ApiError(403, "wrong_session", message, field)
 
 
 def _events(

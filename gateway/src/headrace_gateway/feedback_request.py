@@ -7,10 +7,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
-from headrace_gateway.identity import LABEL
 from headrace_schemas import Message
 from headrace_schemas.base import Finite, LongText, Model, Text
 from headrace_schemas.events.opinion import ChoiceIndex, ComparedAnswer, Kind, Level, Metric, Preference, broken
+from headrace_schemas.names import NAME
 
 TARGETS_MAX = 4095
 """Response ids in one feedback, one less than an event can carry."""
@@ -49,7 +49,7 @@ def _answer(value: Any) -> Any:
 
 Number = Annotated[Finite, BeforeValidator(_number)]
 Value = Annotated[Finite | None, BeforeValidator(_number_or_thumb)]
-Id = Annotated[str, BeforeValidator(_label), StringConstraints(pattern=LABEL)]
+Id = Annotated[str, BeforeValidator(_label), StringConstraints(pattern=NAME)]
 """An id; numbers become text, as Trinity's clients send run ids either way."""
 
 
@@ -60,7 +60,7 @@ class AnswerOfResponse(Model):
     choice: ChoiceIndex = 0
 
 
-Side = Annotated[StrictInt, Field(ge=0)] | Annotated[str, StringConstraints(pattern=LABEL)] | AnswerOfResponse
+Side = Annotated[StrictInt, Field(ge=0)] | Annotated[str, StringConstraints(pattern=NAME)] | AnswerOfResponse
 """One answer of a preference: a choice of `response_id`, the first answer of another response, or any answer of one."""
 
 

@@ -15,13 +15,12 @@ from headrace_gateway.access import Caller
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Message, ids
 from headrace_schemas.events.turn import Purpose, SessionSource
+from headrace_schemas.names import decode_name, is_name
 
-LABEL = r"^[^\x00-\x1f\x7f]{1,512}$"
-"""Ids that callers choose: no control characters, which would break derived ids and logs."""
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
 """What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what
 it is."""
-_SESSION_KEY = r"^[a-z2-7]{16}$"
+_SESSION_KEY = r"[a-z2-7]{16}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class RequestMetadata:
         """The header `X-Session-Id` for `session_id` and so on, else the body's metadata. Raises `ApiError` 400."""
         header = self.headers.get(b"x-" + name.replace("_", "-").encode())
         if header is not None:
-            return label(header.decode("utf-8", "replace"), f"X-{name.replace('_', '-').title()}")
+            return label(decode_name(header), f"X-{name.replace('_', '-').title()}")
         return label(self.metadata.get(name), f"metadata.{name}")
 
     def purpose(self) -> Purpose:
@@ -66,14 +65,14 @@ class RequestMetadata:
         key = self.label("shadow_of")
         if (self._purpose == "shadow") != (key is not None):
             raise ApiError(400, "invalid_value", "shadow_of: goes with purpose 'shadow', and only with it", "shadow_of")
-        if key is not None and not re.match(_SESSION_KEY, key):
+        if key is not None and not re.fullmatch(_SESSION_KEY, key):
             raise ApiError(400, "invalid_value", "shadow_of: must be the key of a session", "shadow_of")
         return key
 
     @property
     def _purpose(self) -> JsonValue:
         header = self.headers.get(b"x-headrace-purpose")
-        return self.metadata.get("purpose", "train") if header is None else header.decode("latin-1")
+        return self.metadata.get("purpose", "train") if header is None else decode_name(header)
 
 
 def label(value: JsonValue, where: str) -> str | None:
@@ -81,7 +80,7 @@ def label(value: JsonValue, where: str) -> str | None:
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not re.match(LABEL, text):
+    if not isinstance(text, str) or not is_name(text):
         raise ApiError(400, "invalid_value", f"{where}: must be 1 to 512 characters without control characters", where)
     return text
 
@@ -117,6 +116,9 @@ def identify(
 def _session(
     caller: Caller, scope: Scope, metadata: RequestMetadata, use: str, messages: tuple[Message, ...]
 ) -> tuple[str, SessionSource]:
+    if caller.session_id is not None:
+        where = "metadata.session_id"
+        caller.check_session(label(metadata.metadata.get("session_id"), where), where)
     given = metadata.label("session_id")
     if given is not None:
         return given, "header" if b"x-session-id" in metadata.headers else "metadata"

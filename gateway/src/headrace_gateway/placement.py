@@ -34,7 +34,7 @@ class Placement:
         place, target = self.choose(call, avoid), call.target
         if place and target.version is None and target.alias == CHAMPION:
             pin = Pin(place.version, place.assignment)
-            self._sticky_versions.set(call.identity.session_key, target.model, pin)
+            self._sticky_versions.set(call.identity.tenant, call.identity.session_key, target.model, pin)
         return place
 
     def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
@@ -78,7 +78,7 @@ class Placement:
     def _pin(self, call: ChatCall) -> Pin | None:
         """What the session began with, or begins with now. A session whose version is withdrawn begins anew."""
         model, identity = call.target.model, call.identity
-        pin = None if call.opens_a_run else self._sticky_versions.get(identity.session_key, model)
+        pin = None if call.opens_a_run else self._sticky_versions.get(identity.tenant, identity.session_key, model)
         if pin and self._catalog.usable(model, pin.version):
             known = self._catalog.under_way(model, pin.assignment)
             return pin if known or pin.assignment is None else Pin(pin.version)

@@ -15,9 +15,24 @@ from headrace_runtime.json_bounds import more_values_than
 M = TypeVar("M", bound=BaseModel)
 
 
+_NAMING = (b"authorization", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
+"""Headers that name a caller or what it is about."""
+
+
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Header names in lower case; of one that is repeated the last counts."""
-    return dict(scope["headers"])
+    """Return the headers by their names in lower case; of one that is repeated the last counts.
+
+    Raises:
+        ApiError: 400, a header that names something is repeated with another value.
+    """
+    pairs: list[tuple[bytes, bytes]] = scope["headers"]
+    headers = dict(pairs)
+    if len(headers) < len(pairs):
+        for name, value in pairs:
+            if name in _NAMING and value != headers[name]:
+                header = name.decode("ascii").title()
+                raise ApiError(400, "repeated_header", f"{header}: two different values; send one", header)
+    return headers
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:

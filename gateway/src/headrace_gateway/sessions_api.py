@@ -45,13 +45,14 @@ class SessionsApi:
             await self.admission.publish_many(admitted.caller, events, copies=copies)
             for event in events:
                 if event.ends_session:
-                    self.sticky_versions.drop(event.session_key)
+                    self.sticky_versions.drop(event.tenant, event.session_key)
             return _accepted(events if copies == 1 else [], feedback_id=events[0].feedback_id)
 
     async def end(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             session_id = label(request.path_params["session_id"], "session_id")
             assert session_id is not None
+            admitted.caller.check_session(session_id, "the session in the path")
             key = ids.session_key(admitted.caller.tenant, session_id)
             event = SessionEnd(
                 time=self.clock.now(),
@@ -61,12 +62,13 @@ class SessionsApi:
                 tenant=admitted.caller.tenant,
             )
             await self.admission.publish(event)
-            self.sticky_versions.drop(key)
+            self.sticky_versions.drop(event.tenant, key)
             return _accepted([event], session_id=session_id)
 
     async def trajectories(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "admin") as admitted:
             event = await trajectory_of(admitted.body, admitted.caller.tenant, self.clock.now(), self.known)
+            admitted.caller.check_session(event.session_id, "session_id")
             if not admitted.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
             await self.admission.publish(event)
@@ -81,6 +83,7 @@ class SessionsApi:
 
     async def trinity_commit(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
+            admitted.caller.check_unbound("a commit")
             body = parse(TrinityCommit, admitted.body.strip() or b"{}")
             try:
                 before = body.before

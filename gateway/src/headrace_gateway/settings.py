@@ -9,10 +9,11 @@ from pydantic import Field
 from headrace_gateway.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
+from headrace_schemas.names import NAME
 
 Scope = Literal["chat", "feedback", "admin"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Label = Annotated[str, Field(min_length=1, max_length=128)]
+Label = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
 
 
 class LimitSettings(Section):
@@ -43,8 +44,9 @@ class KeySettings(Section):
     """`chat` calls models, `feedback` judges and ends sessions, `admin` also ingests trajectories."""
     models: tuple[ModelName, ...] = ()
     """Models that this key may list, call and send trajectories of; for it there are no others. Empty: all."""
-    session_id: str = ""
-    """Binds the key to one session; empty: calls say or imply their session."""
+    session_id: Annotated[str, Field(pattern=f"^$|{NAME}")] = ""
+    """Binds the key to one session, and whatever names another one is refused with 403; empty: calls say or imply their
+    session."""
     limits: LimitSettings | None = None
     """Limits of this key in place of `gateway.limits_per_key`."""
 

@@ -25,22 +25,23 @@ class StickyVersions:
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._pins: OrderedDict[str, dict[str, tuple[Pin, float]]] = OrderedDict()
-        """By session key, then by model: the pin and when it was last used."""
+        self._pins: OrderedDict[tuple[str, str], dict[str, tuple[Pin, float]]] = OrderedDict()
+        """By tenant and session key, then by model: the pin and when it was last used. A session key reaches us inside
+        response ids, which any tenant may name."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def get(self, session_key: str, model: str) -> Pin | None:
-        pin, used_s = self._pins.get(session_key, {}).get(model, (None, 0.0))
+    def get(self, tenant: str, session_key: str, model: str) -> Pin | None:
+        pin, used_s = self._pins.get((tenant, session_key), {}).get(model, (None, 0.0))
         return pin if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
 
-    def set(self, session_key: str, model: str, pin: Pin) -> None:
-        self._pins.setdefault(session_key, {})[model] = (pin, self._clock.monotonic_s())
-        self._pins.move_to_end(session_key)
+    def set(self, tenant: str, session_key: str, model: str, pin: Pin) -> None:
+        self._pins.setdefault((tenant, session_key), {})[model] = (pin, self._clock.monotonic_s())
+        self._pins.move_to_end((tenant, session_key))
         if len(self._pins) > self._settings.sessions_max:
             self._pins.popitem(last=False)
 
-    def drop(self, session_key: str) -> None:
-        """The session has ended."""
-        self._pins.pop(session_key, None)
+    def drop(self, tenant: str, session_key: str) -> None:
+        """Forget the versions of a session of `tenant` that has ended."""
+        self._pins.pop((tenant, session_key), None)

@@ -16,6 +16,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event
+from headrace_schemas.names import decode_name
 
 log = get_logger(__name__)
 E_co = TypeVar("E_co", bound=Event)
@@ -120,7 +121,7 @@ class Table(Generic[E_co]):
             await reader.stop()
 
     async def _apply(self, record: Record) -> None:
-        key = (record.key or b"").decode("utf-8", "replace")
+        key = decode_name(record.key or b"")
         event: E_co | None = None
         if record.value is not None:
             try:

@@ -14,6 +14,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter
 from headrace_schemas.base import utcnow
+from headrace_schemas.names import decode_name
 from headrace_schemas.text import storable
 
 log = get_logger(__name__)
@@ -63,7 +64,7 @@ def dead_letter(
 
 
 def _text(text: str | bytes) -> str:
-    return storable(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+    return storable(text if isinstance(text, str) else decode_name(text))
 
 
 class Told:

@@ -20,12 +20,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
+from headrace_schemas.names import decode_name, decode_path
 from headrace_schemas.redaction import redacted
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
@@ -89,7 +90,7 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
     listener = _listen(settings)
     server = _Server(
         uvicorn.Config(
-            application,
+            _with_exact_paths(application),
             http=protocol_for(settings),
             ws="none",
             lifespan="off",
@@ -142,9 +143,27 @@ def _handed_over(settings: ServiceSettings) -> socket.socket | None:
 def require_internal_key(request: Request, common: Common) -> None:
     """Raises `Refused` unless the request carries `security.internal_key`, when one is set."""
     expected = common.security.internal_key.get_secret_value()
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = header_of(request, "authorization").removeprefix("Bearer ")
     if expected and not hmac.compare_digest(expected.encode(), given.encode()):
         raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
+
+
+def header_of(request: Request, name: str) -> str:
+    """Return a header's value by the rule of `headrace_schemas.names`, empty where the request has no such header."""
+    wanted = name.lower().encode("ascii")
+    return next((decode_name(value) for header, value in request.headers.raw if header == wanted), "")
+
+
+def _with_exact_paths(application: ASGIApp) -> ASGIApp:
+    """Return `application` with paths whose percent forms are decoded by the rule of `headrace_schemas.names`."""
+
+    async def exact(scope: Scope, receive: Receive, send: Send) -> None:
+        raw: bytes = scope.get("raw_path") or b""
+        if b"%" in raw:
+            scope = {**scope, "path": decode_path(raw)}
+        await application(scope, receive, send)
+
+    return exact
 
 
 class _Server(uvicorn.Server):

@@ -47,8 +47,8 @@ class ModelRegistry:
 
         self._url = url.rstrip("/")
         self._retries = retries or Retries(attempts=3)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        headers |= {WHO_HEADER: who.encode("ascii", "replace").decode()} if who else {}
+        headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        headers |= {WHO_HEADER.encode(): who.encode("utf-8", "surrogateescape")} if who else {}
         self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s, transport=transport)
 
     def models(self) -> tuple[ModelState, ...]:

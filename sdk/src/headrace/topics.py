@@ -13,6 +13,7 @@ from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import sequence_of
+from headrace_schemas.names import decode_name
 from headrace_schemas.records import carried
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ async def connected(bus: str) -> AsyncIterator[Topics]:
 
 
 def _key(message: ConsumerRecord) -> str:
-    return (message.key or b"").decode("utf-8", "replace")
+    return decode_name(message.key or b"")
 
 
 async def _entry(message: ConsumerRecord) -> Entry:

@@ -132,7 +132,7 @@ def test_an_ended_session_starts_anew() -> None:
     rig.route(V1, 1)
     rig.place()
     rig.route(V2, 2)
-    rig.sticky_versions.drop(ids.session_key("default", "run-1"))
+    rig.sticky_versions.drop("default", ids.session_key("default", "run-1"))
     assert rig.place()[0] == V2
 
 

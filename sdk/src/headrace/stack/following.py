@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from headrace.topics import Range, Topics
 from headrace_schemas import Event
+from headrace_schemas.names import decode_name
 
 E = TypeVar("E", bound=Event)
 
@@ -31,7 +32,7 @@ class Follower:
         """The keys of new records, which are not decoded."""
         async for wanted, end in self._ranges(topics, topic, ()):
             async for record in topics.records(wanted, ends=end):
-                yield (record.key or b"").decode("utf-8", "replace")
+                yield decode_name(record.key or b"")
 
     async def _ranges(
         self, topics: Topics, topic: str, keys: Collection[str]

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from headrace_registry.tables import AUDIT
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.settings import Common
+from headrace_runtime.web import header_of
 from headrace_schemas.catalog import WHO_HEADER, AuditEntry
+from headrace_schemas.text import printable
 
 _WHO_LENGTH_MAX = 200
 
@@ -39,8 +41,7 @@ class Act:
 def asker(request: Request, common: Common) -> Asker:
     """Whoever sends `request`, after its key was checked."""
     principal = "internal" if common.security.internal_key.get_secret_value() else "open"
-    said = request.headers.get(WHO_HEADER, "")[:_WHO_LENGTH_MAX]
-    return Asker(principal, "".join(letter for letter in said if letter.isprintable()))
+    return Asker(principal, printable(header_of(request, WHO_HEADER), _WHO_LENGTH_MAX))
 
 
 async def write(tx: AsyncConnection, now: datetime, model: str, act: Act) -> None:
