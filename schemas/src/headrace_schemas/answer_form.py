@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.bounds import JsonObject
 from headrace_schemas.events.chat import Grammar
 
 RESPONSE_FORMAT, TOOL_CHOICE = "response_format", "tool_choice"
@@ -22,7 +23,7 @@ class JsonSchemaFormat(Model):
 
     name: Text
     description: LongText | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 

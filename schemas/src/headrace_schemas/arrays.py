@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from headrace_schemas.bounds import LOGPROB_MIN
+
 MAX_LENGTH = 1_048_576
 """Longest array that an event may carry; a longer context than any model that exists, and a bound on memory."""
 
@@ -50,7 +52,7 @@ def _read_floats(value: Any) -> Any:
     if isinstance(value, Sequence) and all(isinstance(item, int | float) for item in value):
         try:
             return struct.unpack(f"<{len(value)}f", struct.pack(f"<{len(value)}f", *value))
-        except OverflowError:
+        except (OverflowError, struct.error):  # a double, or an integer beyond a double
             raise ValueError("a value does not fit float32") from None
     return value
 
@@ -73,11 +75,22 @@ TokenIds = Annotated[
 ]
 """Token ids, `int32` each."""
 
+_LOGPROBS_SCHEMA = _array_schema({"type": "number", "maximum": _ROUNDING}, "application/x-float32-le")
+
 Logprobs = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False, le=_ROUNDING)], ...],
     Field(max_length=MAX_LENGTH),
     BeforeValidator(_read_floats),
     PlainSerializer(pack_float32, return_type=str, when_used="json"),
-    WithJsonSchema(_array_schema({"type": "number", "maximum": _ROUNDING}, "application/x-float32-le")),
+    WithJsonSchema(_LOGPROBS_SCHEMA),
 ]
-"""Log-probabilities in nats, `float32` each, of what was really sampled: after temperature."""
+"""Log-probabilities in nats, `float32` each, of any tokens: after temperature."""
+
+SampledLogprobs = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False, ge=LOGPROB_MIN, le=_ROUNDING)], ...],
+    Field(max_length=MAX_LENGTH),
+    BeforeValidator(_read_floats),
+    PlainSerializer(pack_float32, return_type=str, when_used="json"),
+    WithJsonSchema(_LOGPROBS_SCHEMA),
+]
+"""The same of what was really sampled: none is below `LOGPROB_MIN`."""

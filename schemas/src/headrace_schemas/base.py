@@ -8,13 +8,14 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
+from headrace_schemas.bounds import check_text
 from headrace_schemas.errors import InvalidEvent
 
-Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
-"""A short identifier or label."""
+Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterValidator(check_text)]
+"""A short identifier or label, without NUL and lone surrogates."""
 
-LongText = Annotated[str, StringConstraints(max_length=1_048_576)]
-"""Something that a person or a model wrote."""
+LongText = Annotated[str, StringConstraints(max_length=1_048_576), AfterValidator(check_text)]
+"""Something that a person or a model wrote, without NUL and lone surrogates."""
 
 SessionKey = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """See `headrace_schemas.ids.session_key`."""
@@ -34,7 +35,15 @@ AliasName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-Timestamp = Annotated[AwareDatetime, AfterValidator(lambda value: value.astimezone(UTC))]
+
+def _in_utc(value: datetime) -> datetime:
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("is before the year 1 or after the year 9999 in UTC") from None
+
+
+Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 """An instant, kept in UTC."""
 
 
@@ -57,6 +66,8 @@ class Event(Model):
 
     topic: ClassVar[str]
     type: ClassVar[str]
+    values_max: ClassVar[int] = 524_288
+    """Most values in the JSON of one event from other producers than Headrace's own: parsing costs that much."""
 
     time: Timestamp
     """When the fact came to be, by its producer's clock."""

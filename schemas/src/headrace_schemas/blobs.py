@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace_schemas.base import Model, Sha256, Text
+from headrace_schemas.bounds import INT64
 
 PAYLOAD_BYTES_MAX = 262_144
 """Larger event values go to the blob store and a `BlobRef` takes their place."""
@@ -18,7 +19,7 @@ class BlobRef(Model):
 
     uri: Text
     sha256: Sha256
-    size: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=0), INT64]
 
     def matches(self, data: bytes) -> bool:
         """Whether these are the bytes that are meant."""

@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.base import Model
 from headrace_schemas.events.chat import FinishReason
 
@@ -25,7 +25,7 @@ class ResumedChoice(Model):
 
     index: Annotated[int, Field(ge=0)]
     token_ids: TokenIds
-    logprobs: Logprobs
+    logprobs: SampledLogprobs
     finish_reason: FinishReason | None = None
 
     @model_validator(mode="after")

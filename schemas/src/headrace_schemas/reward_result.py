@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace_schemas.base import Finite, LongText, Model, Text
+from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.bounds import Score
 
 
 class RewardResult(Model):
@@ -13,8 +14,8 @@ class RewardResult(Model):
     With `value` left out and `criteria` given, the value is their mean.
     """
 
-    value: Finite | None = None
-    criteria: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
-    turns: dict[Text, Finite] = Field(default_factory=dict, max_length=4096)
+    value: Score | None = None
+    criteria: dict[Text, Score] = Field(default_factory=dict, max_length=64)
+    turns: dict[Text, Score] = Field(default_factory=dict, max_length=4096)
     """What single turns are worth by themselves, by turn id: process rewards. Turns in no branch are passed over."""
     reason: LongText | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from headrace_schemas.base import Finite, LongText, Model, Text
+from headrace_schemas.bounds import INT32, SAMPLING, Int64, JsonObject
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -58,7 +59,7 @@ class FunctionDefinition(Model):
 
     name: Text
     description: LongText | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     """A JSON Schema, passed through untouched."""
     strict: bool | None = None
 
@@ -73,7 +74,7 @@ class Tool(Model):
 class Grammar(Model):
     """What an answer was held to: tokens that leave it could not be sampled."""
 
-    response_format: dict[str, JsonValue] | None = None
+    response_format: JsonObject | None = None
     """As the client sent it: `json_object`, or `json_schema` with the schema."""
     tool_choice: Text | None = None
     """`required`: some call; `function`: a call of `function`."""
@@ -89,10 +90,10 @@ class Sampling(Model):
     """How the tokens were sampled: the client's own choice, recorded and never overwritten."""
 
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] = 1.0
-    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0), SAMPLING] = 1.0
+    top_k: Annotated[int, Field(ge=-1), INT32] = -1
+    max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
+    seed: Int64 | None = None
     stop: tuple[Text, ...] = ()
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0

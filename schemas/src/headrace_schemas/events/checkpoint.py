@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.bounds import INT32, INT64
 from headrace_schemas.ids import derived_id
 
 DropReason = Literal[
@@ -35,7 +36,7 @@ class Checkpoint(Event):
     model: ModelName
     version: Version
     lineage: Text
-    step: Annotated[int, Field(ge=0)]
+    step: Annotated[int, Field(ge=0), INT32]
     parent: Version | None = None
     manifest: BlobRef
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
@@ -59,7 +60,7 @@ class TrainingOutcome(Model):
     model_config = ConfigDict(title="Verdict")
 
     experience_id: Text
-    revision: Annotated[int, Field(ge=0)]
+    revision: Annotated[int, Field(ge=0), INT32]
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
     """None: it was trained, so it changed the weights."""
@@ -83,7 +84,7 @@ class Undone(Model):
     """
 
     experience_id: Text
-    revision: Annotated[int, Field(ge=0)]
+    revision: Annotated[int, Field(ge=0), INT32]
     queued: bool
     """True: the revision waits to be trained, and another outcome follows. False: it is never trained again."""
 
@@ -95,14 +96,14 @@ class Restored(Model):
     """
 
     experience_id: Text
-    revision: Annotated[int, Field(ge=0)]
+    revision: Annotated[int, Field(ge=0), INT32]
 
 
 class Read(Model):
     """A range of `experiences`: the records of one partition before offset `until` that were not read before."""
 
-    partition: Annotated[int, Field(ge=0)]
-    until: Annotated[int, Field(ge=1)]
+    partition: Annotated[int, Field(ge=0), INT32]
+    until: Annotated[int, Field(ge=1), INT64]
 
 
 class BatchRecord(Model):
@@ -116,9 +117,9 @@ class BatchRecord(Model):
 
     model_config = ConfigDict(title="Batch")
 
-    step: Annotated[int, Field(ge=0)]
+    step: Annotated[int, Field(ge=0), INT32]
     """Number of this step in the lineage. A batch whose gradient was not finite has the number of the step before."""
-    experiences: Annotated[int, Field(ge=1)]
+    experiences: Annotated[int, Field(ge=1), INT32]
     digest: Sha256
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
     """In reading order, since the previous batch; for the first batch of an account, since the previous account."""
@@ -135,8 +136,8 @@ class TrainingMetrics(Event):
 
     model: ModelName
     lineage: Text
-    step: Annotated[int, Field(ge=0)]
-    account: Annotated[int, Field(ge=0)] = 0
+    step: Annotated[int, Field(ge=0), INT32]
+    account: Annotated[int, Field(ge=0), INT32] = 0
     """Number of the save in its lineage. A save without a new version (only drops) has a number, too."""
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)

@@ -5,12 +5,24 @@ from __future__ import annotations
 import base64
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from headrace_schemas.base import Event, LongText, Text
+from headrace_schemas.bounds import INT32, INT64
 from headrace_schemas.ids import derived_id
 
-Base64 = Annotated[str, Field(max_length=2_097_152, json_schema_extra={"contentEncoding": "base64"})]
+
+def _check_base64(value: str) -> str:
+    try:
+        base64.b64decode(value, validate=True)
+    except ValueError:
+        raise ValueError("is no base64") from None
+    return value
+
+
+Base64 = Annotated[
+    str, Field(max_length=2_097_152, json_schema_extra={"contentEncoding": "base64"}), AfterValidator(_check_base64)
+]
 
 
 class DeadLetter(Event):
@@ -21,8 +33,8 @@ class DeadLetter(Event):
 
     service: Text
     source_topic: Text
-    source_partition: Annotated[int, Field(ge=0)] | None = None
-    source_offset: Annotated[int, Field(ge=0)] | None = None
+    source_partition: Annotated[int, Field(ge=0), INT32] | None = None
+    source_offset: Annotated[int, Field(ge=0), INT64] | None = None
     """None when the record never reached its topic (refused by its producer)."""
     source_id: Text
     """Id of the refused event, or a digest of its bytes when it has none."""
@@ -31,7 +43,7 @@ class DeadLetter(Event):
     value_base64: Base64
     reason: Text
     error: LongText
-    attempts: Annotated[int, Field(ge=1)] = 1
+    attempts: Annotated[int, Field(ge=1), INT32] = 1
 
     @property
     def value(self) -> bytes:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.base import Event, LongText, Text
+from headrace_schemas.bounds import INT32
 from headrace_schemas.ids import derived_id
 
 RETRY_HEADER = "ce_retryof"
@@ -25,7 +26,7 @@ class DeadLetterDecision(Event):
 
     dead_letter_id: Text
     """`event_id` of the `DeadLetter`."""
-    number: Annotated[int, Field(ge=1)]
+    number: Annotated[int, Field(ge=1), INT32]
     """Number of the decision about this letter. A decision that is sent twice keeps its number."""
     action: Literal["retried", "discarded"]
     reason: LongText | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text
+from headrace_schemas.bounds import INT32, Total
 from headrace_schemas.events.chat import Message
 from headrace_schemas.events.trajectory import Branch
 from headrace_schemas.ids import derived_id
@@ -18,22 +19,22 @@ class RewardPart(Model):
     """One source's share in the total."""
 
     source: Text
-    value: Finite
-    weight: Finite
+    value: Total
+    weight: Total
 
 
 class TurnReward(Model):
     """What one turn of the branch is worth by itself, beside the reward of the run."""
 
     turn_id: Text
-    value: Finite
+    value: Total
 
 
 class Edit(Model):
     """What a turn should have answered. It follows the same prompt as the answer that it replaces."""
 
     turn_id: Text
-    choice: Annotated[int, Field(ge=0)] = 0
+    choice: Annotated[int, Field(ge=0), INT32] = 0
     source: Text = "feedback"
     message: Message
     """An assistant's message: its text, its tool calls, or both."""
@@ -46,7 +47,7 @@ class PreferenceSide(Model):
     preference_id: Text
     side: Literal["chosen", "rejected"]
     turn_id: Text
-    choice: Annotated[int, Field(ge=0)] = 0
+    choice: Annotated[int, Field(ge=0), INT32] = 0
     source: Text = "feedback"
 
 
@@ -62,7 +63,7 @@ class Experience(Event):
     type: ClassVar[str] = "headrace.experience.v1"
 
     experience_id: Text
-    revision: Annotated[int, Field(ge=0)] = 0
+    revision: Annotated[int, Field(ge=0), INT32] = 0
     trajectory_id: Text
     session_key: SessionKey
     session_id: Text
@@ -71,13 +72,13 @@ class Experience(Event):
     """Names the group: experiences of one task are compared with each other."""
     run_id: Text | None = None
     model: ModelName
-    branch_index: Annotated[int, Field(ge=0)] = 0
+    branch_index: Annotated[int, Field(ge=0), INT32] = 0
     branch: Branch | None = None
     turn_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
     """The turns of the branch. Turns that were left out of all branches are in no experience."""
     weight: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
     """Share of the run: the branches of one run add up to 1."""
-    reward: Finite | None = None
+    reward: Total | None = None
     no_reward: NoReward | None = None
     parts: tuple[RewardPart, ...] = Field(default=(), max_length=64)
     turn_rewards: tuple[TurnReward, ...] = Field(default=(), max_length=4096)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from headrace_schemas.base import Event, SessionKey, Text, Timestamp
+from headrace_schemas.bounds import CONTEXT_KEYS_MAX, INT32, JsonObject
 from headrace_schemas.events.opinion import Opinion, broken
 from headrace_schemas.ids import derived_id, key_of_response, session_key
+
+SESSIONS_MAX = 4096
+"""Most sessions that one run can be in: its feedback lists at least one turn of each."""
+
+
+def _check_sessions(value: int) -> int:
+    if value > SESSIONS_MAX:
+        raise PydanticCustomError("bound", f"must be at most {SESSIONS_MAX}, the most turns that a feedback lists")
+    return value
 
 
 class Feedback(Opinion, Event):
@@ -22,6 +33,7 @@ class Feedback(Opinion, Event):
 
     topic: ClassVar[str] = "feedback"
     type: ClassVar[str] = "headrace.feedback.v1"
+    values_max: ClassVar[int] = 16_384
 
     feedback_id: Text
     """Set by a client that retries, so that equal feedback counts once; else a new UUIDv7."""
@@ -30,15 +42,15 @@ class Feedback(Opinion, Event):
     session_id: Text | None = None
     tenant: Text = "default"
     msg_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
-    sessions: Annotated[int, Field(ge=1)] = 1
+    sessions: Annotated[int, Field(ge=1), INT32, AfterValidator(_check_sessions)] = 1
     """How many sessions the run of its turns is in. Each session has an event of its own, with its own turns in
     `msg_ids`."""
-    partition: Annotated[int, Field(ge=0)] | None = None
+    partition: Annotated[int, Field(ge=0), INT32] | None = None
     """Feedback about a task is sent once to every partition; this tells the copies apart."""
     task_id: Text | None = None
     run_id: Text | None = None
     ends_session: bool = False
-    context: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+    context: JsonObject = Field(default_factory=dict, max_length=CONTEXT_KEYS_MAX)
     """Facts that reward functions may read, e.g. the expected answer."""
 
     @property
@@ -116,6 +128,7 @@ class SessionEnd(Event):
 
     topic: ClassVar[str] = "session-ends"
     type: ClassVar[str] = "headrace.session-end.v1"
+    values_max: ClassVar[int] = 1024
 
     end_id: Text
     scope: Literal["session", "tenant"] = "session"
@@ -125,7 +138,7 @@ class SessionEnd(Event):
     reason: Literal["end_call", "commit"] = "end_call"
     before: Timestamp | None = None
     """With `scope="tenant"`: only sessions whose last turn is not newer than this."""
-    partition: Annotated[int, Field(ge=0)] | None = None
+    partition: Annotated[int, Field(ge=0), INT32] | None = None
 
     @property
     def event_id(self) -> str:

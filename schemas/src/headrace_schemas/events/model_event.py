@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Share, Text, Version
+from headrace_schemas.bounds import INT32
 
 Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", "skipped", "rolled_back", "withdrawn"]
 
@@ -19,7 +20,7 @@ class RolloutStep(Model):
 
     rollout_id: Text
     kind: Literal["begin", "advance", "promote", "hold", "roll_back"]
-    stage: Annotated[int, Field(ge=0)]
+    stage: Annotated[int, Field(ge=0), INT32]
     """The one that it is in afterwards, from 0."""
     share: Share
     """Of all units, for the candidate, afterwards; 1 for a promotion."""

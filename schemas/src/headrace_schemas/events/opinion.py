@@ -7,9 +7,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace_schemas.base import Finite, LongText, Model, Text
+from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.bounds import Score
 from headrace_schemas.events.chat import Message
 from headrace_schemas.ids import derived_id
+from headrace_schemas.sources import refusal_of
+from headrace_schemas.text import printable
 
 Kind = Literal["value", "edit", "preference"]
 Level = Literal["response", "turn", "session", "task"]
@@ -61,13 +64,13 @@ class Opinion(Model):
     None: the session, or the run that `msg_ids` list; some of the turns of a run are meant by themselves."""
     choice: ChoiceIndex | None = None
     """Which answer of the turn is meant. Without it the turn is meant with all of them; an edit is of the first."""
-    value: Finite | None = None
-    rating: Finite | None = None
+    value: Score | None = None
+    rating: Score | None = None
     """A point on `scale`; `value` is then where it lies between the ends, from 0 to 1."""
-    scale: tuple[Finite, Finite] | None = None
+    scale: tuple[Score, Score] | None = None
     label: Text | None = None
     """A word that the scorer's settings give a value. A label without one is kept, and abstains."""
-    parts: dict[Metric, Finite] = Field(default_factory=dict, max_length=32)
+    parts: dict[Metric, Score] = Field(default_factory=dict, max_length=32)
     """Several metrics at once. Each is revised and withdrawn by itself."""
     comment: LongText | None = None
     edit: Message | None = None
@@ -94,6 +97,16 @@ class Opinion(Model):
     def metric_source(self) -> str:
         """The source under which its value counts."""
         return metric_source(self.source, self.metric)
+
+    @model_validator(mode="after")
+    def _speaks_in_its_own_name(self) -> Self:
+        names = [("source", self.source, True), ("rater", self.rater, False), ("metric", self.metric, False)]
+        names += [("parts", name, False) for name in self.parts]
+        for field, name, whole_word in names:
+            problem = refusal_of(name, whole_word=whole_word) if name else None
+            if problem is not None:
+                raise broken(field, f"{printable(name or '')!r} {problem}")
+        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.base import Event, Finite, LongText, SessionKey, Text
+from headrace_schemas.base import Event, LongText, SessionKey, Text
+from headrace_schemas.bounds import INT32, Score
 from headrace_schemas.ids import derived_id
 
 Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "withdrawn"]
@@ -20,20 +21,21 @@ class Reward(Event):
 
     topic: ClassVar[str] = "rewards"
     type: ClassVar[str] = "headrace.reward.v1"
+    values_max: ClassVar[int] = 1024
 
     trajectory_id: Text
     session_key: SessionKey
     tenant: Text = "default"
     turn_id: Text | None = None
     """Set when the reward is about one turn only."""
-    choice: Annotated[int, Field(ge=0)] | None = None
+    choice: Annotated[int, Field(ge=0), INT32] | None = None
     """Set when it is about one of the answers of that turn."""
     source: Text
     """The source: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
-    revision: Annotated[int, Field(ge=0)] = 0
+    revision: Annotated[int, Field(ge=0), INT32] = 0
     outcome: Outcome = "scored"
-    value: Finite | None = None
-    criteria: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    value: Score | None = None
+    criteria: dict[Text, Score] = Field(default_factory=dict, max_length=64)
     reason: LongText | None = None
     judged_by: Text | None = None
     """Model and prompt digest of a judge, or digest of the reward function's source."""

@@ -20,6 +20,7 @@ from headrace_schemas.base import (
     Version,
 )
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.bounds import INT32
 from headrace_schemas.ids import derived_id
 
 Alias = Literal["champion", "canary", "previous"]
@@ -76,7 +77,7 @@ class Routing(Event):
     type: ClassVar[str] = "headrace.routing.v1"
 
     model: ModelName
-    revision: Annotated[int, Field(ge=0)]
+    revision: Annotated[int, Field(ge=0), INT32]
     aliases: dict[Alias, Version]
     serve: tuple[ServedVersion, ...] = Field(max_length=64)
     withdrawn: tuple[Version, ...] = Field(default=(), max_length=1024)
@@ -135,8 +136,8 @@ class Replica(Event):
     url: Text
     engine: Text
     versions: tuple[LoadedVersion, ...] = Field(default=(), max_length=64)
-    in_flight: Annotated[int, Field(ge=0)] = 0
-    capacity: Annotated[int, Field(ge=1)]
+    in_flight: Annotated[int, Field(ge=0), INT32] = 0
+    capacity: Annotated[int, Field(ge=1), INT32]
     ttl_s: Annotated[Finite, Field(gt=0)]
     started_at: Timestamp
     stopping: bool = False

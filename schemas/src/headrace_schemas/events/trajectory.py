@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
+from headrace_schemas.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
 from headrace_schemas.events.chat import FinishReason, Message, Tool
 from headrace_schemas.events.turn import Purpose
 from headrace_schemas.ids import derived_id
@@ -22,12 +23,12 @@ class Span(Model):
     Everything outside the spans is observation and has loss mask 0.
     """
 
-    start: Annotated[int, Field(ge=0)]
-    logprobs: Logprobs
+    start: Annotated[int, Field(ge=0), INT32]
+    logprobs: SampledLogprobs
     turn_id: Text
-    choice: Annotated[int, Field(ge=0)] = 0
+    choice: Annotated[int, Field(ge=0), INT32] = 0
     version: Version
-    temperature: Annotated[Finite, Field(gt=0.0)] = 1.0
+    temperature: Annotated[Finite, Field(gt=0.0), SAMPLING] = 1.0
     finish_reason: FinishReason = "stop"
 
     @property
@@ -116,12 +117,12 @@ class Trajectory(Event):
     """Why none of its turns is trained, although its purpose is `train`: a version spoke that nobody trains."""
     shadow_of: SessionKey | None = None
     """As of its turns: the user's session whose prompt it answers anew."""
-    parts: Annotated[int, Field(ge=1)] = 1
+    parts: Annotated[int, Field(ge=1), INT32] = 1
     end_reason: EndReason
     started_at: Timestamp
-    turns_from: int | None = None
+    turns_from: Int64 | None = None
     """Offset of its first turn on `turns`. None when it was ingested. Earlier feedback is not about it."""
-    context: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+    context: JsonObject = Field(default_factory=dict, max_length=CONTEXT_KEYS_MAX)
 
     @model_validator(mode="after")
     def _dialogues_match_branches(self) -> Self:

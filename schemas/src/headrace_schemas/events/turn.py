@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
+from headrace_schemas.bounds import INT32
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
 
 SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
@@ -17,9 +18,9 @@ Purpose = Literal["train", "eval"]
 class Choice(Model):
     """One sampled completion of a turn."""
 
-    index: Annotated[int, Field(ge=0)]
+    index: Annotated[int, Field(ge=0), INT32]
     token_ids: TokenIds
-    logprobs: Logprobs
+    logprobs: SampledLogprobs
     finish_reason: FinishReason
     message: Message
 
@@ -36,8 +37,8 @@ class Choice(Model):
 class Usage(Model):
     """Token counts as the engine reported them."""
 
-    prompt_tokens: Annotated[int, Field(ge=0)]
-    completion_tokens: Annotated[int, Field(ge=0)]
+    prompt_tokens: Annotated[int, Field(ge=0), INT32]
+    completion_tokens: Annotated[int, Field(ge=0), INT32]
 
 
 class UnitAssignment(Model):
@@ -77,7 +78,7 @@ class Turn(Event):
     replica_id: Text
     request_digest: Sha256
     """Digest of the request. With `retry` it tells the retry of an SDK from a parallel sample."""
-    retry: Annotated[int, Field(ge=0)] = 0
+    retry: Annotated[int, Field(ge=0), INT32] = 0
     """Which retry of the client's SDK this call was, 0 for the first attempt."""
     delivered: bool = True
     """False when the client disconnected before the response ended. Such turns are captured, but never trained."""

@@ -1,0 +1,205 @@
+"""Every field of every event is bounded: text that cannot be stored, and numbers that leave their range, are refused.
+
+The places are found in the published examples and in the models, so that a new field is tried without a new test.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+import headrace_schemas
+from headrace_schemas import EVENTS, Event, Feedback, Reward, Trajectory, bounds
+from headrace_schemas.bounds import JsonObject, check_json, merge_contexts
+from headrace_schemas.errors import InvalidEvent
+
+EXAMPLES = sorted((Path(headrace_schemas.__file__).parent / "examples").glob("*/*.json"))
+FREE: TypeAdapter[dict[str, Any]] = TypeAdapter(JsonObject)
+Place = tuple[str | int, ...]
+UNSTORABLE = ("a\0b", "\ud83d", "\udc00 end")
+WRONG_NUMBERS = (1.8e308, -1.7e308, 10**400, -(2**63) - 1, 1e39)
+DIAGNOSTIC = {"metrics", "statistics", "max_abs_delta", "parent_max_abs_delta", "ttl_s"}
+"""Fields with measured figures that no other event is computed from: they only have to be finite."""
+
+
+def _places(value: Any, place: Place = ()) -> Iterator[Place]:
+    yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield from _places(inner, (*place, name))
+
+
+def _at(value: Any, place: Place) -> Any:
+    for name in place:
+        value = value[name]
+    return value
+
+
+def _with(value: Any, place: Place, new: Any) -> Any:
+    changed = copy.deepcopy(value)
+    if not place:
+        return new
+    _at(changed, place[:-1])[place[-1]] = new
+    return changed
+
+
+def _read(model: type[Event], data: object) -> Event | None:
+    """Return the event, or None if it is refused by name; every other exception is a failure of the test."""
+    text = json.dumps(data).replace("Infinity", "1e999")
+    try:
+        return model.from_json(text.encode("utf-8", "surrogatepass"))
+    except InvalidEvent:
+        return None
+
+
+def _survives(event: Event) -> bool:
+    """Whether a reader gets the event as it was, and PostgreSQL can store its text."""
+    again = type(event).from_json(event.to_json())
+    return again.to_json() == event.to_json() and b"\\u0000" not in event.to_json()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(path: Path) -> None:
+    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+    for place in _places(data):
+        for text in UNSTORABLE:
+            if isinstance(_at(data, place), str):
+                assert _read(model, _with(data, place, text)) is None, (place, text)
+            if isinstance(_at(data, place), dict) and _read(model, {**data, "x": {"y": 1}}) is not None:
+                event = _read(model, _with(data, place, {**_at(data, place), text: 1}))
+                assert event is None or _survives(event), (place, text)  # an unknown field is left out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(path: Path) -> None:
+    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+    for place in _places(data):
+        before = _at(data, place)
+        if isinstance(before, bool) or not isinstance(before, int | float) or DIAGNOSTIC & set(map(str, place)):
+            continue
+        for number in WRONG_NUMBERS:
+            event = _read(model, _with(data, place, number))
+            free = "context" in place or "parameters" in place or "response_format" in place
+            assert event is None or (free and math.isfinite(number) and _survives(event)), (place, number)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_times_at_the_ends_of_the_calendar_are_refused_or_read(path: Path) -> None:
+    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+    for name in [name for name in data if name == "time" or name.endswith("_at")]:
+        for text in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "9999-12-31T23:59:59Z"):
+            event = _read(model, {**data, name: text})
+            assert event is None or _survives(event)
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+free_json = st.dictionaries(
+    texts,
+    st.recursive(
+        st.none() | st.booleans() | numbers | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+        max_leaves=12,
+    ),
+    max_size=6,
+)
+planted = st.sampled_from([*UNSTORABLE, math.nan, math.inf, -math.inf, 2**64, -(2**63) - 1, 10**400])
+
+
+@given(free_json)
+def test_free_json_within_the_bounds_is_passed_on_untouched(value: dict[str, Any]) -> None:
+    assert FREE.validate_python(value) == value
+
+
+@given(free_json, planted, st.data())
+def test_one_bad_value_anywhere_in_free_json_is_refused(value: dict[str, Any], bad: Any, data: st.DataObject) -> None:
+    place = data.draw(st.sampled_from([*_places(value)]))
+    target = _at(value, place)
+    if isinstance(target, dict):
+        changed = _with(value, place, {**target, **({bad: 1} if isinstance(bad, str) else {"x": bad})})
+    else:
+        changed = _with(value, place, bad)
+    with pytest.raises(ValidationError):
+        FREE.validate_python(changed)
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(levels - 2):
+        value = [value]
+    return {"x": value}
+
+
+def test_free_json_is_bounded_in_depth_values_and_characters() -> None:
+    values, characters = bounds.JSON_VALUES_MAX, bounds.JSON_CHARACTERS_MAX
+    at_bound = (_nested(bounds.JSON_DEPTH_MAX), {"x": [0] * (values - 2)}, {"x": "y" * (characters - 1)})
+    for value in at_bound:
+        check_json(value)
+    beyond = (_nested(bounds.JSON_DEPTH_MAX + 1), {"x": [0] * (values - 1)}, {"x": "y" * characters})
+    for value in beyond:
+        with pytest.raises(ValidationError, match="at most"):
+            FREE.validate_python(value)
+
+
+big = st.sampled_from([1, "y", [0] * 10_000, "y" * 300_000, [[0] * 100] * 100])
+
+
+@given(st.lists(st.dictionaries(st.sampled_from([f"k{n}" for n in range(90)]), big, max_size=64), max_size=8))
+def test_merged_contexts_fit_every_event_and_keep_the_newest(contexts: list[dict[str, Any]]) -> None:
+    merged = merge_contexts(contexts)
+    assert FREE.validate_python(merged) == merged
+    assert len(merged) <= bounds.CONTEXT_KEYS_MAX
+    newest: dict[str, Any] = {}
+    for context in contexts:
+        for name in context:
+            newest.pop(name, None)
+        newest |= context
+    assert [*merged.items()] == [*newest.items()][len(newest) - len(merged) :], "what is left out was given first"
+    if contexts and all(not isinstance(value, list | str) for context in contexts for value in context.values()):
+        assert len(merged) == min(len(newest), bounds.CONTEXT_KEYS_MAX)
+
+
+def test_one_context_at_its_bounds_stays_whole_when_it_is_merged() -> None:
+    whole: dict[str, JsonValue] = {f"k{n}": [0] * (bounds.JSON_VALUES_MAX // 64 - 2) for n in range(64)}
+    check_json(whole)
+    assert merge_contexts([{"older": 1}, whole]) == whole
+
+
+def _reward(value: float) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(next(path for path in EXAMPLES if path.parent.name == "rewards").read_text())
+    return {**data, "outcome": "scored", "value": value, "criteria": {}}
+
+
+@given(st.floats(-bounds.SCORE_MAX, bounds.SCORE_MAX))
+@example(bounds.SCORE_MAX)
+@example(-bounds.SCORE_MAX)
+@example(1e-320)
+def test_scores_within_their_range_are_taken(value: float) -> None:
+    assert _read(Reward, _reward(value)) is not None
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+@example(math.nextafter(bounds.SCORE_MAX, math.inf))
+def test_scores_beyond_their_range_are_refused(value: float) -> None:
+    within = abs(value) <= bounds.SCORE_MAX
+    assert (_read(Reward, _reward(value)) is not None) == within
+
+
+@given(st.lists(st.floats(-bounds.SCORE_MAX, bounds.SCORE_MAX), min_size=1, max_size=64), st.floats(0, 1e6))
+def test_what_follows_from_scores_within_their_range_fits_an_experience(scores: list[float], weight: float) -> None:
+    assert abs(math.fsum(scores) / len(scores)) <= bounds.SCORE_MAX
+    assert sum(abs(score) * weight for score in scores) <= bounds.TOTAL_MAX
+
+
+def test_events_of_other_producers_have_a_bound_on_their_values() -> None:
+    assert all(0 < event.values_max <= 524_288 for event in EVENTS.values())
+    assert Feedback.values_max < Trajectory.values_max
