@@ -49,6 +49,11 @@ class GatewayProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None, "it is started first"
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return (self.folder / "gateway.log").read_text(encoding="utf-8")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import resource
 import threading
 import time
 
@@ -10,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace_runtime.aside import Aside
-from headrace_runtime.loop_watch import LoopWatch, watched
+from headrace_runtime.loop_watch import INTERVAL_S, LoopWatch, watched
 from tests.support.loop_block import blocked
 
 
@@ -71,3 +73,44 @@ async def test_a_service_is_watched_as_long_as_it_runs() -> None:
     await watched(work())
     await asyncio.sleep(0)
     assert "loop-watch" not in {task.get_name() for task in asyncio.all_tasks()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_watch_at_its_own_interval_sees_each_block_and_wakes_the_loop_seldom(seed: int) -> None:
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    watch = LoopWatch()
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    for _ in range(5):  # wherever in the interval a block begins and ends
+        await asyncio.sleep(chance.uniform(0.0, INTERVAL_S / 4))
+        watch.take("busy"), watch.take("late")
+        block_s = chance.uniform(0.05, INTERVAL_S / 2)
+        compute(block_s)
+        await asyncio.sleep(0.001)
+        assert block_s <= watch.take("busy") < block_s + 0.05
+        assert watch.take("late") >= block_s
+        time.sleep(block_s)  # noqa: ASYNC251 (a call that blocks is what is to be seen)
+        await asyncio.sleep(0.001)
+        assert watch.take("busy") < 0.05
+        assert watch.take("late") >= block_s * 0.8
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    await asyncio.sleep(4 * INTERVAL_S)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before <= 8
+    running.cancel()
+
+
+async def test_watches_of_one_loop_end_in_any_order_and_leave_its_selector_as_it_was() -> None:
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select = selector.select
+    watches = [LoopWatch() for _ in range(3)]
+    running = [asyncio.create_task(watch.run()) for watch in watches]
+    await asyncio.sleep(0)
+    for number in (0, 2, 1):
+        running[number].cancel()
+        await asyncio.gather(running[number], return_exceptions=True)
+        compute(0.06)
+        await asyncio.sleep(0.001)
+        seen = [watch.take() >= 0.06 for watch in watches]
+        assert seen == [not task.done() for task in running]
+    assert selector.select == select

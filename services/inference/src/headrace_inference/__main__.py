@@ -2,13 +2,14 @@
 
 from headrace_inference.service import INFO
 from headrace_inference.settings import InferenceSettings
-from headrace_runtime.main import Service
+from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD, Service
 
 SERVICE = Service(
     name="inference",
     summary=INFO.summary,
     settings=InferenceSettings,
     run="headrace_inference.app:run",
+    garbage_threshold=PYTHON_GARBAGE_THRESHOLD,
 )
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import os
 
-from headrace_runtime.main import Service
+from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD, Service
 from headrace_trainer.service import INFO
 from headrace_trainer.settings import TrainerSettings
 
@@ -12,6 +12,7 @@ SERVICE = Service(
     TrainerSettings,
     "headrace_trainer.app:run",
     "headrace_trainer.check:check",
+    PYTHON_GARBAGE_THRESHOLD,
 )
 
 if __name__ == "__main__":

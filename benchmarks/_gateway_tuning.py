@@ -1,0 +1,150 @@
+"""The gateway with the runtime's tuning beside the same gateway without it, in turns.
+
+Two gateways on one broker and one replica without a model answer blocks of calls at `CONCURRENT` at a time, in turns,
+so that a busy machine disturbs both alike. The untuned one collects garbage as Python does and watches its loop with
+a timer of 20 ms. Afterwards both rest, and the voluntary context switches of all their threads are their wake-ups.
+What the process holds in memory before and after the load shows what seldom collections cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks._numbers import Summary
+from tests.support.gateway_process import GatewayProcess
+
+CONCURRENT = 16
+P99_RATIO_MAX = 0.6
+WAKE_UPS_RATIO_MAX = 0.7
+_REST_S = 20.0
+_UNTUNED = """
+import asyncio, time
+from headrace_runtime import loop_watch, main
+
+main.tune_garbage_collection = lambda threshold: None
+
+async def run(self):
+    while True:
+        before = time.monotonic(), time.thread_time(), loop_watch.waited_for_core_s()
+        await asyncio.sleep(0.02)
+        time.monotonic(), time.thread_time(), loop_watch.waited_for_core_s()
+
+loop_watch.LoopWatch.run = run
+"""
+
+
+@dataclass
+class Side:
+    """One of the two gateways, with what was measured of it."""
+
+    gateway: GatewayProcess
+    latencies_ms: list[Summary] = field(default_factory=list)
+    """Of each block."""
+    cpu_ms: list[float] = field(default_factory=list)
+    """CPU time of the gateway's process per request, of each block."""
+    wake_ups_hz: float = 0.0
+    memory_mb: tuple[float, float] = (0.0, 0.0)
+    """Before and after the load."""
+
+    async def load(self, seconds: float, model: str) -> None:
+        """Call it for one block."""
+        before_s, latencies = _cpu_s(self.gateway.pid), []
+        until = time.perf_counter() + seconds
+        body = {"model": model, "messages": [{"role": "user", "content": "Is the meeting on Monday?"}]}
+
+        async def call(http: aiohttp.ClientSession) -> None:
+            while (began := time.perf_counter()) < until:
+                async with http.post(f"{self.gateway.url}/v1/chat/completions", json=body) as response:
+                    response.raise_for_status()
+                    await response.read()
+                latencies.append((time.perf_counter() - began) * 1e3)
+
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(*(call(http) for _ in range(CONCURRENT)))
+        self.latencies_ms.append(Summary.of(latencies))
+        self.cpu_ms.append((_cpu_s(self.gateway.pid) - before_s) * 1e3 / len(latencies))
+
+    def result(self) -> dict[str, Any]:
+        quantiles = {f"p{share * 100:.0f}_ms": self.median(share) for share in (0.5, 0.99)}
+        return {
+            **{name: round(value, 2) for name, value in quantiles.items()},
+            "cpu_per_request_ms": round(statistics.median(self.cpu_ms), 3),
+            "requests": sum(len(block.values) for block in self.latencies_ms),
+            "wake_ups_hz": round(self.wake_ups_hz, 1),
+            "memory_mb": [round(value, 1) for value in self.memory_mb],
+        }
+
+    def median(self, share: float) -> float:
+        """The median over the blocks of this quantile."""
+        return statistics.median(block.quantile(share) for block in self.latencies_ms)
+
+
+def untuned_environment(folder: Path) -> Mapping[str, str]:
+    """The environment in which a service runs without the tuning."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(_UNTUNED)
+    return {"PYTHONPATH": str(folder)}
+
+
+async def compare(
+    tuned: GatewayProcess, untuned: GatewayProcess, model: str, pairs: int, block_s: float
+) -> dict[str, Any]:
+    """Call both in turns, `pairs` times, each for `block_s`; then let both rest."""
+    sides = [Side(tuned), Side(untuned)]
+    for side in sides:
+        await side.load(block_s, model)  # the first calls open connections and compile
+        side.latencies_ms.clear()
+        side.cpu_ms.clear()
+        side.memory_mb = (_memory_mb(side.gateway.pid), 0.0)
+    for pair in range(pairs):
+        for side in sides if pair % 2 else reversed(sides):
+            await side.load(block_s, model)
+    for side in sides:
+        side.memory_mb = (side.memory_mb[0], _memory_mb(side.gateway.pid))
+    before = [wake_ups(side.gateway.pid) for side in sides]
+    await asyncio.sleep(_REST_S)
+    for side, count in zip(sides, before, strict=True):
+        side.wake_ups_hz = (wake_ups(side.gateway.pid) - count) / _REST_S
+    ratios = [
+        mine.quantile(0.99) / theirs.quantile(0.99)
+        for mine, theirs in zip(sides[0].latencies_ms, sides[1].latencies_ms, strict=True)
+    ]
+    return {
+        "tuned": sides[0].result(),
+        "untuned": sides[1].result(),
+        "p99_ratio": round(statistics.median(ratios), 3),
+        "p99_ratio_max": P99_RATIO_MAX,
+        "wake_ups_ratio": round(sides[0].wake_ups_hz / sides[1].wake_ups_hz, 3),
+        "wake_ups_ratio_max": WAKE_UPS_RATIO_MAX,
+    }
+
+
+def wake_ups(pid: int) -> int:
+    """Voluntary context switches of all threads of a process so far."""
+    count = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
+            count += int(found[1]) if found else 0
+    return count
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / 100.0
+
+
+def _memory_mb(pid: int) -> float:
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None, "Linux alone has it"
+    return int(found[1]) / 1024
