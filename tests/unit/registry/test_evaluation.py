@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace_registry.evaluation import draws, run_audit, run_trial, summary
+from headrace_registry.evaluation import AuditRoom, draws, run_audit, run_trial, summary
 from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
@@ -117,7 +117,7 @@ async def test_a_play_that_fails_fails_the_trial() -> None:
 
 async def test_an_audit_plays_audit_tasks_in_turn_with_seeds_that_are_everybodys() -> None:
     session = FakeSession(lambda version, task: {"a": 1.0, "b": 0.5, "c": 0.0}[task])
-    found = await run_audit(session, CANDIDATE, plays=5, concurrency=2)
+    found = await run_audit(session, CANDIDATE, plays=5, room=AuditRoom(2))
     assert sorted(session.asked) == [
         (CANDIDATE, task, seed) for task, seed in zip("aabbc", (0, 3, 1, 4, 2), strict=True)
     ]
@@ -132,3 +132,27 @@ def test_an_audit_worked_by_hand() -> None:
     assert (found.score, found.plays, found.standard_error) == (0.75, 4, 0.25)
     assert found.scores == {"a": 1.0, "b": 0.5}
     assert summary([("a", 1.0)]).statistics() == {"score": 1.0, "tasks": 1.0}
+
+
+async def test_audit_beside_a_trial_keeps_its_plays_and_takes_an_eighth_of_the_room() -> None:
+    class Watched(FakeSession):
+        async def play(self, version: str, task: str, seed: int) -> float:
+            beside.append(self.under_way + 1)
+            return await super().play(version, task, seed)
+
+    beside: list[int] = []
+    """Plays of the audit under way, at the begin of each."""
+    room, audits, trials = AuditRoom(16), Watched(lambda *_: 0.5), FakeSession(lambda *_: 0.5)
+    auditing = asyncio.create_task(run_audit(audits, CHAMPION, plays=200, room=room))
+    while len(audits.asked) < 20:  # noqa: ASYNC110 (a play tells nobody)
+        await asyncio.sleep(0)
+    with room.trial():
+        begun = len(audits.asked)
+        await run_trial(trials, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=16, timeout_s=60)
+        ended = len(audits.asked)
+    assert begun < ended < 200, "it goes on, and the trial did not wait for its end"
+    assert max(beside[begun:ended]) <= 2
+    found = await auditing
+    assert found.plays == len(audits.asked) == 200
+    assert sorted(seed for _, _, seed in audits.asked) == list(range(200)), "each play counts once"
+    assert audits.most == max(beside[ended:]) == 16

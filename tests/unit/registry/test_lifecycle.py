@@ -21,6 +21,7 @@ from headrace_registry.lifecycle import (
     RunTrial,
     Situation,
     Wait,
+    next_audit,
     objection,
     plan,
 )
@@ -245,7 +246,7 @@ def test_heartbeats_from_before_it_was_adopted_say_nothing_of_a_candidate() -> N
     old = serving(2, at_s=1)
     assert isinstance(plan(probing(changed_s=2), now(old)), Wait)
     found = plan(probing("evaluating", changed_s=2), now(serving(1, 2, at_s=1)))
-    assert isinstance(found, RunAudit), "those after its probe do"
+    assert isinstance(found, RunTrial), "those after its probe do"
 
 
 def judged(
@@ -314,10 +315,26 @@ def test_it_plays_against_those_whom_somebody_serves() -> None:
     )
 
 
-def test_a_champion_is_audited_before_somebody_may_take_its_place() -> None:
-    assert judged(audited=()) == RunAudit(name(1))
-    assert chosen(judged(audited=(), unmeasured={name(1): "boom"})) == (RunTrial, name(2)), "not when that failed"
-    assert chosen(judged(audited=(), trial_result=found(passed=True))) == (Promote, name(2)), "nor after the trial"
+@pytest.mark.parametrize("audited", [(), (1,), (0, 1)])
+@pytest.mark.parametrize("failed", [(), (1,)])
+def test_trial_never_waits_for_an_audit(audited: tuple[int, ...], failed: tuple[int, ...]) -> None:
+    unmeasured = {name(step): "boom" for step in failed}
+    assert chosen(judged(audited=audited, unmeasured=unmeasured)) == (RunTrial, name(2))
+    assert chosen(judged(audited=audited, trial_result=found(passed=True))) == (Promote, name(2))
+
+
+def test_next_audit_measures_the_champion_and_then_the_one_before_it() -> None:
+    before, crowned = BEFORE, CROWNED
+    both = now(serving(0, 1, 2))
+    for audited, expected in (((), 1), ((1,), 0), ((0,), 1), ((0, 1), None)):
+        audit = next_audit(view(before, crowned, champion=1, previous=0, audited=audited), both)
+        assert audit == (None if expected is None else RunAudit(name(expected)))
+    overtaken = view(before, crowned, champion=1, previous=0, audited=(1,))
+    assert next_audit(overtaken, now(serving(1))) is None, "no replica serves it any more"
+    assert next_audit(overtaken, now(serving(0, 1), unmeasured={name(0): "boom"})) is None
+    assert next_audit(overtaken, now(serving(0, 1), gate=False)) is None
+    withdrawn = view(replace(before, state="withdrawn"), crowned, champion=1, previous=0, audited=(1,))
+    assert next_audit(withdrawn, both) is None
 
 
 def test_a_champion_without_a_score_is_measured_when_nothing_waits() -> None:

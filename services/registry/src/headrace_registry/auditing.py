@@ -6,7 +6,7 @@ the same tasks and seeds.
 
 from __future__ import annotations
 
-from headrace_registry.evaluation import played
+from headrace_registry.evaluation import AuditRoom, played
 from headrace_registry.gate import Gate
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
@@ -20,11 +20,12 @@ async def run(_common: Common, settings: RegistrySettings) -> None:
     gate = Gate(settings.gate)
     if not gate.configured:
         raise SettingError("registry.gate.command", "", "is empty, so nothing plays held-out tasks; see docs/gate.md")
+    room = AuditRoom(settings.gate.concurrency)
     lines = Lines()
     async for _, value in lines.read():
         wanted = Measure.model_validate_json(value)
         async with gate.session() as session:
-            scores = await played(session, wanted.version, wanted.plays, concurrency=settings.gate.concurrency)
+            scores = await played(session, wanted.version, wanted.plays, room=room)
         found = Measured(version=wanted.version, scores=tuple(scores))
         lines.write("measured", found.model_dump_json().encode())
         lines.flush()

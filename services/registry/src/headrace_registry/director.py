@@ -32,7 +32,7 @@ from headrace_registry.rollouts.conductor import Conductor
 from headrace_registry.rollouts.machine import NotAllowed
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
-from headrace_registry.runner import GateProgram, Runner
+from headrace_registry.runner import GateProgram, Roles, Runner
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
@@ -113,17 +113,20 @@ class Director:
     async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):
             self._runner.reap(model)
-            action, roles = await self._step(model)
+            action, audit, roles = await self._step(model)
             self._runner.abandon(model, roles)
             if isinstance(action, RunTrial | RunAudit):
                 self._runner.begin(model, action)
+            if isinstance(action, RunTrial) and audit is not None:
+                self._runner.begin(model, audit)
             if isinstance(action, RunTrial | RunAudit | Wait):
                 return
         raise AssertionError(f"the plan for model {model} never waits")
 
-    async def _step(self, model: str) -> tuple[Action, set[str | None]]:
-        """Read, decide and write in one transaction. Returns the action, and the versions that have a role now."""
-        taken: list[tuple[Action, set[str | None]]] = []
+    async def _step(self, model: str) -> tuple[Action, RunAudit | None, Roles]:
+        """Read, decide and write in one transaction. Returns the action, the audit that may run beside a trial, and the
+        versions that have a role now."""
+        taken: list[tuple[Action, RunAudit | None, Roles]] = []
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
@@ -131,22 +134,24 @@ class Director:
             assert record is not None
             view = await store.view(tx, record, self._gate.sha256, now=now)
             WAITING.labels(model).set(len(view.waiting))
-            action = lifecycle.plan(view, self._situation(view, now))
+            situation = self._situation(view, now)
+            action = lifecycle.plan(view, situation)
             transition = Transition(tx, now)
             await _apply(action, record, view, transition, self._settings.rollout)
             after = await store.model(tx, model)
             assert after is not None
-            taken[:] = [(action, {after.champion, after.candidate, after.anchor})]
+            roles = Roles({after.champion, after.candidate, after.anchor}, {after.champion, after.previous})
+            taken[:] = [(action, lifecycle.next_audit(view, situation), roles)]
             return await transition.finish()
 
         await self._processor.step(work)
-        action, roles = taken[0]
+        action, audit, roles = taken[0]
         if isinstance(action, Adopt):
             self._runner.trials.clear()  # a gate that failed is tried again with the next candidate
             self._runner.audits.clear()
         if not isinstance(action, Wait | RunTrial | RunAudit):
             log.info("decided", model=model, action=type(action).__name__, version=getattr(action, "version", None))
-        return action, roles
+        return action, audit, roles
 
     def _situation(self, view: ModelView, now: datetime) -> Situation:
         alive = probe.live(self._replicas(), now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections import defaultdict, deque
@@ -16,6 +17,8 @@ from headrace_schemas.gate import Tasks
 
 T = TypeVar("T")
 _SEEDS = 2**31
+_SHARE_BESIDE_TRIAL = 8
+"""An audit beside a trial has one of so many plays."""
 _AHEAD = 2
 """Plays that may be requested ahead, as a multiple of `concurrency`: a slow task does not hold up others."""
 
@@ -90,17 +93,51 @@ async def _play(session: PlaySession, trial: Trial, concurrency: int) -> None:
         await _given_up(ahead)
 
 
-async def run_audit(session: PlaySession, version: str, *, plays: int, concurrency: int) -> Audit:
+class AuditRoom:
+    """Bounds how many plays of audits run at once: `async with` it around each play.
+
+    At most `concurrency` run while no trial does, and an eighth of that beside one: a trial decides what is served, and
+    an audit decides nothing. Plays that have begun are finished, so none of them is lost or counted twice.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._beside = max(1, concurrency // _SHARE_BESIDE_TRIAL)
+        self._trials = 0
+        self._plays = 0
+        self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Leave most plays to the trial that the body runs."""
+        self._trials += 1
+        try:
+            yield
+        finally:
+            self._trials -= 1
+            self._changed.set()
+
+    async def __aenter__(self) -> None:
+        while self._plays >= (self._beside if self._trials else self._concurrency):
+            self._changed.clear()
+            await self._changed.wait()
+        self._plays += 1
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._plays -= 1
+        self._changed.set()
+
+
+async def run_audit(session: PlaySession, version: str, *, plays: int, room: AuditRoom) -> Audit:
     """Play audit tasks with one version and sum up the scores."""
-    return summary(await played(session, version, plays, concurrency=concurrency))
+    return summary(await played(session, version, plays, room=room))
 
 
-async def played(session: PlaySession, version: str, plays: int, *, concurrency: int) -> list[tuple[str, float]]:
+async def played(session: PlaySession, version: str, plays: int, *, room: AuditRoom) -> list[tuple[str, float]]:
     """Play `plays` audit tasks in turn. Returns each task with its score. Every version gets the same tasks and seeds,
     so that audits can be compared. Raises what `play` raises.
     """
     tasks = session.tasks.audit
-    room = asyncio.Semaphore(concurrency)
 
     async def one(number: int) -> tuple[str, float]:
         async with room:

@@ -3,14 +3,15 @@
 registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected. Where
 rollouts are asked for, a version that passed gets a share of the traffic instead of all of it (`rollouts.conductor`
 goes on from there), and its place at the gate is free for the next one. The
-champion is then measured on the audit tasks. The director asks for the next action after every change, so a process
-that dies continues where it was.
+champion is then measured on the audit tasks: when no candidate can be tried, or beside a trial (`next_audit`).
+The director asks for the next action after every change, so a process that dies continues where it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from headrace_registry import probe
 from headrace_registry.records import ALONE, ModelView, Standing, VersionRecord
@@ -238,8 +239,6 @@ def _decide(candidate: VersionRecord, view: ModelView, now: Situation) -> Action
         if result.passed:
             return _passed(Promote(name, result.reason, result.statistics, result.standing), view, now)
         return Reject(name, result.reason, result.statistics, result.standing)
-    if champion is not None and _to_measure(champion, view, now):
-        return RunAudit(champion)
     return _try(name, champion, view, now)
 
 
@@ -267,17 +266,28 @@ def _try(name: str, champion: str | None, view: ModelView, now: Situation) -> Ac
     return RunTrial(name, champion if champion in opponents else None, anchor if anchor in opponents else None)
 
 
-def _to_measure(name: str, view: ModelView, now: Situation) -> bool:
-    return name not in view.audited and name not in now.unmeasured and probe.served_by_any(name, now.replicas)
+def next_audit(view: ModelView, now: Situation) -> RunAudit | None:
+    """The audit to run now, which a trial need not wait for: of the champion, or of the champion before it, whose score
+    a trial or a promotion may have overtaken. None where every score is known or cannot be measured.
+    """
+    for version in (view.champion, view.previous):
+        if _is_unmeasured(version, view, now) and probe.served_by_any(version.version, now.replicas):
+            return RunAudit(version.version)
+    return None
+
+
+def _is_unmeasured(version: VersionRecord | None, view: ModelView, now: Situation) -> TypeGuard[VersionRecord]:
+    """Whether the gate has to measure it. What nobody trains is no candidate for anything: no gate plays it."""
+    if not now.gate or version is None or not version.trained or version.state == "withdrawn":
+        return False
+    return version.version not in view.audited and version.version not in now.unmeasured
 
 
 def _baseline(view: ModelView, now: Situation) -> Action:
-    """No version waits: measure the champion if its score is not known yet."""
-    champion = view.champion
-    if champion is None or not champion.trained:  # what nobody trains is no candidate for anything: no gate plays it
-        return Wait()
-    if not now.gate or champion.version in view.audited or champion.version in now.unmeasured:
-        return Wait()
-    if not probe.served_by_any(champion.version, now.replicas):
-        return Wait(f"no replica serves the champion {champion.version}")
-    return RunAudit(champion.version)
+    """No version waits: measure what served if its score is not known yet."""
+    audit = next_audit(view, now)
+    if audit is not None:
+        return audit
+    if _is_unmeasured(view.champion, view, now):
+        return Wait(f"no replica serves the champion {view.champion.version}")
+    return Wait()

@@ -1,4 +1,4 @@
-"""Runs the gate's program: one at a time, beside the director's decisions, and again when it fails."""
+"""Runs the gate's program beside the director's decisions, and again when it fails: a trial and an audit at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import evaluation, store
-from headrace_registry.evaluation import PlaySession
+from headrace_registry.evaluation import AuditRoom, PlaySession
 from headrace_registry.gate import GateFailed
 from headrace_registry.leader import LeaderLease
 from headrace_registry.lifecycle import RunAudit, RunTrial
@@ -50,8 +50,17 @@ class Attempts:
         self.failed.clear()
 
 
+RunKind = type[RunTrial] | type[RunAudit]
 Keep = Callable[[AsyncConnection, Transition], Awaitable[None]]
 """Stores the result of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The versions of a model that a run may play. A run that plays another one is abandoned."""
+
+    trial: set[str | None]
+    audit: set[str | None]
 
 
 @dataclass(slots=True)
@@ -64,8 +73,10 @@ class _Run:
 
 
 class Runner:
-    """Runs trials and audits, one at a time for each model, and stores their results in the database.
+    """Runs trials and audits and stores their results in the database.
 
+    A trial does not wait for an audit: the audit goes on beside it with a share of its plays (`AuditRoom`), and all of
+    them count once. The copies of a program on a Ray cluster take its CPUs, so there one run waits for the other.
     Failed attempts and the run itself are in memory only. The error that a trial spends of its family stays spent.
     """
 
@@ -82,41 +93,47 @@ class Runner:
         self._program = program
         self._settings = settings
         self._changed = changed
-        self._runs: dict[str, _Run] = {}
-        self._one = asyncio.Semaphore(1)
+        self._runs: dict[tuple[str, RunKind], _Run] = {}
+        trials = asyncio.Semaphore(1)
+        audits = trials if settings.ray.workers else asyncio.Semaphore(1)
+        self._turns: dict[RunKind, asyncio.Semaphore] = {RunTrial: trials, RunAudit: audits}
+        self._audit_room = AuditRoom(settings.concurrency)
         self.trials = Attempts()
         self.audits = Attempts()
 
     def reap(self, model: str) -> None:
-        """Remove a run that is done. Raises errors that should end the process."""
-        run = self._runs.get(model)
-        if run is not None and run.task.done():
-            del self._runs[model]
-            run.task.result()
+        """Remove runs that are done. Raises errors that should end the process."""
+        for kind in self._turns:
+            run = self._runs.get((model, kind))
+            if run is not None and run.task.done():
+                del self._runs[model, kind]
+                run.task.result()
 
-    def abandon(self, model: str, roles: set[str | None]) -> None:
-        """Cancel a run if one of its versions has lost its role."""
-        run = self._runs.get(model)
-        if run is not None and not run.played and not roles >= run.versions:
-            log.info("gate_run_abandoned", versions=sorted(run.versions))
-            run.task.cancel()
-            del self._runs[model]
+    def abandon(self, model: str, roles: Roles) -> None:
+        """Cancel runs of which a version has lost its role."""
+        for kind, allowed in ((RunTrial, roles.trial), (RunAudit, roles.audit)):
+            run = self._runs.get((model, kind))
+            if run is not None and not run.played and not allowed >= run.versions:
+                log.info("gate_run_abandoned", versions=sorted(run.versions))
+                run.task.cancel()
+                del self._runs[model, kind]
 
     def begin(self, model: str, action: RunTrial | RunAudit) -> None:
-        """Start the run of the plan, unless the model has a run. Call `reap` before the plan is made, so that no run
-        is started again that has just ended.
+        """Start the run of the plan, unless the model has one of its kind. Call `reap` before the plan is made, so that
+        no run is started again that has just ended.
         """
-        if model in self._runs:
+        kind = type(action)
+        if (model, kind) in self._runs:
             return
         if isinstance(action, RunTrial):
             versions = {name for name in (action.version, action.champion, action.anchor) if name}
-            work = self._guarded(model, action.version, self.trials, lambda: self._try(model, action))
+            work = self._guarded((model, kind), action.version, self.trials, lambda: self._try(model, action))
         else:
             versions = {action.version}
-            work = self._guarded(model, action.version, self.audits, lambda: self._measure(action.version))
+            work = self._guarded((model, kind), action.version, self.audits, lambda: self._measure(action.version))
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._changed())
-        self._runs[model] = _Run(frozenset(versions), task)
+        self._runs[model, kind] = _Run(frozenset(versions), task)
 
     async def stop(self) -> None:
         """What was under way is forgotten: who leads again begins it anew."""
@@ -126,8 +143,10 @@ class Runner:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._runs.clear()
 
-    async def _guarded(self, model: str, version: str, tries: Attempts, play: Callable[[], Awaitable[Keep]]) -> None:
-        async with self._one:
+    async def _guarded(
+        self, key: tuple[str, RunKind], version: str, tries: Attempts, play: Callable[[], Awaitable[Keep]]
+    ) -> None:
+        async with self._turns[key[1]]:
             tries.begun[version] += 1
             log.info("gate_run", version=version, attempt=tries.begun[version])
             started_s = self._processor.clock.monotonic_s()
@@ -143,7 +162,7 @@ class Runner:
             finally:
                 GATE_SECONDS.labels(outcome).observe(self._processor.clock.monotonic_s() - started_s)
             if outcome == "scored":
-                self._runs[model].played = True
+                self._runs[key].played = True
                 await self._write(keep)
 
     async def _write(self, keep: Keep) -> None:
@@ -160,7 +179,10 @@ class Runner:
         gate = self._settings
         trial = Trial(gate, number, action.version, action.champion, record.standing if action.anchor else ALONE)
         async with self._program.session() as session:
-            found = await evaluation.run_trial(session, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s)
+            with self._audit_room.trial():
+                found = await evaluation.run_trial(
+                    session, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s
+                )
         result = replace(found, champion=record.champion)
 
         async def keep(_tx: AsyncConnection, transition: Transition) -> None:
@@ -184,7 +206,7 @@ class Runner:
     async def _measure(self, version: str) -> Keep:
         gate = self._settings
         async with self._program.session() as session:
-            found = await evaluation.run_audit(session, version, plays=gate.audit_tasks, concurrency=gate.concurrency)
+            found = await evaluation.run_audit(session, version, plays=gate.audit_tasks, room=self._audit_room)
 
         async def keep(tx: AsyncConnection, transition: Transition) -> None:
             record = await store.version(tx, version)
