@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Routing, UnitAssignment
 from headrace_schemas.assignment import draw
+from headrace_schemas.text import closest, printable
 
 CHAMPION = "champion"
 REGISTERED = "registered"
@@ -113,10 +113,10 @@ class ModelCatalog:
         return listed + [(foreign, known[ours]) for foreign, ours in self._aliases.items() if ours in known]
 
     def _unknown(self, requested: str, may_use: Callable[[str], bool]) -> ApiError:
-        names = [name for name, _ in self.names(may_use)]
-        close = difflib.get_close_matches(requested, names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "GET /v1/models lists what is served"
-        return ApiError(404, "model_not_found", f"the model {requested!r} does not exist here; {hint}", "model")
+        similar = closest(requested, (name for name, _ in self.names(may_use)))
+        hint = f"did you mean {similar!r}?" if similar else "GET /v1/models lists what is served"
+        message = f"the model '{printable(requested)}' does not exist here; {hint}"
+        return ApiError(404, "model_not_found", message, "model")
 
 
 def _aliases(routing: Routing) -> dict[str, str]:

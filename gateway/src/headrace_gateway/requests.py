@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -11,8 +10,11 @@ from starlette.types import Receive, Scope
 
 from headrace_gateway.refusals import ApiError
 from headrace_runtime.json_bounds import more_values_than
+from headrace_schemas.text import closest, printable
 
 M = TypeVar("M", bound=BaseModel)
+_DEPTH_SHOWN = 8
+"""Parts of the path to a field that a refusal names."""
 
 
 _NAMING = (b"authorization", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
@@ -75,7 +77,7 @@ def parse(model: type[M], body: bytes, *, status: int = 400) -> M:
 def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400) -> ApiError:
     """The first problem of `error` as a refusal."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = printable(".".join(printable(str(part)) for part in first["loc"][:_DEPTH_SHOWN]))
     if first["type"] == "json_invalid":
         return ApiError(400, "invalid_json", f"the body is not valid JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":
@@ -89,9 +91,9 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
 
 def unknown_field(name: str, known: Iterable[str], status: int = 400) -> ApiError:
     """The refusal of an unknown field, with a similar known name."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return ApiError(status, "unknown_field", f"unknown field {name!r}{hint}", name)
+    similar = closest(name, known)
+    hint = f"; did you mean {similar!r}?" if similar else ""
+    return ApiError(status, "unknown_field", f"unknown field '{printable(name)}'{hint}", printable(name))
 
 
 def _too_large(bytes_max: int) -> ApiError:

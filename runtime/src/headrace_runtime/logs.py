@@ -13,6 +13,10 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from headrace_runtime import tracing
 from headrace_runtime.settings import LogSettings
 from headrace_schemas.redaction import Redactor
+from headrace_schemas.text import printable, printable_lines
+
+_TEXT_LENGTH_MAX = 8_000
+_TRACEBACK_LENGTH_MAX = 32_000
 
 
 def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -23,21 +27,33 @@ def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventD
 
 
 def _redact(redactor: Redactor) -> Processor:
-    """Everything that is text, tracebacks and what libraries say included."""
+    """Take secrets and characters that steer a terminal out of all text, tracebacks and libraries' messages included.
+
+    Only a traceback keeps its line breaks, so that no value can pass for a line of the log.
+    """
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            return redactor(value)
+            return printable(redactor(value), _TEXT_LENGTH_MAX)
         if isinstance(value, Mapping):
-            return {key: clean(item) for key, item in value.items()}
+            return {printable(str(key)): clean(item) for key, item in value.items()}
         if isinstance(value, list | tuple | set):
             return [clean(item) for item in value]
         text = str(value)
         clean_text = redactor(text)  # a key may consist of digits
-        return value if isinstance(value, int | float | bool | None) and clean_text == text else clean_text
+        if isinstance(value, int | float | bool | None) and clean_text == text:
+            return value
+        return printable(clean_text, _TEXT_LENGTH_MAX)
 
     def process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        return {key: value if key.startswith("_") else clean(value) for key, value in event.items()}
+        return {
+            key: value
+            if key.startswith("_")
+            else printable_lines(redactor(str(value)), _TRACEBACK_LENGTH_MAX)
+            if key == "exception"
+            else clean(value)
+            for key, value in event.items()
+        }
 
     return process
 

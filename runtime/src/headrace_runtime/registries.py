@@ -11,7 +11,6 @@ to import: what is heavy it imports itself, when it is used.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from headrace_runtime.errors import HeadraceError
+from headrace_schemas.text import closest
 
 PREFIX = "headrace."
 T = TypeVar("T")
@@ -72,8 +72,8 @@ class Registry(Generic[T]):
         """The one announcement of `name`, not imported. Raises `PluginError`."""
         announced = self._announced()
         if name not in announced:
-            close = difflib.get_close_matches(name, announced, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            similar = closest(name, announced)
+            hint = f"did you mean {similar!r}? " if similar else ""
             known = ", ".join(sorted(announced)) or "none"
             raise PluginError(f"no installed package announces the {self.what} {name!r}; {hint}there are {known}")
         first, *others = announced[name]

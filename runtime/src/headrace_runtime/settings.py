@@ -12,7 +12,6 @@ names of all sections, so that `[gatway]` is caught wherever the file is used.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +26,7 @@ from headrace_runtime import services, settings_table
 from headrace_runtime.errors import SettingError
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.registries import PluginError
+from headrace_schemas.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
 """Ours. An image holds one of them, and reads a file with the sections of all."""
@@ -292,9 +292,9 @@ def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _hint(name: str, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    similar = closest(name, known)
+    if similar:
+        return f"; did you mean {similar!r}?"
     return f"; known here: {', '.join(sorted(set(known)))}" if known else ""
 
 

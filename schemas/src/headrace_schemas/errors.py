@@ -9,13 +9,21 @@
 """
 
 from headrace_schemas.redaction import redacted
+from headrace_schemas.text import printable_lines
+
+_LENGTH_MAX = 8_000
+"""Characters of one message."""
 
 
 class HeadraceError(Exception):
-    """Root of the tree. The message names the thing, the value and the remedy, and never a secret."""
+    """Root of the tree. The message names the thing, the value and the remedy.
+
+    Whatever text from outside is in it: it holds no secret, nothing that steers a terminal, and at most 8,000
+    characters.
+    """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(redacted(str(message)))
+        super().__init__(printable_lines(redacted(str(message)), _LENGTH_MAX))
 
 
 class InvalidEvent(HeadraceError):

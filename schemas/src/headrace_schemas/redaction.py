@@ -6,9 +6,10 @@ process knows (`Redactor`). By name: a setting that is named like a secret is ne
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
+
+from headrace_schemas.text import closest
 
 HIDDEN = "(hidden)"
 _WORDS = ("key", "password", "passwd", "secret", "token", "credential", "credentials", "sha256")
@@ -16,31 +17,40 @@ _NO_SECRETS = ("keys", "tokens")
 """Numbers of something, or tables."""
 _SHORTEST = 4
 """Shorter values occur in any text, so they are not redacted."""
-_AUTHORITY = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/@:'\"]*):(?P<secret>[^\s'\"]+)@", re.IGNORECASE
-)
-_BEARER = re.compile(r"(?P<kind>\bbearer\s+)(?P<secret>[^\s'\",;]+)", re.IGNORECASE)
+_LENGTH_MAX = 65_536
+"""Characters that are searched for secrets; the rest of a longer text is cut off."""
+_CUT = "... ({} more characters)"
+_RUN = re.compile(r"[^\s'\"]+")
+_USER = re.compile(r"(?<=[a-z0-9+.-])://[^/@:]*+:", re.IGNORECASE)
+"""A URL as far as the colon before its password; within one run of `_RUN`."""
+_BEARER = re.compile(r"(?P<kind>\bbearer\s++)(?P<secret>[^\s'\",;]++)", re.IGNORECASE)
 _NAMED = re.compile(
-    r"(?P<name>\b[\w.-]*(?:password|passwd|secret|api_?key|internal_key|access_?key|token)['\"]?\s*[=:]\s*)"
-    r"(?P<secret>\"[^\"]*\"|'[^']*'|[^\s&,;)}\]'\"]+)",
+    r"(?P<name>(?:password|passwd|secret|api_?key|internal_key|access_?key|token)['\"]?\s*+[=:]\s*+)"
+    r"(?P<secret>\"[^\"]*+\"?|'[^']*+'?|[^\s&,;)}\]'\"]++)",
     re.IGNORECASE,
 )
+"""A quote that is not closed goes on to the end: the text may have been cut."""
+_NAME_LENGTH_MAX = 512
 _COUNTS = re.compile(r"^['\"]?(?:\d{1,6}(?:\.\d+)?|true|false|null|none|\(hidden\)|\*+)['\"]?$", re.IGNORECASE)
 """`tokens: 17` and the like are measurements."""
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a secret."""
+    """Return `text` without what looks like a secret, in time linear in its length, cut to 65,536 characters."""
+    cut = len(text) - _LENGTH_MAX
+    if cut > 0:
+        text = text[:_LENGTH_MAX]
     if "://" in text:
-        text = _AUTHORITY.sub(rf"\g<scheme>\g<user>:{HIDDEN}@", text)
+        text = _RUN.sub(lambda run: _without_password(run[0], is_cut=cut > 0 and run.end() == len(text)), text)
     text = _BEARER.sub(rf"\g<kind>{HIDDEN}", text)
-    return _NAMED.sub(_without_value, text)
+    text = _NAMED.sub(_without_value, text)
+    return text + _CUT.format(cut) if cut > 0 else text
 
 
 def is_secret(name: str) -> bool:
     """Whether a setting or variable of this name, misspelt or not, may hold a secret."""
-    last = re.split(r"[._\W]+", name.lower())[-1]
-    return last not in _NO_SECRETS and bool(difflib.get_close_matches(last, _WORDS, n=1, cutoff=0.65))
+    last = re.split(r"[._\W]+", name[-_NAME_LENGTH_MAX:].lower())[-1]
+    return last not in _NO_SECRETS and closest(last, _WORDS, cutoff=0.65) is not None
 
 
 def shown(name: str, value: object) -> str:
@@ -67,6 +77,18 @@ def _without_secrets(value: object) -> object:
     if isinstance(value, list | tuple):
         return type(value)(_without_secrets(item) for item in value)
     return value
+
+
+def _without_password(run: str, *, is_cut: bool) -> str:
+    """Return `run` without the password of a URL: it may hold `@` and `/` itself, so it ends at the last `@`.
+
+    Of a run whose end `is_cut` off, that `@` may be missing.
+    """
+    user = _USER.search(run)
+    if user is None:
+        return run
+    end = len(run) if is_cut else run.rfind("@")
+    return f"{run[: user.end()]}{HIDDEN}{run[end:]}" if end > user.end() else run
 
 
 def _without_value(found: re.Match[str]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import unicodedata
+from collections.abc import Iterable
+from itertools import islice
 
 LENGTH_MAX = 200
 """Characters of one text from outside in a message."""
@@ -13,6 +16,9 @@ _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Control and format characters (bidi controls, zero-width), surrogates, private use, unassigned, line separators."""
 _BLANK_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
 """Letters and marks that Unicode assigns and fonts draw without ink."""
+_COMPARED_LENGTH_MAX = 64
+_COMPARED_MAX = 200
+"""Comparing two names takes time in the product of their lengths."""
 _SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
@@ -32,6 +38,26 @@ def printable(text: str, length_max: int = LENGTH_MAX) -> str:
     if len(text) <= length_max and text.isascii() and text.isprintable():
         return text
     return _cut([_visible(character) for character in text[: length_max + 1]], len(text), length_max)
+
+
+def printable_lines(text: str, length_max: int) -> str:
+    """Return `text` as `printable` does, with its line breaks and tabs: for text of several lines on its own."""
+    kept = text[:length_max].replace("\r\n", "\n")
+    shown = "".join(character if character in "\n\t" else _visible(character) for character in kept)
+    if len(text) <= length_max:
+        return shown
+    return f"{shown}... ({len(text) - length_max} more characters)"
+
+
+def closest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the candidate that a reader may have meant by `name`; None when no candidate is similar.
+
+    Long names have none, and only the first 200 candidates are compared.
+    """
+    if len(name) > _COMPARED_LENGTH_MAX:
+        return None
+    compared = [candidate for candidate in islice(candidates, _COMPARED_MAX) if len(candidate) <= _COMPARED_LENGTH_MAX]
+    return next(iter(difflib.get_close_matches(name, compared, n=1, cutoff=cutoff)), None)
 
 
 def storable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import structlog
 
 from headrace_runtime import logs
 from headrace_runtime.settings import LogSettings
+from headrace_schemas.text import printable
 
 
 @pytest.fixture
@@ -37,3 +39,22 @@ def test_secrets_are_in_no_line(shape: str, capsys: pytest.CaptureFixture[str]) 
     assert not any(secret in said for secret in ("PLANTED", "SHAPED", "4711471147114711"))
     assert said.count("(hidden)") >= 5
     assert "17" in said
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("shape", ["json", "console"])
+def test_log_values_are_visible_and_bounded(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = 'a\x1b[2J\x9b31m\u202eb\n{"level": "forged"}\x00\ud800\u2028c'
+    logs.configure("test", LogSettings.model_validate({"format": shape}))
+    log = structlog.stdlib.get_logger("ours")
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        log.exception("failed " + hostile, value=hostile, mapping={hostile: [hostile]}, long="x" * 1_000_000)
+        logging.getLogger("theirs").error("they send %s", hostile)
+    written = capsys.readouterr().err
+    own_colors = re.compile(r"\x1b\[[0-9;]*m") if shape == "console" else re.compile("$^")
+    lines = own_colors.sub("", written)
+    assert not [letter for letter in lines if letter != "\n" and printable(letter) != letter]
+    assert not any(line.startswith('{"level": "forged"') for line in lines.splitlines() if shape == "json")
+    assert len(lines) < 100_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from headrace_schemas.errors import HeadraceError
@@ -79,3 +81,49 @@ def test_known_secrets_are_hidden_wherever_they_stand() -> None:
 
 def test_every_error_of_ours_is_clean() -> None:
     assert str(HeadraceError("bus kafka://me:PLANTED@host:1 is away")) == "bus kafka://me:(hidden)@host:1 is away"
+
+
+@pytest.mark.parametrize(
+    "pump",
+    [
+        "a-",
+        "a.",
+        "://",
+        "a://b:",
+        "a://u:p@",
+        "bearer ",
+        " ",
+        'token="',
+        "token='",
+        "token ",
+        "password=",
+        "_",
+        "key",
+        "\x00",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "bearer", "token", "a://b:", 'secret="'])
+def test_redaction_time_is_linear_and_bounded(prefix: str, pump: str) -> None:
+    text = prefix + pump * (4_000_000 // len(pump))
+    start = time.process_time()
+    redacted(text)
+    is_secret(text)
+    shown(text, text)
+    str(HeadraceError(text))
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("at", range(-40, 41))
+@pytest.mark.parametrize("template", ["a://user:{}@host", 'password="{}"', "token: {}", "Bearer {}"])
+def test_a_cut_does_not_uncover_a_secret(template: str, at: int) -> None:
+    cut = 65_536
+    text = "x" * (cut - 20 + at - 1) + " " + template.format("PLANTED/PLANTED") + " tail" * 20
+    assert "PLANT" not in redacted(text)
+    assert "PLANT" not in str(HeadraceError(text[60_000:]))
+
+
+def test_error_messages_are_cut_and_cleaned() -> None:
+    message = str(HeadraceError("line 1\nline 2 \x1b[31m\u202e\x9b\x00\ud800" + "x" * 100_000))
+    assert message.startswith("line 1\nline 2 \\x1b[31m\\u202e\\x9b\\x00\\ud800xxx")
+    assert len(message) < 8_100
+    message.encode()

@@ -10,6 +10,7 @@ from typing import Any
 from headrace_cli.evaluation.asking import Playthrough
 from headrace_cli.evaluation.task_metrics import TaskMetric
 from headrace_cli.evaluation.tasks import EvaluationTask
+from headrace_schemas.linear_pattern import fits_whole
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _EDGES = " \t\n.!?,;:'\"`*()[]{}$"
@@ -34,7 +35,7 @@ def format_kept(task: EvaluationTask, played: Playthrough) -> bool | None:
     if pattern is None and not offered:
         return None
     valid = all(name in offered and isinstance(arguments, dict) for name, arguments in played.calls)
-    return valid and (pattern is None or re.fullmatch(str(pattern), played.text.strip(), re.DOTALL) is not None)
+    return valid and (pattern is None or fits_whole(played.text.strip(), str(pattern)))
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:

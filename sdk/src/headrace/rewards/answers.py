@@ -8,6 +8,8 @@ import string
 import unicodedata
 from collections.abc import Sequence
 
+from headrace_schemas.linear_pattern import fits_whole
+
 Expected = str | float | Sequence[str | float]
 """The right answer, or several of which each is right."""
 
@@ -58,6 +60,15 @@ def _is(answer: str, expected: str | float, tolerance: float) -> bool:
     return bool(found) and abs(found[-1] - expected) <= tolerance * max(1.0, abs(expected))
 
 
-def follows(answer: str, pattern: str) -> float:
-    """1 when the whole answer fits the regular expression, else 0. `.` also stands for line breaks."""
-    return float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
+def follows(answer: str, pattern: str | re.Pattern[str]) -> float:
+    """Return 1 when the whole answer fits the regular expression, else 0. `.` also stands for line breaks.
+
+    A text as `pattern` may come from anywhere, and is matched in linear time, without look-around and back-references.
+    A compiled `re.Pattern` is the author's own, and is matched by Python with the flags that it has.
+
+    Raises:
+        ValueError: `pattern` cannot be matched in linear time; see `headrace_schemas.linear_pattern`.
+    """
+    if isinstance(pattern, re.Pattern):
+        return float(pattern.fullmatch(answer.strip()) is not None)
+    return float(fits_whole(answer.strip(), pattern))

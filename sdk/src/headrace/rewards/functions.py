@@ -29,9 +29,13 @@ def accuracy(trajectory: Trajectory, context: Context) -> float | None:
 
 
 def answer_format(trajectory: Trajectory, context: Context) -> float | None:
-    """Whether the whole final answer fits the regular expression `format`."""
+    """Whether the whole final answer fits the regular expression `format`; without look-around and back-references."""
     pattern = context.get("format")
-    return None if pattern is None else answers.follows(trajectory.final_answer, pattern)
+    if pattern is None:
+        return None
+    if not isinstance(pattern, str):
+        raise ValueError(f"context.format is of type {type(pattern).__name__}: must be a regular expression as a text")
+    return answers.follows(trajectory.final_answer, pattern)
 
 
 def brevity(trajectory: Trajectory, context: Context) -> float:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 GROUP = "headrace.signals"
 _REPEATS_FROM = 0.85
 _COMPARED_MAX = 4000
+_WORDS_COMPARED_MAX = 500
+"""Comparing takes time in the product of the words, and a run has hundreds of turns."""
 _CORRECTS = re.compile(
     r"^\W*(?:no\b(?! (?:problem|worries|need|thanks))|nope|wrong|incorrect|not (?:quite|what|that|right))"
     r"|\b(?:that(?:'s| is| was) (?:not|wrong|incorrect)|i (?:said|meant|asked)"
@@ -169,7 +171,7 @@ def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
 
 def _alike(one: str, other: str) -> float:
     """From 0 to 1, by words; of long texts the beginnings."""
-    some, others = (normalized(text[:_COMPARED_MAX]).split() for text in (one, other))
+    some, others = (normalized(text[:_COMPARED_MAX]).split()[:_WORDS_COMPARED_MAX] for text in (one, other))
     return SequenceMatcher(None, some, others, autojunk=False).ratio() if some and others else 0.0
 
 

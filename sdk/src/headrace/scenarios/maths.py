@@ -14,9 +14,9 @@ from headrace.practice.steps import Step
 from headrace.rl.training import TrinityRFT
 
 PARTS = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
-_STEP = re.compile(r"^\s*(?:step\s*\d+|\d+[.)])", re.IGNORECASE | re.MULTILINE)
-_THOUGHT = re.compile(r"^\s*(?:thought|think)\b", re.IGNORECASE | re.MULTILINE)
-_ANSWER = re.compile(r"^\s*(?:final\s+)?answer\s*[:=]\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
+_STEP = re.compile(r"^[^\S\n]*+(?:step\s*+\d+|\d+[.)])", re.IGNORECASE | re.MULTILINE)
+_THOUGHT = re.compile(r"^[^\S\n]*+(?:thought|think)\b", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(r"^[^\S\n]*+(?:final\s++)?answer\s*+[:=]\s*+(\S.*)", re.IGNORECASE | re.MULTILINE)
 
 
 class MathAgentTrainer:

@@ -17,4 +17,13 @@ def fits_any(patterns: Iterable[str], source: str) -> bool:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    return re.compile(_expression(pattern), re.DOTALL)
+
+
+def _expression(pattern: str) -> str:
+    """Return a regular expression that never tries a `*` again once the text after it was matched, as in `fnmatch`."""
+    first, *others = map(re.escape, pattern.split("*"))
+    if not others:
+        return first
+    *middle, last = others
+    return first + "".join(f"(?>.*?{text})" for text in middle if text) + f".*{last}"

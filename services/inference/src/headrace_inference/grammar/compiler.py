@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TOKENIZERS_MAX = 8
 _REASON_LENGTH_MAX = 300
 _POLL_S = 0.05
-_OUR_TEXT = re.compile(r"\n\s+\d+ \| ")
+_OUR_TEXT = re.compile(r"\n[^\S\n]++\d++ \| ")
 """Where the library begins to quote the grammar, lines with numbers."""
 
 
