@@ -6,8 +6,12 @@ import json
 from typing import Any
 
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 from headrace_schemas.events.chat import Message
+
+_NO_ARGUMENTS = ("", "null", '""')
+"""What models and clients write for a call without arguments, beside `{}`."""
 
 
 def for_template(message: Message) -> dict[str, Any]:
@@ -35,10 +39,16 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def argument_value(arguments: str) -> JsonValue:
-    """The JSON value, or the string itself where it is malformed or holds half a surrogate pair, which is no text."""
+    """Return the JSON value of a call's arguments, an empty object where there are none.
+
+    Malformed arguments, numbers that Python's floats and integers cannot hold, more than 200 levels, and half a
+    surrogate pair, which is no text, stay the string that they are.
+    """
+    if arguments.strip() in _NO_ARGUMENTS:
+        return {}
     try:
-        value: JsonValue = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False).encode()
+        value: JsonValue = from_json(arguments, allow_inf_nan=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return value

@@ -1,21 +1,29 @@
 """Finds hermes-style tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 A call is given out when it is complete and valid; until then it is held back whole, because what turns out malformed
-is text, and text that was already sent as a call could not be taken back. Nothing of an answer is lost, except
-whitespace next to a call.
+is text, and text that was already sent as a call could not be taken back. A call ends where its JSON ends, so a tag
+inside a string of it is a part of the string. Nothing of an answer is lost, except whitespace next to a call at the
+begin or the end of the content.
 """
 
 from __future__ import annotations
 
 import json
-from json import JSONDecoder
 
+from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner
 from headrace_inference.chat.parsers import Call, Found, ToolParser
 from headrace_inference.chat.pieces import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME_LENGTH_MAX = 512
+_ARGUMENTS_LENGTH_MAX = 1_048_576
 _SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+"""Models that were trained on other forms write the second."""
+_LABELS = ("id", "type", "index")
+"""What some models add to a call, which holds nothing that a function gets."""
+NO_ARGUMENTS = "{}"
+"""How a call without arguments reads, whether the model left them out or wrote `null`, `""` or `{}`."""
 
 
 class ToolCalls:
@@ -23,9 +31,13 @@ class ToolCalls:
 
     def __init__(self) -> None:
         self._held = ""
+        self._scanner: ObjectScanner | None = None
+        """Reads the call that `_held` begins with."""
         self._space = ""
         """Whitespace that is content only if content follows it."""
+        self._written = False
         self._called = False
+        """A call stands between the last content and what follows."""
 
     def feed(self, text: str) -> Found:
         self._held += text
@@ -37,45 +49,54 @@ class ToolCalls:
     def end(self) -> Found:
         """What was held back: half a call is text. Afterwards nothing more comes."""
         found = Found()
-        self._say(found, self._held)
+        self._take_text(found, len(self._held))
         if not self._called:
             found.content += self._space
-        self._held = self._space = ""
+        self._space = ""
         return found
 
     def _take(self, found: Found) -> bool:
         """Take one piece of content or one call off the front; False when more text is needed first."""
-        place = self._held.find(OPEN)
-        if place != 0:
+        if not self._held.startswith(OPEN):
+            place = self._held.find(OPEN)
             ready = place if place > 0 else len(self._held) - held_back(self._held, (OPEN,))
-            self._say(found, self._held[:ready])
-            self._held = self._held[ready:]
+            self._take_text(found, ready)
             return place > 0
-        close = self._held.find(CLOSE)
-        if close < 0:
-            return False
-        call = parse_call(self._held[len(OPEN) : close])
-        block, self._held = self._held[: close + len(CLOSE)], self._held[close + len(CLOSE) :]
-        if call is None:
-            again = block.find(OPEN, len(OPEN))
-            if again > 0:  # the text of a broken call ends where the next one begins
-                block, self._held = block[:again], block[again:] + self._held
-            self._say(found, block)
+        scanner = self._scanner = self._scanner or ObjectScanner(len(OPEN))
+        try:
+            if not scanner.scan(self._held):
+                return False
+            close = _skip(self._held, scanner.end or 0)
+            tag = self._held[close : close + len(CLOSE)]
+            if tag != CLOSE and CLOSE.startswith(tag):
+                return False
+            call = call_of(self._held, scanner) if tag == CLOSE else None
+        except MalformedJson:
+            call = None
+        if call is None:  # all of it is text, up to where another call may begin
+            again = self._held.find(OPEN, len(OPEN))
+            self._take_text(found, len(OPEN) if again < 0 else again)
         else:
+            self._held, self._scanner = self._held[close + len(CLOSE) :], None
             found.calls.append(call)
-            self._space = ""
             self._called = True
         return True
 
-    def _say(self, found: Found, text: str) -> None:
+    def _take_text(self, found: Found, length: int) -> None:
+        """Move the first `length` characters to the content."""
+        text, self._held, self._scanner = self._held[:length], self._held[length:], None
         text = self._space + text
-        if self._called:
-            text = text.lstrip()
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if kept:
-            self._called = False
+        kept = text.strip() if self._called else text.rstrip()
+        after = len(text.rstrip())
+        if not kept:
+            self._space = text
+            return
+        if self._called and self._written:
+            found.content += text[: after - len(kept)] or "\n"
+        self._space = text[after:]
         found.content += kept
+        self._written = True
+        self._called = False
 
 
 def form(name: str) -> tuple[str, str]:
@@ -87,47 +108,63 @@ HERMES = ToolParser(ToolCalls, (OPEN, CLOSE), form=form)
 
 
 def parse_call(text: str) -> Call | None:
-    """The call in `text`, None when it is malformed: no JSON object, no name, arguments that are no object."""
+    """Return the call that `text` is, None when it is malformed."""
+    scanner = ObjectScanner()
     try:
-        parts = _members(text.strip())
-        name = _DECODER.decode(parts["name"])
-        arguments = parts.get("arguments", "{}")
-        value = _DECODER.decode(arguments)
-        if isinstance(value, str):  # some models write the arguments as a string that holds the object
-            arguments, value = value, _DECODER.decode(value)
-        f"{name}{arguments}".encode()  # half a surrogate pair is no text
-    except (ValueError, KeyError, RecursionError):
+        if not scanner.scan(text) or text[scanner.end :].strip(_SPACE):
+            return None
+    except MalformedJson:
         return None
-    if not (isinstance(name, str) and 0 < len(name) <= _NAME_LENGTH_MAX and isinstance(value, dict)):
-        return None
-    return Call(name, arguments)
+    return call_of(text, scanner)
 
 
-def _members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each value as it is written. Raises `ValueError`."""
+def call_of(text: str, scanner: ObjectScanner) -> Call | None:
+    """Return the call in a complete object of `text`.
+
+    None where it names no function, where its arguments are no object, and where it has a member that a call would
+    lose: a key twice, or one that is neither name nor arguments.
+    """
     members: dict[str, str] = {}
-    if not text.startswith("{"):
-        raise ValueError("not an object")
-    _DECODER.decode(text)  # so that what follows can rely on it
-    at = _skip(text, 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        begin = _skip(text, _skip(text, at) + 1)
-        _, end = _DECODER.raw_decode(text, begin)
-        members[key] = text[begin:end]
-        at = _skip(text, end)
-        at = _skip(text, at + 1) if text[at] == "," else at
-    return members
+    for key, value in scanner.members:
+        name = _string(text[key])
+        if name is None or name in members:
+            return None
+        members[name] = text[value]
+    named = [name for name in _ARGUMENTS if name in members]
+    labels = {name for name in _LABELS if named and members.get(name, "")[:1] not in ("{", "[")}
+    if len(named) > 1 or members.keys() - labels - {"name", *named}:
+        return None
+    function = _string(members.get("name", ""))
+    arguments = _arguments(members[named[0]]) if named else NO_ARGUMENTS
+    if function is None or not 0 < len(function) <= _NAME_LENGTH_MAX:
+        return None
+    if arguments is None or len(arguments) > _ARGUMENTS_LENGTH_MAX:
+        return None
+    return Call(function, arguments)
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _arguments(written: str) -> str | None:
+    """Return the arguments as the model wrote them; some models write a string that holds the object."""
+    inner = _string(written) if written.startswith('"') else written
+    if inner is None or inner.strip(_SPACE) in ("", "null"):
+        return None if inner is None else NO_ARGUMENTS
+    scanner = ObjectScanner()
+    try:
+        whole = scanner.scan(inner) and not inner[scanner.end :].strip(_SPACE)
+    except MalformedJson:
+        return None
+    return inner if whole else None
 
 
-_DECODER = JSONDecoder(parse_constant=_no_constant)
+def _string(written: str) -> str | None:
+    """Return the value of a JSON string; None where it is none, or holds half a surrogate pair, which is no text."""
+    try:
+        value = json.loads(written)
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _skip(text: str, at: int) -> int:
-    while text[at] in _SPACE:
-        at += 1
-    return at
+    """Return the place behind the whitespace at `at`."""
+    return len(text) - len(text[at:].lstrip(_SPACE))

@@ -24,7 +24,7 @@ class VllmTools:
 
     def __init__(self, make: Callable[[], Any], request: Any) -> None:
         self._make = make
-        self._streaming = make()
+        self._streaming: Any = make()
         self._request = request
         self._text = ""
         self._ids: list[int] = []
@@ -35,8 +35,16 @@ class VllmTools:
             return Found()
         before, ids_before = self._text, self._ids
         self._text, self._ids = before + text, [*ids_before, *token_ids]
-        read = self._streaming.extract_tool_calls_streaming
-        delta = _or_none(partial(read, before, self._text, text, ids_before, self._ids, [*token_ids], self._request))
+        if self._streaming is None:
+            return Found()
+        try:
+            delta = self._streaming.extract_tool_calls_streaming(
+                before, self._text, text, ids_before, self._ids, [*token_ids], self._request
+            )
+        except Exception as error:  # noqa: BLE001 (whatever its author did not think of)
+            _report(error)
+            self._streaming = None  # it may have left text out: what follows comes at the end
+            return Found()
         content: str = (delta.content if delta is not None else None) or ""
         self._said += content
         return Found(content)
@@ -79,8 +87,12 @@ def _or_none(read: Callable[[], T]) -> T | None:
     try:
         return read()
     except Exception as error:  # noqa: BLE001 (whatever its author did not think of)
-        log.warning("vllm_parser_stumbled", error=f"{type(error).__name__}: {str(error)[:200]}")
+        _report(error)
         return None
+
+
+def _report(error: Exception) -> None:
+    log.warning("vllm_parser_stumbled", error=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def _tool_parser(name: str) -> ToolParser:

@@ -1,0 +1,137 @@
+"""Finds the end of a JSON object in a text that is still growing, without converting any value.
+
+A scanner neither recurses nor parses numbers, so that depth and digits have no bound of their own, and it goes on where
+the last call stopped. The grammar is that of RFC 8259.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+_OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_BARE = re.compile(r"[-+.0-9A-Za-z]*")
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class MalformedJson(ValueError):
+    """No continuation of the text makes it begin with a JSON object."""
+
+
+@dataclass(slots=True)
+class ObjectScanner:
+    """Scans one object from `start` of a text. Each call of `scan` gets the same text, possibly longer."""
+
+    start: int = 0
+    end: int | None = None
+    """The place behind the object, once it is complete."""
+    members: list[tuple[slice, slice]] = field(default_factory=list)
+    """Where the keys and the values of the object itself lie, as they are written, in order."""
+    _at: int = -1
+    _open: list[str] = field(default_factory=list)
+    _expected: str = "object"
+    _key: slice | None = None
+    _value_start: int = 0
+    _string_start: int = -1
+
+    def scan(self, text: str) -> bool:
+        """Return whether the object is complete. Raises `MalformedJson`."""
+        if self._at < 0:
+            self._at = self.start
+        while self.end is None:
+            if self._string_start < 0:
+                self._at = _SPACE.match(text, self._at).end()  # type: ignore[union-attr]
+            if self._at == len(text):
+                return False
+            if not self._step(text):
+                return False
+        return True
+
+    def _step(self, text: str) -> bool:
+        """Take one token; False when the text breaks off inside of it."""
+        if self._string_start >= 0:
+            return self._string(text)
+        character = text[self._at]
+        if self._expected == "colon":
+            return self._punctuation(character, ":", "value")
+        if self._expected == "comma":
+            return self._close(character) if character in "}]" else self._punctuation(character, ",", self._after_comma)
+        if character in "}]" and self._expected in ("first key", "first item"):
+            return self._close(character)
+        if self._expected in ("first key", "key"):
+            return self._begin_string(character)
+        return self._value(text, character)
+
+    @property
+    def _after_comma(self) -> str:
+        return "key" if self._open[-1] == "{" else "value"
+
+    def _value(self, text: str, character: str) -> bool:
+        if len(self._open) == 1:
+            self._value_start = self._at
+        if character == "{" or (character == "[" and self._expected != "object"):
+            self._open.append(character)
+            self._expected = "first key" if character == "{" else "first item"
+            self._at += 1
+            return True
+        if self._expected == "object":
+            raise MalformedJson
+        if character == '"':
+            return self._begin_string(character)
+        end = _BARE.match(text, self._at).end()  # type: ignore[union-attr]
+        if end == len(text):
+            return False  # the next character may belong to it
+        if _LITERAL.fullmatch(text, self._at, end) is None:
+            raise MalformedJson
+        self._at = end
+        self._value_ends()
+        return True
+
+    def _begin_string(self, character: str) -> bool:
+        if character != '"':
+            raise MalformedJson
+        self._string_start = self._at
+        self._at += 1
+        return True
+
+    def _string(self, text: str) -> bool:
+        self._at = _CHARACTERS.match(text, self._at).end()  # type: ignore[union-attr]
+        if self._at == len(text) or _OPEN_ESCAPE.fullmatch(text, self._at) is not None:
+            return False
+        if text[self._at] != '"':
+            raise MalformedJson
+        self._at += 1
+        begin, self._string_start = self._string_start, -1
+        if self._expected in ("first key", "key"):
+            if len(self._open) == 1:
+                self._key = slice(begin, self._at)
+            self._expected = "colon"
+        else:
+            self._value_ends()
+        return True
+
+    def _punctuation(self, character: str, wanted: str, expected: str) -> bool:
+        if character != wanted:
+            raise MalformedJson
+        self._at += 1
+        self._expected = expected
+        return True
+
+    def _close(self, character: str) -> bool:
+        if character != _CLOSING[self._open.pop()]:
+            raise MalformedJson
+        self._at += 1
+        if self._open:
+            self._value_ends()
+        else:
+            self.end = self._at
+        return True
+
+    def _value_ends(self) -> None:
+        self._expected = "comma"
+        if len(self._open) == 1 and self._key is not None:
+            self.members.append((self._key, slice(self._value_start, self._at)))
+            self._key = None
