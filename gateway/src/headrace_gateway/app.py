@@ -35,7 +35,8 @@ from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.logs import get_logger
 from headrace_runtime.offsets import Offsets
 from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
+from headrace_runtime.replica_trust import ReplicaTrust
+from headrace_runtime.settings import Common, SecuritySettings
 from headrace_runtime.wire import Record
 from headrace_schemas import Replica, Routing
 from headrace_schemas.ingest import Known
@@ -85,10 +86,11 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             replica_set.update(key, row)
 
         routing = Table(Routing, common.bus, SOURCE, blobs, refuse, routed)
-        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, replica_changed)
+        trust = ReplicaTrust(common.security)
+        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, replica_changed, trust.accepts)
         known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
         routing_cache = TableCache(Routing, known_folder / "routing", routing, routed, late_s)
-        replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s)
+        replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s, trust.accepts)
         catalog = ModelCatalog(
             settings.model_aliases, lambda: routing.loaded.is_set() or routing_cache.used, lambda: replica_set.changed()
         )
@@ -115,7 +117,10 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
         app = application(Parts(settings, admission, catalog, replica_set, engines, clock, common, known))
         try:
-            async with web.serve(app, settings) as port, trinity_door(app, settings) as trinity_port:
+            async with (
+                web.serve(app, settings, common.security) as port,
+                trinity_door(app, settings, common.security) as trinity_port,
+            ):
                 log.info("listening", host=settings.host, port=port, trinity_port=trinity_port, keys=len(keys))
                 await asyncio.Event().wait()
         finally:
@@ -124,12 +129,14 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             await asyncio.wait(beside)
 
 
-def trinity_door(app: ASGIApp, settings: GatewaySettings) -> AbstractAsyncContextManager[int]:
+def trinity_door(
+    app: ASGIApp, settings: GatewaySettings, security: SecuritySettings | None = None
+) -> AbstractAsyncContextManager[int]:
     """The same pages at `gateway.trinity_port`, where one is set; yields the port, or 0. Open it after the other: a
     socket that was handed over is that one's."""
     if not settings.trinity_port:
         return contextlib.nullcontext(0)
-    return web.serve(app, settings.model_copy(update={"port": settings.trinity_port}))
+    return web.serve(app, settings.model_copy(update={"port": settings.trinity_port}), security)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

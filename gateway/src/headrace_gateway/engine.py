@@ -130,6 +130,7 @@ class Engines:
                     f"{replica.url.rstrip('/')}/v1/chat/completions",
                     data=body,
                     headers={"traceparent": trace} if trace else None,
+                    allow_redirects=False,  # the key and the prompt are for this replica alone
                 )
             upstream_call.responded()
             async with response:

@@ -38,7 +38,8 @@ class FollowedTable(Protocol[E_co]):
 class TableCache(Generic[E]):
     """The file beside one table. One task (`run`) reads it when the bus is late, and keeps it as new as `every_s`.
 
-    `update` is told what the file has, as the table tells it what the topic has.
+    `update` is told what the file has, as the table tells it what the topic has. Rows that `accepts` refuses are left
+    out, as the table leaves them out.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class TableCache(Generic[E]):
         table: FollowedTable[E],
         update: Callable[[str, E | None], None],
         wait_s: float,
+        accepts: Callable[[E], bool] = lambda _event: True,
     ) -> None:
+        self._accepts = accepts
         self._event = event
         self._path = path
         self._table = table
@@ -92,7 +95,8 @@ class TableCache(Generic[E]):
             except InvalidEvent as error:
                 log.warning("row_is_damaged", file=self._path.name, error=str(error))
             else:
-                rows[row.key] = row
+                if self._accepts(row):
+                    rows[row.key] = row
         return rows
 
     def _write(self, rows: Iterable[E]) -> None:

@@ -72,7 +72,8 @@ class Table(Generic[E_co]):
     """A compacted topic as a dictionary from key to newest event. One task (`run`) keeps it current.
 
     `changed` is called after each change, in the event loop; it must not block. `refuse` gets what cannot be decoded,
-    and dead-letters it (`headrace_runtime.dead_letters.Refusals`).
+    and dead-letters it (`headrace_runtime.dead_letters.Refusals`). `accepts` decides about a valid event: the row
+    stays as it was when it returns False.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Table(Generic[E_co]):
         blobs: BlobStore,
         refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
         changed: Callable[[str, E_co | None], None] | None = None,
+        accepts: Callable[[E_co], bool] = lambda _event: True,
     ) -> None:
+        self._accepts = accepts
         self._event = event
         self._settings = settings
         self._client_id = client_id
@@ -129,7 +132,7 @@ class Table(Generic[E_co]):
             except InvalidEvent as error:
                 await self._refuse(record, error)  # the row stays as it was
                 return
-            if not isinstance(received.event, self._event):
+            if not isinstance(received.event, self._event) or not self._accepts(received.event):
                 return
             event = received.event
         if event is None:

@@ -31,6 +31,10 @@ from headrace_schemas.text import closest
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
 """Ours. An image holds one of them, and reads a file with the sections of all."""
 Port = Annotated[int, Field(ge=0, le=65535)]
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]
+"""Name of a host without its port, an address without brackets, or `*.` and a domain; `*` is any host."""
+Origin = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]{1,255}$")]
+"""Scheme, host and port of a web page."""
 
 
 class Section(BaseModel):
@@ -160,6 +164,15 @@ class SecuritySettings(Section):
 
     internal_key: SecretStr = SecretStr("")
     """Bearer token between services, and for their metrics; required as soon as one of them listens beyond loopback."""
+    hosts: tuple[HostPattern, ...] = ()
+    """Further names that services answer to in the header `Host`, such as that of a proxy: a name, or `*.` and a
+    domain. Addresses, `localhost` and the machine's name always count. Services beyond loopback answer to any name
+    while it is empty, because they ask for keys."""
+    origins: tuple[Origin, ...] = ()
+    """Origins whose web pages may call services from a browser, such as `https://chat.example.com`."""
+    replica_hosts: tuple[HostPattern, ...] = ()
+    """Hosts of replicas that are called although their heartbeat is not signed with `internal_key`: a name, an address,
+    or `*.` and a domain. Needed while replicas of an older release run."""
 
 
 class DeadLetterSettings(Section):
@@ -230,6 +243,12 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     own = _validate(complete(model), table.get(service, {}), f"{service}.")
     _check_bind(service, own, common)
     return common, own
+
+
+def host_fits(host: str, pattern: str) -> bool:
+    """Return whether a host is the one that `pattern` names, or lies below its domain (`*.example.com`)."""
+    host, pattern = host.lower().rstrip("."), pattern.lower()
+    return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
 
 
 def is_loopback(host: str) -> bool:

@@ -83,7 +83,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             "consumer": lambda: processor.paused is None,
         }
         routes = [*service.routes(processor), resume_route(processor, common)]
-        async with web.serve(web.app(checks, routes, common), settings) as port:
+        async with web.serve(web.app(checks, routes, common), settings, common.security) as port:
             log.info("listening", port=port)
             async with asyncio.TaskGroup() as group:
                 group.create_task(host.run())

@@ -25,7 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.http_protocol import protocol_for
-from headrace_runtime.settings import Common, ServiceSettings, is_loopback
+from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings, is_loopback
+from headrace_runtime.web_guard import WebGuard
 from headrace_schemas.names import decode_name, decode_path
 from headrace_schemas.redaction import redacted
 
@@ -80,8 +81,12 @@ def app(
 
 
 @contextlib.asynccontextmanager
-async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterator[int]:
+async def serve(
+    application: ASGIApp, settings: ServiceSettings, security: SecuritySettings | None = None
+) -> AsyncIterator[int]:
     """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards.
+
+    What a web page sends is refused (`web_guard`), but for origins and hosts that `security` names.
 
     A socket that was handed over (sd_listen_fds(3)) is used in place of one of our own; `headrace up` holds the
     gateway's that way, so that callers wait while it is started again. Raises `Unavailable` when the address cannot
@@ -90,7 +95,7 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
     listener = _listen(settings)
     server = _Server(
         uvicorn.Config(
-            _with_exact_paths(application),
+            WebGuard(_with_exact_paths(application), settings, security or SecuritySettings()),
             http=protocol_for(settings),
             ws="none",
             lifespan="off",

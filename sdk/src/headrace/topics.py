@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from aiokafka.admin import AIOKafkaAdminClient
 
 _POLL_MS = 500
+_STORES = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+"""Protocols of blob stores. Over others, such as HTTP, a record could have any server asked for something."""
 _BATCH_MAX = 500
 _IDLE_POLLS_MAX = 60
 """After this many empty polls in a row before the end, the bus counts as unreachable."""
@@ -250,9 +252,17 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
 
 
 def fetch(ref: BlobRef) -> bytes:
-    """Fetches the bytes that a reference names and checks their digest. Blocks."""
+    """Fetch the bytes that a reference names and check their digest. Blocks.
+
+    Raises `HeadraceError` for a reference that does not lead into a blob store: a topic may name any address.
+    """
     import fsspec
 
+    scheme, sign, _ = ref.uri.partition("://")
+    if "::" in ref.uri or (scheme if sign else "file") not in _STORES or not ref.uri.endswith(f"/{ref.sha256}"):
+        raise HeadraceError(
+            f"blob {ref.uri[:200]!r} is not in a blob store; records may refer to blobs of stores alone"
+        )
     with fsspec.open(ref.uri, "rb") as file:
         data: bytes = file.read()
     if not ref.matches(data):

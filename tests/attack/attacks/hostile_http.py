@@ -28,7 +28,7 @@ PACE_S = 0.5
 HEADER_S = GatewaySettings().header_timeout_s
 BODY_S = 10.0
 MARK = "smuggled"
-_TARGET = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
+_TARGET = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
 HEADS = {
     "both lengths": b"Content-Length: %d\r\n" + _CHUNKED,

@@ -243,7 +243,8 @@ async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(rig
 async def test_06_a_client_that_leaves_stops_its_sequence(rig: ReplicaRig, stream: bool) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "stream": stream, "ignore_eos": True, "max_tokens": 1500}
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+    head += "content-type: application/json\r\n\r\n"
     _, writer = await asyncio.open_connection("127.0.0.1", rig.replica.port)
     writer.write(head.encode() + data)
     await writer.drain()

@@ -15,6 +15,8 @@ from headrace_schemas import Feedback, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway
 
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
+
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -37,6 +39,7 @@ GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 async def test_a_bad_call_is_refused_and_the_next_one_served(
     tmp_path: Path, body: bytes, status: int, code: str
 ) -> None:
+
     replica = FakeReplica()
     limits = LimitSettings(body_bytes_max=8192) if code == "body_too_large" else LimitSettings()
     async with replica.running(), gateway(tmp_path, replica, limits_per_key=limits) as served:
@@ -63,7 +66,7 @@ async def test_a_body_that_does_not_come_does_not_hold_its_place(tmp_path: Path)
     async with gateway(tmp_path, body_timeout_s=0.1) as served:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/feedback HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/feedback HTTP/1.1\r\n" + HEADERS + b"Content-Length: 100\r\n\r\n{")
         answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
         writer.close()
         assert b" 408 " in answer

@@ -16,6 +16,8 @@ from starlette.routing import Route
 from headrace_runtime import web
 from headrace_runtime.settings import ServiceSettings
 
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
+
 _served: list[bytes] = []
 
 
@@ -84,14 +86,14 @@ async def said(port: int, data: bytes, *, drip: bytes = b"", half: bool = False)
 async def test_small_answers_are_not_held_back(host: str, address: str) -> None:
     async with web.serve(web.app({}, ROUTES), ServiceSettings(host=host)) as port:
         reader, writer = await asyncio.open_connection(address, port)
-        writer.write(b"GET /nodelay HTTP/1.1\r\nHost: h\r\n\r\n")
+        writer.write(b"GET /nodelay HTTP/1.1\r\n" + HEADERS + b"\r\n")
         answer = await asyncio.wait_for(reader.readuntil(b"}"), PATIENT_S)
         writer.close()
     assert answer.endswith(b'{"nodelay":1}')
 
 
 @pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "a byte now and then"])
-@pytest.mark.parametrize("start", [b"", b"G", b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Slow: "])
+@pytest.mark.parametrize("start", [b"", b"G", b"POST /echo HTTP/1.1\r\n" + HEADERS + b"X-Slow: "])
 async def test_a_header_has_a_time_to_arrive_in(start: bytes, drip: bytes) -> None:
     async with serving() as port:
         answer = await said(port, start, drip=drip)
@@ -104,7 +106,7 @@ async def test_a_header_has_a_time_to_arrive_in(start: bytes, drip: bytes) -> No
 
 
 async def test_the_second_header_of_a_connection_is_timed_too() -> None:
-    first = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi"
+    first = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\n\r\nhi"
     async with serving() as port:
         answer = await said(port, first + b"POST /echo", drip=b"x")
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -113,7 +115,7 @@ async def test_the_second_header_of_a_connection_is_timed_too() -> None:
 
 @pytest.mark.parametrize("path", [b"/echo", b"/deaf"])
 async def test_a_body_has_a_time_to_arrive_in(path: bytes) -> None:
-    head = b"POST " + path + b" HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000000\r\n\r\n"
+    head = b"POST " + path + b" HTTP/1.1\r\n" + HEADERS + b"Content-Length: 1000000000\r\n\r\n"
     async with serving() as port:
         began = time.monotonic()
         answer = await said(port, head, drip=b"x")
@@ -126,13 +128,13 @@ async def test_a_connection_in_use_is_not_timed() -> None:
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):
-            writer.write(b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi")
+            writer.write(b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\n\r\nhi")
             assert (await asyncio.wait_for(reader.readuntil(b"}"), PATIENT_S)).startswith(b"HTTP/1.1 200 ")
             await asyncio.sleep(2 * SHORT.header_timeout_s)  # idle: the time runs from the first byte of the next one
         writer.close()
 
 
-HOST = b"Host: h\r\n"
+HOST = HEADERS
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 BAD = {
     "both lengths": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\n" + CHUNKED + b"\r\n0\r\n\r\n", 400),
@@ -161,7 +163,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(name: str) -> None:
     data, status = BAD[name]
-    smuggled = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 8\r\n\r\nsmuggled"
+    smuggled = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 8\r\n\r\nsmuggled"
     async with serving(ServiceSettings()) as port:
         answer = await said(port, data + smuggled)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
@@ -177,7 +179,7 @@ async def test_a_header_without_an_end_is_refused_at_its_bound() -> None:
 
 
 async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_order() -> None:
-    first = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nhi"
+    first = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi"
     last = b"POST /echo HTTP/1.1\r\nConnection: close\r\n" + HOST + CHUNKED + b"\r\n3\r\nabc\r\n0\r\n\r\n"
     async with serving(ServiceSettings()) as port:
         answer = await said(port, first * 20 + last)
@@ -187,7 +189,7 @@ async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_o
 
 async def test_a_bad_chunk_behind_an_answer_only_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(ServiceSettings()) as port:
-        head = b"POST /deaf HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /deaf HTTP/1.1\r\n" + HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         await asyncio.wait_for(reader.readuntil(b"{}"), PATIENT_S)

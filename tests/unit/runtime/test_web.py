@@ -20,6 +20,8 @@ from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
 from tests.support.full_disk import no_room
 
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
+
 
 async def _echo(request: Request) -> Response:
     return JSONResponse({"size": len(await request.body())})
@@ -79,7 +81,7 @@ async def test_a_request_that_offers_h2c_keeps_its_body() -> None:
     async with web.serve(web.app({}, ROUTES), ServiceSettings()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
-            b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
             b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Length: 5\r\n\r\nhello"
         )
         answer = await asyncio.wait_for(reader.readuntil(b"}"), 5)
@@ -113,6 +115,7 @@ HANDED = """
 import asyncio, os
 from headrace_runtime import web
 from headrace_runtime.settings import ServiceSettings
+
 os.dup2(int(os.environ["GIVEN"]), 3)
 os.environ |= {"LISTEN_FDS": "1", "LISTEN_PID": os.environ.get("MEANT", str(os.getpid()))}
 async def main():
@@ -146,7 +149,7 @@ def test_a_socket_that_is_handed_over_is_listened_on_and_outlives_the_process() 
         first.wait()
         with socket.create_connection(("127.0.0.1", port), 10) as early:  # between two lives
             early.settimeout(30)
-            early.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            early.sendall(b"GET /health HTTP/1.1\r\n" + HEADERS + b"Connection: close\r\n\r\n")
             second = handed(listener)
             try:
                 assert early.recv(100).startswith(b"HTTP/1.1 200")

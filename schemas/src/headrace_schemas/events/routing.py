@@ -147,6 +147,8 @@ class Replica(Event):
     """It says the logprobs of given answers (`headrace_schemas.scoring`)."""
     grammars: tuple[Text, ...] = Field(default=(), max_length=16)
     """The fields of a request by which it holds an answer: `response_format`, `tool_choice`."""
+    signature: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """HMAC-SHA256 over `replica_id` and `url` with the key that services share; empty where they share none."""
 
     @property
     def event_id(self) -> str:

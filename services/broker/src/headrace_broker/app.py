@@ -161,6 +161,6 @@ async def _late(common: Common, broker: Broker, server: Server) -> None:
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
     metrics.register(broker, server)
     application = web.app({"store": lambda: broker.writer.trouble or True}, common=common)
-    async with web.serve(application, broker.settings) as port:
+    async with web.serve(application, broker.settings, common.security) as port:
         log.info("metrics", port=port)
         await asyncio.Event().wait()

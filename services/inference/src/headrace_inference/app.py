@@ -30,6 +30,7 @@ from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
+from headrace_runtime.replica_trust import signed
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Replica
@@ -78,11 +79,11 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         application = _api(common, settings, fleet, engine, aside, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
-        port = await stack.enter_async_context(web.serve(application, settings))
+        port = await stack.enter_async_context(web.serve(application, settings, common.security))
         announcer = Announcer(
             producer,
             SystemClock(),
-            _identity(settings, port, engine, parsers),
+            signed(_identity(settings, port, engine, parsers), common.security),
             fleet.versions,
             engine.in_flight,
             settings.heartbeat_s,

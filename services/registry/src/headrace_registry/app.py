@@ -32,6 +32,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.processor import Handler, Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
+from headrace_runtime.replica_trust import ReplicaTrust
 from headrace_runtime.settings import Common
 from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 
@@ -64,7 +65,9 @@ class _Registry:
         self._settings = settings
         self._database = database
         self._lease = LeaderLease(database, clock, settings.lease_s)
-        self._replicas = Table(Replica, common.bus, "headrace-registry-replicas", blobs, refuse, self._replica_changed)
+        accepts = ReplicaTrust(common.security).accepts
+        client_id = "headrace-registry-replicas"
+        self._replicas = Table(Replica, common.bus, client_id, blobs, refuse, self._replica_changed, accepts)
         self._routings = Table(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
         sampler = PromptSampler(self._lease, settings.rollout)
@@ -114,7 +117,7 @@ class _Registry:
             "consumer": self._reading,
         }
         pages = [*self._api.routes(), *self._catalog.routes(), *self._rollouts.routes()]
-        async with web.serve(web.app(checks, pages, self._common), self._settings) as port:
+        async with web.serve(web.app(checks, pages, self._common), self._settings, self._common.security) as port:
             log.info("listening", port=port)
             try:
                 await disk.with_room(self._lease.acquire)

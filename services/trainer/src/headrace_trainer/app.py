@@ -63,7 +63,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     }
     notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}
     routes = [resume_route(trainer, common), settings_route("trainer", settings, common)]
-    async with web.serve(web.app(checks, routes, common, notes=notes), settings) as port:
+    async with web.serve(web.app(checks, routes, common, notes=notes), settings, common.security) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)

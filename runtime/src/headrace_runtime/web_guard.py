@@ -1,0 +1,131 @@
+"""Refuses what web pages send: the one door of every HTTP server of ours.
+
+A browser reaches loopback, whoever's page it shows. So a name in `Host` that is not ours is refused (DNS rebinding).
+So is a request that another origin has caused, whether its page may read the answer or not. A body has to be JSON by
+its content type: what a form or a page without preflight can send is not. Other clients send neither `Origin` nor
+`Sec-Fetch-Site`, and JSON as `application/json`: OpenAI's packages, AgentScope, Trinity, HelloAgents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_runtime.settings import SecuritySettings, ServiceSettings, host_fits, is_loopback
+
+_WITHOUT_EFFECT = frozenset(("GET", "HEAD", "OPTIONS"))
+_JSON = re.compile(rb"\s*application/([a-z0-9.+-]+\+)?json\s*(;.*)?", re.IGNORECASE | re.DOTALL)
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:[0-9]{0,5})?")
+_OWN_SITE = frozenset((b"same-origin", b"none"))
+_SHOWN_MAX = 100
+_PREFLIGHT_AGE_S = b"600"
+
+
+class Refusal(Exception):
+    """A request that is answered here. The message names the header, and its value where that is short."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class WebGuard:
+    """Around an application: refuses, answers preflights of named origins, and lets everything else through."""
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings) -> None:
+        self._app = app
+        self._any_host = not is_loopback(settings.host) and not security.hosts
+        """Beyond loopback every request needs a key, which a page cannot have; names are not known there."""
+        self._hosts = (settings.host, socket.gethostname(), *security.hosts)
+        self._origins = frozenset(origin.lower().encode() for origin in security.origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").lower()
+        try:
+            named = self._check(scope["method"], headers, origin)
+        except Refusal as refusal:
+            await _answer(send, refusal)
+            return
+        if not named:
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+            await _answer_preflight(send, headers[b"origin"], headers)
+            return
+
+        async def shared(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(b"access-control-allow-origin", headers[b"origin"]), (b"vary", b"Origin")]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        await self._app(scope, receive, shared)
+
+    def _check(self, method: str, headers: dict[bytes, bytes], origin: bytes) -> bool:
+        """Return whether the request comes from an origin that a setting names. Raises `Refusal`."""
+        host = headers.get(b"host")
+        if host is not None and not self._any_host and not self._is_own(host):
+            remedy = "call the service by its address, or add the name to security.hosts"
+            raise Refusal(403, "host_not_allowed", f"Host {_shown(host)} is no name of this service; {remedy}")
+        named = origin in self._origins
+        if origin and not named and origin.partition(b"://")[2] != (host or b"").lower():
+            remedy = "a page of this origin may not call this service; add it to security.origins to allow it"
+            raise Refusal(403, "origin_not_allowed", f"Origin {_shown(origin)}: {remedy}")
+        if not named and headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
+            raise Refusal(403, "cross_site", "Sec-Fetch-Site: a page of another site caused this request")
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        if has_body and method not in _WITHOUT_EFFECT and not _JSON.fullmatch(headers.get(b"content-type", b"")):
+            kind = headers.get(b"content-type")
+            problem = f"Content-Type {_shown(kind)}" if kind else "no Content-Type"
+            raise Refusal(415, "unsupported_media_type", f"{problem}: send the body as application/json")
+        return named
+
+    def _is_own(self, host: bytes) -> bool:
+        """Return whether the header names this service: by an address, which nobody can rebind, or by a known name."""
+        match = _HOST.fullmatch(host.decode("latin-1"))
+        name = match["name"].strip("[]") if match else ""
+        if not name:
+            return False
+        try:
+            ip_address(name)
+        except ValueError:
+            return is_loopback(name.lower().rstrip(".")) or any(host_fits(name, pattern) for pattern in self._hosts)
+        return True
+
+
+async def _answer(send: Send, refusal: Refusal) -> None:
+    error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.code}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close"), (b"vary", b"Origin, Sec-Fetch-Site")]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, bytes]) -> None:
+    """Allow what the page wants to send: keys are checked when it does."""
+    allowed = [
+        (b"access-control-allow-origin", origin),
+        (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
+        (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
+        (b"access-control-max-age", _PREFLIGHT_AGE_S),
+        (b"vary", b"Origin, Access-Control-Request-Headers"),
+    ]
+    if headers.get(b"access-control-request-private-network") == b"true":
+        allowed.append((b"access-control-allow-private-network", b"true"))
+    await send({"type": "http.response.start", "status": 204, "headers": allowed})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _shown(value: bytes) -> str:
+    """Return a header's value for a message: short and without characters that a terminal acts on."""
+    return ascii(value[:_SHOWN_MAX].decode("latin-1"))
