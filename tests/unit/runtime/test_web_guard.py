@@ -162,7 +162,7 @@ async def test_what_clients_send_is_served(method: str, headers: dict[str, str],
 
 async def test_a_named_origin_may_read_and_ask_first() -> None:
     page = {"origin": "https://chat.example.com", "sec-fetch-site": "cross-site"}
-    settings = {"origins": ("https://chat.example.com",)}
+    settings: dict[str, Any] = {"origins": ("https://chat.example.com",)}
     wanted = "authorization,content-type"
     asked = {**page, "access-control-request-method": "POST", "access-control-request-headers": wanted}
     status, served, response = await status_of("OPTIONS", asked, **settings)
