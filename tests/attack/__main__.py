@@ -60,7 +60,7 @@ def play(name: str, seed: int) -> tuple[str, list[Line]]:
     with tempfile.TemporaryDirectory(prefix=f"attack-{name}-", ignore_cleanup_errors=True) as folder:
         try:
             attack = module.attack(Path(folder), random.Random(f"{seed} {name}"))
-            lines = asyncio.run(asyncio.wait_for(attack, TIMEOUT_S))
+            lines = asyncio.run(asyncio.wait_for(attack, getattr(module, "TIMEOUT_S", TIMEOUT_S)))
         except Exception as error:  # noqa: BLE001 - an attack that cannot be played must not hide the others
             traceback.print_exc()
             return module.TITLE, [Line("played to its end", f"{type(error).__name__}: {error}", "yes", False)]

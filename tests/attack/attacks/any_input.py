@@ -1,0 +1,432 @@
+"""Thousands of generated inputs at every route and topic of a whole stack, on each database, beside a user who works.
+
+`tests.attack.inputs` draws them: lists at and past their bounds, numbers at the edges of float64 and float32, every
+kind of text, valid and nearly valid. The reward function and the judge's endpoint answer as hostile things as callers
+send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError
+
+from headrace.topics import Range, connected
+from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
+from headrace_schemas.base import utcnow
+from headrace_schemas.ids import uuid7
+from tests.attack.inputs import TEXTS, mutate, to_bytes
+from tests.attack.line import Line, at_most, none_of
+from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, topic_inputs
+from tests.support import fake_llm, tiny_model
+from tests.support.fake_llm import FakeLLM
+from tests.support.headrace_up import HeadraceUp
+from tests.support.postgres_node import PostgresNode, missing
+
+TITLE = "generated inputs at every route and topic, on SQLite and on PostgreSQL"
+OTHER_REQUESTS = 12_000
+CHAT_REQUESTS = 1_500
+RECORDS = 6_500
+"""Together 20,000 inputs for each database."""
+MODEL = "tiny"
+_LOOP_BLOCK_S_MAX = 1.0
+_SETTLE_S = 240.0
+TIMEOUT_S = 3600.0
+PLANTED = (
+    "a service ends",
+    "a loop is blocked",
+    "another tenant's call fails",
+    "an acknowledged event is dead-lettered",
+    "an acknowledged feedback vanishes",
+)
+"""What `tests.attack.planted` breaks, by the line that has to notice."""
+_PLANTED_FOLDER = Path(__file__).parents[1] / "planted"
+_LOOK_S = 5.0
+_AT_ONCE = 16
+_VERDICT = {"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}}
+
+REWARDS = '''
+"""A reward function whose results are as strange as the context that callers send."""
+RESULTS = [
+    {"a": 1.7e308, "b": 1.7e308}, float("nan"), float("inf"), 1.7e308, -1.7e308, 10**400, "text", None, [], {"a": None},
+    {f"criterion-{number}": 1.0 for number in range(65)}, {"\\x00": 1.0}, {"\\ud83d": 0.5}, 1e-320, True, object(), 0.5,
+]
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+def strange(trajectory, context):
+    choice = hash(trajectory.trajectory_id) % (len(RESULTS) + 5)
+    if choice == len(RESULTS):
+        raise ValueError("a\\x00b \\ud83d")
+    if choice == len(RESULTS) + 1:
+        raise Unprintable
+    if choice == len(RESULTS) + 2:
+        raise RecursionError("x" * 100_000)
+    if choice == len(RESULTS) + 3:
+        return context.get("k")
+    if choice == len(RESULTS) + 4:
+        raise SystemExit(3)
+    return RESULTS[choice]
+'''
+
+
+@dataclass
+class Observations:
+    """What the attacker and the other tenant saw while the inputs were sent."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    server_errors: list[str] = field(default_factory=list)
+    unanswered: int = 0
+    acknowledged: list[dict[str, Any]] = field(default_factory=list)
+    records: int = 0
+    friend_calls: int = 0
+    friend_failures: list[str] = field(default_factory=list)
+    friend_sessions: list[str] = field(default_factory=list)
+    block_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    lines = await _lines_on("SQLite", folder / "sqlite", {}, rng)
+    reason = missing()
+    if reason is not None:
+        return [*lines.values(), Line("PostgreSQL", reason, "it is there", False)]
+    postgres = PostgresNode(folder / "postgres", durable=False)
+    await asyncio.to_thread(postgres.start)
+    try:
+        on_postgres = await _lines_on("PostgreSQL", folder / "on-postgres", {"database.url": postgres.url()}, rng)
+    finally:
+        await asyncio.to_thread(postgres.stop)
+    planted = await _lines_on("planted", folder / "planted", {}, rng, planted=True)
+    caught = [
+        Line(
+            f"planted fault: {name}",
+            "caught" if not planted[name].holds else "not caught",
+            "caught",
+            not planted[name].holds,
+        )
+        for name in PLANTED
+    ]
+    return [*lines.values(), *on_postgres.values(), *caught]
+
+
+async def _lines_on(
+    database: str, folder: Path, settings: dict[str, object], rng: random.Random, *, planted: bool = False
+) -> dict[str, Line]:
+    """Play the inputs on a stack of its own. A tenth of them show planted faults."""
+    verdict_rng = random.Random(rng.random())
+    endpoint = fake_llm.answer(lambda _call: mutate(_VERDICT, verdict_rng).decode("utf-8", "surrogateescape"))
+    with FakeLLM(endpoint) as judge:
+        up = _stack(folder, judge, settings, planted=planted)
+        try:
+            before = await asyncio.to_thread(up.start)
+            seen = await _send_all(up, rng, 10 if planted else 1)
+            experiences, lost = await _settle(up, seen, 20.0 if planted else _SETTLE_S)
+            after = up.state
+            letters = await _read(up, DeadLetter)
+        finally:
+            await asyncio.to_thread(up.stop)
+    restarted = [name for name, state in after.services.items() if state.pid != before.services[name].pid]
+    paused = [name for name, state in after.services.items() if any("paus" in lack for lack in state.lacks)]
+    refused = [letter for letter in letters if letter.headers.get("ce_source", "").startswith("headrace/gateway")]
+    if not planted:
+        _explain(seen, lost, refused, [after.services[name].log for name in restarted])
+    sessions = set(seen.friend_sessions)
+    unrewarded = sessions - {one.session_id for one in experiences if one.reward is not None}
+    block_s, slowest = max((block_s, name) for name, block_s in seen.block_s.items())
+    total, services = sum(seen.statuses.values()) + seen.unanswered, len(after.services)
+    return {
+        "a service ends": none_of(f"{database}: services that ended ({' '.join(restarted)})", len(restarted), services),
+        "paused": none_of(f"{database}: services that paused ({' '.join(paused)})", len(paused), services),
+        "a loop is blocked": at_most(
+            f"{database}: longest that an event loop was blocked ({slowest})",
+            round(block_s, 3),
+            _LOOP_BLOCK_S_MAX,
+            " s",
+        ),
+        "errors": none_of(f"{database}: answers 500, 502, 504 ({dict(seen.statuses)})", len(seen.server_errors), total),
+        "unanswered": none_of(f"{database}: requests without an answer", seen.unanswered, total),
+        "another tenant's call fails": none_of(
+            f"{database}: calls of another tenant that failed", len(seen.friend_failures), seen.friend_calls
+        ),
+        "unrewarded": none_of(f"{database}: its sessions without a reward", len(unrewarded), len(sessions)),
+        "an acknowledged event is dead-lettered": none_of(
+            f"{database}: acknowledged events that were dead-lettered", len(refused), len(seen.acknowledged)
+        ),
+        "an acknowledged feedback vanishes": none_of(
+            f"{database}: acknowledged feedbacks that count nowhere", len(lost), len(seen.acknowledged)
+        ),
+        "records": Line(f"{database}: records sent to topics", str(seen.records), "some", seen.records > 0),
+    }
+
+
+def _explain(seen: Observations, lost: list[str], refused: list[DeadLetter], logs: list[str]) -> None:
+    """Print the first examples of what went wrong."""
+    for letter in refused[:5]:
+        print(f"    acknowledged and dead-lettered: {letter.source_topic} {letter.reason} {letter.error[:300]!r}")
+    for log in logs:
+        entries = [line for line in Path(log).read_text(encoding="utf-8").splitlines() if '"level": "error"' in line]
+        print(f"    {log}: {entries[-1][-1200:] if entries else 'it names no error'}")
+    for text in [*seen.server_errors[:5], *seen.friend_failures[:5], *lost[:5]]:
+        print(f"    {text[:500]}")
+
+
+def _stack(folder: Path, judge: FakeLLM, settings: dict[str, object], *, planted: bool) -> HeadraceUp:
+    folder.mkdir(parents=True)
+    (folder / "strange_rewards.py").write_text(REWARDS, encoding="utf-8")
+    base = tiny_model.build(folder / "base")
+    keys = [
+        {"name": name, "tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "scopes": scopes}
+        for name, scopes in (("mallory", ["chat", "feedback", "admin"]), ("alice", ["chat", "feedback"]))
+    ]
+    limits = {"requests_per_s": 5000.0, "burst": 10_000}
+    config = folder / "headrace.toml"
+    config.write_text("", encoding="utf-8")
+    chosen: dict[str, object] = {
+        "gateway.keys": keys,
+        **{
+            f"gateway.{whose}.{name}": value
+            for whose in ("limits_per_key", "limits_total")
+            for name, value in limits.items()
+        },
+        "trainer.base": str(base),
+        "trainer.model": MODEL,
+        "trainer.batch_experiences": 64,
+        "trainer.batch_experiences_min": 1,
+        "collector.idle_s": 20.0,
+        "scorer.functions": ["strange_rewards:strange"],
+        "scorer.labels": {"good": 1.0},
+        "scorer.reward_wait_s": 5.0,
+        "judge.endpoint.base_url": judge.base_url,
+        "judge.endpoint.model": "judge-1",
+        **settings,
+    }
+    folders = [str(folder), *([str(_PLANTED_FOLDER)] if planted else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {"PYTHONPATH": os.pathsep.join(folders)}
+    return HeadraceUp(folder / "data", config, chosen, environ)
+
+
+async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observations:
+    """Send one input in `divisor` of those that a run has."""
+    seen = Observations()
+    root = up.base_url.removesuffix("/v1")
+    async with (
+        _client(root, "alice") as alice,
+        _client(root, "mallory") as mallory,
+        _beside(_work(alice, seen)),
+    ):
+        turns = await _known_turns(alice, mallory)
+        await _loops_run_freely(up)
+        inputs = [http_input(turns, rng, chat=False) for _ in range(OTHER_REQUESTS // divisor)]
+        inputs += [http_input(turns, rng, chat=True) for _ in range(CHAT_REQUESTS // divisor)]
+        rng.shuffle(inputs)
+        async with _beside(_watch_loops(up, seen)):
+            records = asyncio.create_task(_send_records(up.state.bus, rng, seen, RECORDS // divisor))
+            await asyncio.gather(*(_send_requests(mallory, inputs[at::_AT_ONCE], seen) for at in range(_AT_ONCE)))
+            await records
+            await asyncio.sleep(2 * _LOOK_S)  # what the last input does to the loops is seen by one more look
+        for session in turns.session_ids:
+            await mallory.post(f"/v1/sessions/{session}/end", json={})
+    return seen
+
+
+def _client(root: str, key: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=root, headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Any) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _known_turns(alice: httpx.AsyncClient, mallory: httpx.AsyncClient) -> KnownTurns:
+    """Call the model in forty sessions of the attacker's, so that feedback has something to be about."""
+    responses, sessions, version = [], [], ""
+    for number in range(40):
+        session = f"known-{number}"
+        for _ in range(2):
+            answer = await mallory.post("/v1/chat/completions", json=_call(session))
+            answer.raise_for_status()
+            responses.append(answer.json()["id"])
+            version = answer.json()["model"]
+        sessions.append(session)
+    foreign = await alice.post("/v1/chat/completions", json=_call("foreign"))
+    return KnownTurns(MODEL, version, tuple(responses), tuple(sessions), foreign.json()["id"])
+
+
+def _call(session: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": f"question of {session}"}]
+    return {"model": MODEL, "messages": messages, "max_tokens": 4, "metadata": {"session_id": session}}
+
+
+async def _send_requests(client: httpx.AsyncClient, inputs: list[HttpInput], seen: Observations) -> None:
+    for request in inputs:
+        headers = [(name.encode(), value) for name, value in request.headers.items()]
+        try:
+            answer = await client.request(request.method, request.path, headers=headers, content=request.body)
+        except (httpx.LocalProtocolError, httpx.InvalidURL):
+            continue  # this client refuses to send such a header or path
+        except httpx.HTTPError as error:
+            seen.unanswered += 1
+            seen.server_errors.append(f"{request.method} {request.path[:100]}: {error!r} after {request.body[:300]!r}")
+            continue
+        seen.statuses[answer.status_code] += 1
+        if answer.status_code >= 500 and answer.status_code != 503:
+            seen.server_errors.append(
+                f"{answer.status_code} {answer.text[:200]} after {request.path[:100]} {request.body[:300]!r}"
+            )
+        if answer.status_code == 202 and request.path in ("/v1/feedback", "/feedback"):
+            with contextlib.suppress(ValueError):
+                seen.acknowledged.append(json.loads(request.body))
+
+
+async def _send_records(bus: str, rng: random.Random, seen: Observations, count: int) -> None:
+    examples = topic_inputs()
+    producer = AIOKafkaProducer(bootstrap_servers=bus, acks="all")
+    await producer.start()
+    try:
+        for _ in range(count):
+            topic = rng.choice(list(examples))
+            document = rng.choice(examples[topic])
+            value = None if rng.random() < 0.01 else mutate(document, rng)
+            with contextlib.suppress(KafkaError):  # larger than the topic allows
+                await producer.send_and_wait(topic, value, b"key", headers=_record_headers(document, topic, rng))
+                seen.records += 1
+    finally:
+        await producer.stop()
+
+
+def _record_headers(document: object, topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
+    types = {"training-metrics": "training-metrics", "dead-letter-decisions": "dead-letter-decision"}
+    kind = types.get(topic, topic.removesuffix("s"))
+    headers = {
+        "ce_specversion": "1.0",
+        "ce_id": str(uuid7()),
+        "ce_type": f"headrace.{kind}.v1",
+        "ce_source": "outside",
+        "ce_time": utcnow().isoformat(),
+        "ce_subject": "x",
+    }
+    if rng.random() < 0.1:
+        headers[rng.choice(list(headers))] = rng.choice(TEXTS)[:2000]
+    return [(name, value.encode("utf-8", "surrogatepass")) for name, value in headers.items()]
+
+
+async def _work(alice: httpx.AsyncClient, seen: Observations) -> None:
+    """The other tenant's agent: two calls, feedback, the end; again and again."""
+    number = 0
+    while True:
+        number += 1
+        session = f"alice-{number}"
+        responses = []
+        for _ in range(2):
+            answer = await _friendly(alice, "/v1/chat/completions", _call(session), seen)
+            if answer is not None:
+                responses.append(answer["id"])
+        feedback = {"msg_ids": responses, "value": number % 2, "ends_session": True}
+        if len(responses) == 2 and await _friendly(alice, "/v1/feedback", feedback, seen) is not None:
+            seen.friend_sessions.append(session)
+        await asyncio.sleep(0.2)
+
+
+async def _friendly(alice: httpx.AsyncClient, path: str, body: object, seen: Observations) -> dict[str, Any] | None:
+    seen.friend_calls += 1
+    try:
+        answer = await alice.post(path, json=body)
+    except httpx.HTTPError as error:
+        seen.friend_failures.append(f"{path}: {error!r}")
+        return None
+    if answer.status_code not in (200, 202):
+        seen.friend_failures.append(f"{path}: {answer.status_code} {answer.text}")
+        return None
+    parsed: dict[str, Any] = answer.json()
+    return parsed
+
+
+async def _watch_loops(up: HeadraceUp, seen: Observations) -> None:
+    """Note the longest block of each service's loop, again and again."""
+    while True:
+        for service, block_s in (await _block_s(up)).items():
+            seen.block_s[service] = max(seen.block_s[service], block_s)
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _loops_run_freely(up: HeadraceUp) -> None:
+    """Wait until the gauges have forgotten how the services started."""
+    deadline = time.monotonic() + _SETTLE_S
+    while max((await _block_s(up)).values()) > _LOOP_BLOCK_S_MAX / 2 and time.monotonic() < deadline:
+        await asyncio.sleep(1)
+
+
+async def _block_s(up: HeadraceUp) -> dict[str, float]:
+    name, block_s = 'headrace_event_loop_block_seconds{kind="busy"} ', {}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        for service, state in up.state.services.items():
+            with contextlib.suppress(httpx.HTTPError):
+                text = (await client.get(f"{state.url}/metrics")).text
+                values = [float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)]
+                block_s[service] = max([0.0, *values])
+    return block_s
+
+
+async def _settle(up: HeadraceUp, seen: Observations, timeout_s: float) -> tuple[list[Experience], list[str]]:
+    """Wait until the other tenant's sessions have their rewards and all acknowledged feedback counts."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        experiences = await _read(up, Experience)
+        rewarded = {one.session_id for one in experiences if one.reward is not None}
+        lost = _uncounted(seen, await _read(up, Trajectory), await _read(up, Reward))
+        if (rewarded.issuperset(seen.friend_sessions) and not lost) or time.monotonic() > deadline:
+            return experiences, lost
+        await asyncio.sleep(3)
+
+
+def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list[Reward]) -> list[str]:
+    """Acknowledged feedbacks with a value about a single turn of a closed trajectory that are no reward of it."""
+    trajectory_of = {turn: one.trajectory_id for one in trajectories for turn in one.turn_ids}
+    sources = defaultdict(set)
+    for reward in rewards:
+        sources[reward.trajectory_id].add(reward.source)
+    lost = []
+    for body in seen.acknowledged:
+        trajectory = trajectory_of.get(body.get("response_id") or "")
+        if trajectory is None or body.get("withdrawn"):
+            continue
+        source = body.get("source") or "feedback"
+        metrics = (
+            list(body.get("parts") or ()) or [body["metric"]] if body.get("metric") or body.get("parts") else [None]
+        )
+        if body.get("value") is None and body.get("rating") is None and not body.get("parts"):
+            continue
+        for metric in metrics:
+            wanted = source if metric is None else f"{source}:{metric}"
+            if wanted not in sources[trajectory]:
+                lost.append(f"no reward of {wanted!r} for {trajectory} after {to_bytes(body)[:200]!r}")
+    return lost
+
+
+async def _read(up: HeadraceUp, kind: type[Any]) -> list[Any]:
+    """Every readable event of the topic of `kind`."""
+    async with connected(up.state.bus) as topics:
+        events: list[Event] = [entry.event async for entry in topics.read(Range(kind.topic)) if entry.event is not None]
+    return events
