@@ -373,8 +373,9 @@ async def _watch_loops(up: HeadraceUp, seen: Observations) -> None:
 
 async def _loops_run_freely(up: HeadraceUp) -> None:
     """Wait until the gauges have forgotten how the services started."""
-    deadline = time.monotonic() + _SETTLE_S
-    while max((await _block_s(up)).values()) > _LOOP_BLOCK_S_MAX / 2 and time.monotonic() < deadline:
+    for _ in range(int(_SETTLE_S)):
+        if max((await _block_s(up)).values()) < _LOOP_BLOCK_S_MAX / 2:
+            return
         await asyncio.sleep(1)
 
 

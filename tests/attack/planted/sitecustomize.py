@@ -49,7 +49,7 @@ def _plant_in_scorer() -> None:
             os._exit(3)
         return await handle(self, event, handling)
 
-    Scorer.on_feedback = failing  # type: ignore[method-assign]
+    Scorer.on_feedback = failing  # type: ignore[assignment,method-assign]
 
 
 if "headrace_gateway" in sys.orig_argv:
