@@ -403,8 +403,12 @@ async def _settle(up: HeadraceUp, seen: Observations, timeout_s: float) -> tuple
 
 
 def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list[Reward]) -> list[str]:
-    """Acknowledged feedbacks with a value about a single turn of a closed trajectory that are no reward of it."""
-    trajectory_of = {turn: one.trajectory_id for one in trajectories for turn in one.turn_ids}
+    """Acknowledged feedbacks with a value about a single turn of a closed trajectory that are no reward of it.
+
+    Feedback about a turn of another tenant is acknowledged, since no gateway knows all ids, and must count nowhere.
+    """
+    own = [trajectory for trajectory in trajectories if trajectory.tenant == "mallory"]
+    trajectory_of = {turn: trajectory.trajectory_id for trajectory in own for turn in trajectory.turn_ids}
     sources = defaultdict(set)
     for reward in rewards:
         sources[reward.trajectory_id].add(reward.source)
