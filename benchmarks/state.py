@@ -2,7 +2,8 @@
 
 Each database is filled with 5M remembered turns, of which some are to be forgotten. Then every timer of collector and
 scorer runs until nothing is left to do, all of them together and resting between their transactions as in the service:
-99 of 100 transactions must end within 20 ms, and 500 turns a second must be forgotten. Exit status 1 when not. About
+99 of 100 transactions must end within 20 ms, and 500 turns a second must be forgotten. A backlog
+of reward functions' jobs, as a restart leaves it, must be scored at 900 turns a second. Exit status 1 when not. About
 twenty minutes; `--turns` makes it shorter. Memory and disk are bounded: 256 MiB of SQLite's pages, 8 GiB of files.
 """
 
@@ -30,13 +31,24 @@ from headrace_runtime.clock import SystemClock, epoch_ms
 from headrace_runtime.processor import Processor, Step, in_turns
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.handlers import Scorer
+from headrace_scorer.scores import ScoreStore
+from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
+from headrace_scorer.store import TrajectoryCache
 from tests.support import postgres_node
 from tests.support.remembered import Ages, fill_collector, fill_scorer
 from tests.support.streams import START, Service, bench
+from tests.support.trajectories import closed
+from tests.support.turns import ask, user
 
 TICK_MS_MAX = 20.0
 FORGOTTEN_PER_S_MIN = 500.0
+BACKLOG_PER_S_MIN = 900.0
 _IDLE_TICKS = 50
 """How often each timer runs once there is nothing left to do."""
 
@@ -108,8 +120,48 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
         return {"fill_s": fill_s, **await measure(made.processor, steps, old, name)}
 
 
-def measured(name: str, turns: int, old: int) -> dict[str, object]:
-    """Both services on one database."""
+class _HerePool(FunctionPool):
+    """One function that costs nothing, so that the scorer itself is measured."""
+
+    def __init__(self, settings: ScorerSettings) -> None:
+        super().__init__(settings)
+        digest = "0" * 64
+        self.functions = (RewardFunction(name="worth", spec="here", parameters=(), asynchronous=False, digest=digest),)
+
+    async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
+        del call, trajectory
+        return Outcome(outcome="scored", value=0.5)
+
+
+async def backlog(url: str, folder: Path, turns: int) -> dict[str, object]:
+    """Score `turns` trajectories of a turn each whose jobs are all in the database, and return the rate."""
+    settings, cache = ScorerSettings(), TrajectoryCache()
+    scores = ScoreStore(cache)
+    scoring = Scoring(_HerePool(settings), settings, cache, scores)
+    handler = Scorer(settings, cache, scores, scoring)
+    service = Service(scorer_schema.stream, {"trajectories": handler.on_trajectory}, package="headrace_scorer")
+    async with bench(service, url, folder) as made:
+        for first in range(0, turns, 200):
+            some = range(first, min(first + 200, turns))
+            await made.deliver(*[closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in some])
+        made.processor.clock = SystemClock()
+        busy_s, began = time.process_time(), time.monotonic()
+        tasks = [asyncio.ensure_future(task) for task in scoring.tasks(made.processor)]
+        try:
+            while await made.count("jobs"):
+                if any(task.done() for task in tasks):
+                    raise RuntimeError(f"a task of the scorer ended: {tasks}")
+                await asyncio.sleep(0.1)
+        finally:
+            took_s = time.monotonic() - began
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return {"backlog_per_s": round(turns / took_s, 1), "busy": round((time.process_time() - busy_s) / took_s, 2)}
+
+
+def measured(name: str, turns: int, old: int, waiting: int) -> dict[str, dict[str, object]]:
+    """Both services on one database; with `turns` 0 the backlog alone."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         root = Path(folder)
         node = postgres_node.PostgresNode(root) if name == "postgres" else None
@@ -117,9 +169,12 @@ def measured(name: str, turns: int, old: int) -> dict[str, object]:
             node.start()
         try:
             url = node.url() if node is not None else "sqlite"
+            scored = asyncio.run(backlog(url, root / "backlog", waiting))
+            if not turns:
+                return {"scorer": scored}
             return {
                 "collector": asyncio.run(collect(url, root / "collector", turns, old, name)),
-                "scorer": asyncio.run(score(url, root / "scorer", turns, old, name)),
+                "scorer": asyncio.run(score(url, root / "scorer", turns, old, name)) | scored,
             }
         finally:
             if node is not None:
@@ -130,6 +185,12 @@ def shortfalls(report: Mapping[str, Any]) -> list[str]:
     found = []
     for database, services in report["databases"].items():
         for service, one in services.items():
+            if one.get("backlog_per_s", BACKLOG_PER_S_MIN) < BACKLOG_PER_S_MIN:
+                found.append(
+                    f"{database} {service}: a backlog at {one['backlog_per_s']} turns/s, not {BACKLOG_PER_S_MIN:g}"
+                )
+            if "tick_ms" not in one:
+                continue
             if one["tick_ms"]["all"]["p99"] > TICK_MS_MAX:
                 found.append(
                     f"{database} {service}: p99 of a tick {one['tick_ms']['all']['p99']} ms, not {TICK_MS_MAX:g}"
@@ -143,7 +204,8 @@ def shortfalls(report: Mapping[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5_000_000, help="how many are remembered")
+    parser.add_argument("--turns", type=int, default=5_000_000, help="how many are remembered; 0: the backlog alone")
+    parser.add_argument("--backlog", type=int, default=5_000, help="turns that wait for their reward functions")
     parser.add_argument("--old", type=int, default=10_000, help="how many of them are to be forgotten")
     parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
     parser.add_argument("--report", type=Path, default=Path("reports/bench-state.json"))
@@ -156,8 +218,14 @@ def main() -> int:
         report["postgres_not_run"] = reason
         wanted.remove("postgres")
     for name in wanted:
-        report["databases"][name] = measured(name, arguments.turns, arguments.old)
+        report["databases"][name] = measured(name, arguments.turns, arguments.old, arguments.backlog)
         for service, one in report["databases"][name].items():
+            if "backlog_per_s" in one:
+                print(
+                    f"{name} {service}: a backlog at {one['backlog_per_s']} turns/s, {one['busy']:.0%} busy", flush=True
+                )
+            if "tick_ms" not in one:
+                continue
             tick = one["tick_ms"]["all"]
             print(
                 f"{name} {service}: a tick p50 {tick['p50']} ms, p99 {tick['p99']} ms, at most {tick['max']} ms; "

@@ -8,9 +8,11 @@ that would fail again after the restart.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.database import is_passing
@@ -18,24 +20,35 @@ from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_schemas import Event
-from headrace_schemas.text import printable, storable
+from headrace_schemas.text import storable
 
 log = get_logger(__name__)
 TRIES = 3
 """How often an item is tried before it fails by name."""
 _REASON_LENGTH_MAX = 2_000
+_PROBLEMS_MAX = 5
 _ENCODE = "headrace_encode_alone"
 T = TypeVar("T")
 Encode = Callable[[Sequence[Event]], Awaitable[object]]
+Fail = Callable[[T, str], Awaitable[Sequence[Event]]]
+"""Fails an item by name, for a reason."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type and the text of `error`, as UTF-8 and PostgreSQL can store it. Never raises."""
+    """Return the type and the text of `error`, as UTF-8 and PostgreSQL can store it. Never raises.
+
+    Of a `ValidationError` it names the fields, never their values: they may be somebody's text.
+    """
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {_fields(error) if isinstance(error, ValidationError) else error}"
     except Exception:  # noqa: BLE001 (an exception may define any `__str__`)
         text = type(error).__name__
     return storable(text[:_REASON_LENGTH_MAX])
+
+
+def _fields(error: ValidationError) -> str:
+    problems = error.errors(include_input=False, include_url=False, include_context=False)[:_PROBLEMS_MAX]
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'value'}: {one['msg']}" for one in problems)
 
 
 def is_fatal(error: Exception) -> bool:
@@ -53,7 +66,7 @@ async def each(
     name: str,
     items: Iterable[T],
     work: Callable[[T], Awaitable[Sequence[Event]]],
-    fail: Callable[[T, str], Awaitable[Sequence[Event]]],
+    *fails: Fail[T],
 ) -> list[Event]:
     """Run `work` for each item and return the events of all.
 
@@ -61,8 +74,9 @@ async def each(
         tx: transaction of the step. `work` and `fail` must change tables through it alone.
         name: name of the step, for log and metric.
         work: must be repeatable: what it changes in memory is not rolled back.
-        fail: called with the item and the reason once all tries failed. It must remove the item from what the step
-            selects, and return the events that name it (a dead letter, a failed reward).
+        fails: called with the item and the reason once all tries failed, one after the other until one does not raise.
+            They must remove the item from what the step selects, and return the events that name it (a dead letter, a
+            failed reward). The last should be too simple to raise.
 
     Raises:
         Exception: of `work`, unless `tx` is isolating; then only what `is_fatal`.
@@ -73,7 +87,7 @@ async def each(
         if encode is None:
             events += await work(item)
         else:
-            events += await _alone(tx, name, item, work, fail, encode)
+            events += await _alone(tx, name, item, work, fails, encode)
     return events
 
 
@@ -87,7 +101,7 @@ async def _alone(
     name: str,
     item: T,
     work: Callable[[T], Awaitable[Sequence[Event]]],
-    fail: Callable[[T, str], Awaitable[Sequence[Event]]],
+    fails: Sequence[Fail[T]],
     encode: Encode,
 ) -> Sequence[Event]:
     reason = ""
@@ -98,16 +112,19 @@ async def _alone(
             if is_fatal(error):
                 raise
             reason = reason_of(error)
-            log.warning("item_fails", step=name, error=printable(reason, 500), exc_info=True)
+            frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message itself may quote somebody's text
+            log.warning("item_fails", step=name, kind=type(error).__name__, frames=frames)
     ITEMS_FAILED.labels(name).inc()
-    log.error("item_failed", step=name, tries=TRIES, error=printable(reason, 500))
-    try:
-        return await _in_savepoint(tx, lambda: fail(item, reason), encode)
-    except Exception as error:
-        if is_fatal(error):
-            raise
-        log.exception("item_not_named", step=name, error=printable(reason_of(error), 500))
-        return ()
+    log.error("item_failed", step=name, tries=TRIES, kind=reason.partition(":")[0])
+    for fail in fails:
+        try:
+            return await _in_savepoint(tx, lambda fail=fail: fail(item, reason), encode)  # type: ignore[misc]
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            frames = traceback.format_tb(error.__traceback__, limit=-5)
+            log.error("item_not_named", step=name, kind=type(error).__name__, frames=frames)
+    return ()
 
 
 async def _in_savepoint(

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -29,6 +29,11 @@ class Job:
     payload: bytes
     attempts: int
     """How often it was leased before."""
+
+
+def of_tenant(kind: str, tenant: str) -> str:
+    """Return the kind of the jobs of one tenant; earlier releases wrote the bare kind."""
+    return f"{kind}/{tenant}" if tenant else kind
 
 
 class Jobs:
@@ -52,9 +57,33 @@ class Jobs:
         return Job(job_id, kind, payload, 0) if added else None
 
     async def release(self, tx: AsyncConnection, kind: str, now: datetime) -> None:
-        """End every lease. For a process that starts and has the database to itself: whoever leased is dead."""
-        leased = (self._table.c.kind == kind) & (self._table.c.due_ms > epoch_ms(now)) & (self._table.c.attempts > 0)
+        """End every lease of `kind` and of its tenants. For a process that starts and has the database to itself."""
+        leased = self._of(kind) & (self._table.c.due_ms > epoch_ms(now)) & (self._table.c.attempts > 0)
         await tx.execute(update(self._table).where(leased).values(due_ms=epoch_ms(now)))
+
+    async def give_back(self, tx: AsyncConnection, job: Job, now: datetime) -> None:
+        """End the lease of a job that was not begun to its end, as if it had never been leased."""
+        unleased = {"due_ms": epoch_ms(now), "attempts": job.attempts}
+        await tx.execute(update(self._table).where(self._is_ours(job)).values(unleased))
+
+    async def tenants(self, tx: AsyncConnection, kind: str, after: str, limit: int) -> list[str]:
+        """Return up to `limit` tenants with jobs of `kind`, in order from behind `after` on, then the first ones.
+
+        Jobs of a tenant have the kind `of_tenant`. Each tenant is one look into the index, however many jobs it has.
+        """
+        column, names = self._table.c.kind, list[str]()
+        start = of_tenant(kind, after)
+        for low, high in ((start, None), ("", start)):
+            last = low
+            while len(names) < limit:
+                query = select(func.min(column)).where(column > last)
+                found = await tx.scalar(query if high is None else query.where(column <= high))
+                if found is None:
+                    break
+                last = found
+                if found == kind or found.startswith(f"{kind}/"):
+                    names.append(found[len(kind) + 1 :])
+        return names
 
     async def lease(self, tx: AsyncConnection, kind: str, now: datetime, lease: timedelta, limit: int) -> list[Job]:
         """Take up to `limit` due jobs; nobody else gets them before `now + lease`."""
@@ -93,12 +122,15 @@ class Jobs:
         """Let somebody try again from `due` on, unless it is somebody else's already."""
         await tx.execute(update(self._table).where(self._is_ours(job)).values(due_ms=epoch_ms(due)))
 
+    def _of(self, kind: str) -> ColumnElement[bool]:
+        return (self._table.c.kind == kind) | self._table.c.kind.startswith(f"{kind}/", autoescape=True)
+
     def _is_ours(self, job: Job) -> ColumnElement[bool]:
         """Every lease counts as an attempt, so whoever leased it later has another number."""
         return (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
 
     async def count(self, tx: AsyncConnection, kind: str, limit: int = COUNTED_MAX) -> int:
         """How many wait, up to `limit`."""
-        waiting = await count_some(tx, self._table.c.kind == kind, self._table, limit)
+        waiting = await count_some(tx, self._of(kind), self._table, limit)
         JOBS.labels(kind).set(waiting)
         return waiting

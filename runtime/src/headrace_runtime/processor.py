@@ -245,7 +245,7 @@ class Processor:
         while attempt < self.limits.attempts:
             attempt += 1
             try:
-                await self._commit_batch([item], held)
+                await self._commit_batch([item], held, isolated=True)
                 return True
             except InvalidEvent as error:
                 reason, text = error.reason, str(error)
@@ -296,19 +296,16 @@ class Processor:
             log.exception("decoding_failed", topic=record.topic, offset=record.offset)
             return self._refused(record, "undecodable", reason_of(error))
 
-    async def _commit_batch(self, items: Sequence[_Item], held: str | None = None) -> None:
+    async def _commit_batch(self, items: Sequence[_Item], held: str | None = None, *, isolated: bool = False) -> None:
         """Commit with `after_batch`: as it is, then with its items isolated, then without it."""
         step = self.after_batch if items else None
-        try:
-            return await self._commit(items, step, held=held)
-        except StepFailed as error:
-            log.warning("step_isolated", error=str(error))
-        try:
-            return await self._commit(items, step, held=held, isolated=True)
-        except StepFailed as error:
-            STEPS_FAILED.labels(self.service).inc()
-            log.exception("step_failed", error=str(error))
-        return await self._commit(items, held=held)
+        for isolates in (True,) if isolated else (False, True):
+            try:
+                return await self._commit(items, step, held=held, isolated=isolates)
+            except StepFailed as error:
+                log.warning("step_failed" if isolates else "step_isolated", error=str(error))
+        STEPS_FAILED.labels(self.service).inc()
+        return await self._commit(items, held=held, isolated=isolated)
 
     async def _commit(
         self, items: Sequence[_Item], step: Step | None = None, *, held: str | None = None, isolated: bool = False
@@ -317,13 +314,15 @@ class Processor:
 
         Args:
             held: names the row of the only item, which was kept back and whose offset was passed before.
-            isolated: whether the items of the step are isolated.
+            isolated: whether the items of handlers and of the step are isolated.
         """
         received = [item for item in items if isinstance(item, Received)]
         ends = await self._ends(received)
         now = self.clock.now()
         try:
             async with self.database.transaction() as tx:
+                if isolated:
+                    await isolate(tx, self.outbox.encode)
                 letters = [item.letter for item in items if isinstance(item, _Refused)]
                 owed = await self.outbox.encode(await delivery.new_letters(tx, self.tables, letters, now))
                 for fresh in await delivery.unseen(tx, self.tables, received, now):
@@ -338,7 +337,7 @@ class Processor:
                 else:
                     await self._held.remove(tx, held)
                 if step is not None:
-                    owed += await self._run(step, tx, now, isolated)
+                    owed += await self._run(step, tx, now)
                 await self.outbox.add(tx, owed)
         except BaseException:
             self.outbox.rolled_back()
@@ -362,10 +361,8 @@ class Processor:
         if items:
             self._report(items[-1].record)
 
-    async def _run(self, step: Step, tx: AsyncConnection, now: datetime, isolated: bool) -> list[Outgoing]:
+    async def _run(self, step: Step, tx: AsyncConnection, now: datetime) -> list[Outgoing]:
         try:
-            if isolated:
-                await isolate(tx, self.outbox.encode)
             return await self.outbox.encode(await step(tx, now))
         except Exception as error:
             if isinstance(error, StepFailed) or is_fatal(error):

@@ -61,7 +61,7 @@ class ScoredLine(Model):
     experiences: dict[str, int] = Field(default_factory=dict)
     """How many experiences, by `rewarded` or by the reason for no reward."""
     not_trained: dict[str, int] = Field(default_factory=dict)
-    """Trajectories without experiences, by reason: `eval`, `nothing_sampled` or `unreadable`."""
+    """Trajectories without experiences, by reason: `eval`, `nothing_sampled`, `unreadable` or `failed`."""
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
     """Counts of each reward function's results, by source and outcome."""
 

@@ -21,13 +21,13 @@ async def test_a_job_that_died_with_its_process_is_done_again(open_scorer: Open)
         await rig.stream.deliver(closed())
         dead = await rig.perform()  # done, and the process ends before it is entered
         rig.stream.clock.advance(10)
-        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        await rig.scoring.take_over(rig.stream.processor)
         rig.stream.clock.advance(10)
         rig.scoring._held.clear()  # what it knew died with it
-        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        await rig.scoring.take_over(rig.stream.processor)
         assert await rig.perform() == [], "its lease was renewed 10 s ago"
         rig.stream.clock.advance(6)
-        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()
         assert rig.experiences() == [(0, 0, 0.5, None)]
         await rig.stream.step(rig.scoring.enter(dead))
@@ -55,7 +55,7 @@ async def test_more_jobs_than_fit_in_memory_wait_in_the_database(open_scorer: Op
         trajectories = [closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in range(100)]
         await rig.stream.deliver(*trajectories)
         for _ in range(5):
-            await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+            await rig.scoring.take_over(rig.stream.processor)
             await rig.run_functions()
         assert len(rig.experiences()) == 100
         assert await rig.stream.count("jobs") == 0

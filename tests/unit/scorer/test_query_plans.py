@@ -32,7 +32,7 @@ async def _use(rig: Rig, settings: ScorerSettings) -> None:
     await rig.deliver(feedback("any", level="task", task_id="t", partition=0))
     await rig.stream.step(rematch_of(rig))
     await rig.pass_time(settings.reward_wait_s + 1)
-    await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+    await rig.scoring.take_over(rig.stream.processor)
     await rig.stream.step(upkeep.measure)
     for forget in upkeep.FORGETTING:
         await rig.stream.step(partial(forget, retention_s=settings.retention_s))

@@ -14,7 +14,7 @@ from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, in_turns
+from headrace_runtime.processor import Processor, StepFailed, in_turns
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
 
@@ -65,4 +65,7 @@ async def _watch_idle(processor: Processor, settings: CollectorSettings, started
             log.warning("idle_postponed", error=str(error))
             continue
         step = partial(find_idle, settings=settings, started=started, turns_end=turns_end)
-        await in_turns(processor.clock, partial(processor.step, step))
+        try:
+            await in_turns(processor.clock, partial(processor.step, step))
+        except StepFailed as error:
+            log.exception("idle_postponed", error=str(error))

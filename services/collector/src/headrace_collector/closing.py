@@ -19,6 +19,7 @@ from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import trajectory
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.isolation import each
 from headrace_runtime.wire import Record
 from headrace_schemas import Event, Feedback, Trajectory, Turn
 from headrace_schemas.events.trajectory import EndReason
@@ -65,10 +66,15 @@ async def close_runs(
     chosen = choose(candidates)
     if not chosen:
         return []
-    events: list[Event] = []
     given_up = superseded(turns)
-    for candidate in chosen:
-        events += await _close(tx, now, candidate, given_up, reason)
+
+    async def close(candidate: Candidate) -> list[Event]:
+        return await _close(tx, now, candidate, given_up, reason)
+
+    async def refuse(candidate: Candidate, error: str) -> list[Event]:
+        return await _refuse(tx, now, candidate.run.turn_ids, f"its run cannot be closed: {error}")
+
+    events = await each(tx, "collector.close", chosen, close, refuse)
     left = [candidate.run for candidate in candidates if candidate not in chosen]
     await store.recount(tx, session_key, left, round(settings.idle_s * 1000))
     await store.mark_used(tx, feedback_targets.used_up(feedback, left, turns), now)
@@ -111,19 +117,34 @@ async def _close(
             now=now,
         )
     except ValidationError as error:  # one run that fits no event must not hold up all others
-        await store.close(tx, candidate.run, "refused", now)
-        return [_refused(turn, error) for turn in turns]
-    await store.close(tx, candidate.run, made.trajectory_id, now)
+        problem, *_ = error.errors()
+        text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        return await _refuse(tx, now, candidate.run.turn_ids, text)
+    await store.close(tx, candidate.run.turn_ids, made.trajectory_id, now)
     _count(made)
     return [made]
 
 
-def _refused(turn: Turn, error: ValidationError) -> Event:
-    problem, *_ = error.errors()
-    text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-    value = turn.to_json()[:_DEAD_LETTER_BYTES_MAX]
-    record = Record(turn.topic, -1, -1, turn.key.encode(), value, (("ce_id", turn.event_id.encode()),))
-    return dead_letter("collector", record, "invalid_trajectory", text)
+async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, tenant: str, error: str) -> list[Event]:
+    """Close all open turns of a session that cannot be read, and dead-letter them."""
+    session = await store.lock_session(tx, session_key)
+    if session is None or session["tenant"] != tenant:
+        return []
+    turn_ids = await store.open_turns(tx, session_key)
+    letters = await _refuse(tx, now, turn_ids, f"its session cannot be read: {error}")
+    await store.recount(tx, session_key, [], 0)
+    return letters
+
+
+async def _refuse(tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str) -> list[Event]:
+    """Close turns without a trajectory, and return the dead letter of each, as it was stored."""
+    letters: list[Event] = []
+    for turn_id, session_key, payload in await store.load_payloads(tx, turn_ids):
+        value, headers = (payload or b"")[:_DEAD_LETTER_BYTES_MAX], (("ce_id", turn_id.encode("utf-8", "replace")),)
+        record = Record(Turn.topic, -1, -1, session_key.encode(), value, headers)
+        letters.append(dead_letter("collector", record, "invalid_trajectory", error))
+    await store.close(tx, turn_ids, "refused", now)
+    return letters
 
 
 def _count(made: Trajectory) -> None:

@@ -26,9 +26,11 @@ def prefixes(messages: Iterable[Message]) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def replies(turn: Turn) -> tuple[bytes, ...]:
-    """The digest of the conversation with each choice as its next message, in the order of the choices."""
-    history = prefixes(turn.messages)[-1]
+def replies(turn: Turn, history: bytes) -> tuple[bytes, ...]:
+    """Return the digest of the conversation with each choice as its next message, in the order of the choices.
+
+    `history` is the digest of the conversation without one, the last of its `prefixes`.
+    """
     return tuple(_extend(history, choice.message) for choice in turn.choices)
 
 
@@ -49,5 +51,5 @@ def _extend(history: bytes, message: Message) -> bytes:
 def _arguments(text: str) -> str:
     try:
         return json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
-    except ValueError:  # the model may write anything
+    except (ValueError, RecursionError):  # the model may write anything
         return text.strip()

@@ -16,10 +16,11 @@ from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, sel
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import feedback_targets
-from headrace_collector.closing import Candidate, Choose, close_runs
+from headrace_collector.closing import Candidate, Choose, close_runs, refuse_session
 from headrace_collector.schema import IS_OPEN, ends, sessions, stream
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
@@ -70,13 +71,20 @@ async def apply_ends(
     due = await _due(tx, now, settings, started)
     if not due:
         return []
-    events: list[Event] = []
-    for row in due:
+
+    async def apply(row: RowMapping) -> list[Event]:
         if row["session_key"] is None:
             await _spread(tx, row)
-        else:
-            key, tenant, reason = row["session_key"], row["tenant"], row["reason"]
-            events += await close_runs(tx, now, settings, key, tenant, reason, _chooser(row))
+            return []
+        key, tenant, reason = row["session_key"], row["tenant"], row["reason"]
+        return await close_runs(tx, now, settings, key, tenant, reason, _chooser(row))
+
+    async def refuse(row: RowMapping, error: str) -> list[Event]:
+        if row["session_key"] is None:
+            return []
+        return await refuse_session(tx, now, row["session_key"], row["tenant"], error)
+
+    events = await each(tx, "collector.ends", due, apply, refuse)
     await tx.execute(delete(ends).where(ends.c.id.in_([row["id"] for row in due])))
     if any(row["session_key"] is None for row in due):
         events += await apply_ends(tx, now, settings, started)

@@ -43,6 +43,7 @@ class TurnFacts:
 
 
 def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
+    prefixes = digests.prefixes(turn.messages)
     return TurnFacts(
         turn_id=turn.turn_id,
         model=turn.model,
@@ -57,6 +58,6 @@ def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
         seen_ms=epoch_ms(seen),
         completions=len(turn.choices),
         tokens=len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices),
-        prefixes=digests.prefixes(turn.messages),
-        replies=digests.replies(turn),
+        prefixes=prefixes,
+        replies=digests.replies(turn, prefixes[-1]),
     )

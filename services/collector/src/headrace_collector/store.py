@@ -128,6 +128,18 @@ def _light(turn: Turn, shared: dict[int, int]) -> Turn:
     return turn.model_copy(update={"prompt_token_ids": tuple(map(shared.setdefault, ids, ids))})
 
 
+async def load_payloads(tx: AsyncConnection, turn_ids: Collection[str]) -> list[tuple[str, str, bytes | None]]:
+    """Return id, session key and stored content of those turns, which need not be readable."""
+    columns = turns.c.turn_id, turns.c.session_key, turns.c.payload
+    rows = await tx.execute(select(*columns).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place))
+    return [(row.turn_id, row.session_key, row.payload) for row in rows]
+
+
+async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
+    query = select(turns.c.turn_id).where(turns.c.session_key == session_key, turns.c.closed_ms.is_(None))
+    return (await tx.execute(query)).scalars().all()
+
+
 async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
     found = {}
     for turn in await load_turns(tx, turn_ids):
@@ -150,9 +162,9 @@ async def feedback_of_session(
     return sorted((one for one in found if one.event.tenant == tenant), key=lambda one: one.place)
 
 
-async def close(tx: AsyncConnection, run: SessionRun, trajectory_id: str, now: datetime) -> None:
+async def close(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: str, now: datetime) -> None:
     values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
-    await tx.execute(update(turns).where(turns.c.turn_id.in_(run.turn_ids)).values(values))
+    await tx.execute(update(turns).where(turns.c.turn_id.in_(turn_ids)).values(values))
 
 
 async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime) -> None:

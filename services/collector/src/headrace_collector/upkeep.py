@@ -14,6 +14,7 @@ from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_some, remove_some
 from headrace_runtime.wire import Record
@@ -75,22 +76,32 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: CollectorSe
     due = select(feedback).where(feedback.c.event_id.in_(oldest), reached_it | (feedback.c.at_ms <= epoch_ms(overdue)))
     in_order = due.order_by(feedback.c.at_ms, feedback.c.source_offset)
     rows: Sequence[RowMapping] = (await tx.execute(in_order)).mappings().all()
-    letters: list[Event] = []
-    found = []
-    for row in rows:
+
+    async def look(row: RowMapping) -> list[Event]:
         event = Feedback.from_json(row["payload"])
         if await _has_target(tx, event):
-            found.append(row["event_id"])
-        else:
-            record = _record(row, event)
-            named = f"{len(event.msg_ids)} turns" if event.msg_ids else "its session"
-            error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
-            letters.append(dead_letter("collector", record, "unknown_target", error))
-            await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
-            await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))  # may be retried
-    if found:
-        await tx.execute(update(feedback).where(feedback.c.event_id.in_(found)).values(resolved=True))
+            await tx.execute(update(feedback).where(feedback.c.event_id == row["event_id"]).values(resolved=True))
+            return []
+        named = f"{len(event.msg_ids)} turns" if event.msg_ids else "its session"
+        error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
+        await _forget_feedback(tx, row)
+        return [dead_letter("collector", _record(row, event), "unknown_target", error)]
+
+    async def refuse(row: RowMapping, error: str) -> list[Event]:
+        await _forget_feedback(tx, row)
+        headers = (("ce_id", row["event_id"].encode("utf-8", "replace")),)
+        place = "feedback", row["partition"], row["source_offset"]
+        record = Record(*place, row["session_key"].encode(), row["payload"], headers)
+        return [dead_letter("collector", record, "handler_error", error)]
+
+    letters = await each(tx, "collector.targets", rows, look, refuse)
     return Unfinished(letters) if rows else letters
+
+
+async def _forget_feedback(tx: AsyncConnection, row: RowMapping) -> None:
+    """Forget it together with its id, so that its dead letter may be retried."""
+    await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
+    await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))
 
 
 def _record(row: RowMapping, event: Feedback) -> Record:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.isolation import each
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
@@ -70,10 +72,9 @@ class Scorer:
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         """Match feedback about tasks with their trajectories, some at a time."""
-        events: list[Event] = []
         marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
-        for trajectory_id in marked:
-            events += await self._feedback_changed(tx, now, trajectory_id)
+        change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
+        events = await each(tx, "scorer.rematch", marked, change, fail)
         return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:

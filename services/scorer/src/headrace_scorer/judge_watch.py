@@ -14,9 +14,10 @@ from sqlalchemy import Row, delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.isolation import each
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
-from headrace_schemas import Trajectory
+from headrace_schemas import Event, Trajectory
 from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement, alarm_at
 from headrace_scorer.drift_settings import DriftSettings
@@ -91,11 +92,19 @@ async def measure(tx: AsyncConnection, now: datetime) -> None:
     """Set the gauges. Of several tenants and versions of a judge the worst counts; after a week without a run that both
     have scored one does not count any more."""
     worst: dict[str, tuple[float, float]] = {}
-    for row in await _newest(tx, epoch_ms(now) - _WEEK_MS):
+
+    async def add(row: Row[tuple[object, ...]]) -> Sequence[Event]:
         state = Agreement.model_validate_json(row.state)
         disagreement, drifted = worst.get(row.source, (0.0, 0.0))
         alarm = float(row.drifted_ms is not None)
         worst[row.source] = max(disagreement, state.recent or 0.0), max(drifted, alarm)
+        return ()
+
+    async def begin_anew(row: Row[tuple[object, ...]], _reason: str) -> Sequence[Event]:
+        await forget(tx, row.tenant, row.source)
+        return ()
+
+    await each(tx, "scorer.measure", await _newest(tx, epoch_ms(now) - _WEEK_MS), add, begin_anew)
     for source, (disagreement, drifted) in worst.items():
         metrics.JUDGE_DISAGREEMENT.labels(source).set(disagreement)
         metrics.JUDGE_DRIFTED.labels(source).set(drifted)

@@ -22,6 +22,8 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent, SettingError
 from headrace_runtime.filters import Lines
+from headrace_runtime.isolation import is_fatal, reason_of
+from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
@@ -42,6 +44,7 @@ from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings
 
+log = get_logger(__name__)
 _AT_ONCE_MAX = 64
 _FUNCTION = "function:"
 
@@ -162,6 +165,17 @@ class Rescoring:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
 
     async def score(self, value: bytes) -> Sequence[Experience] | ReadRun:
+        """`_score`, in which a trajectory that cannot be scored is counted as `failed` and holds up no other."""
+        try:
+            return await self._score(value)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            log.exception("rescoring_failed", error=reason_of(error))
+            self._not_trained["failed"] += 1
+            return ()
+
+    async def _score(self, value: bytes) -> Sequence[Experience] | ReadRun:
         """The experiences of one trajectory, one for each branch; none when it is held out or nothing was sampled.
 
         With a reward model nobody knows them before all were read: `taken` keeps it, and then `learned` has them.
@@ -206,8 +220,14 @@ class Rescoring:
             feedback_set = self._feedback_for(trajectory)
             known = {EntryKey(*key): SourceReward(*reward) for key, reward in json.loads(called)}
             self._outcomes[self._learning.source.name].update(one.outcome for one in spoken.values())
-            for one in self._experiences(trajectory, feedback_set, known | spoken):
-                yield one
+            try:
+                experiences = self._experiences(trajectory, feedback_set, known | spoken)
+            except Exception as error:
+                log.exception("rescoring_failed", error=reason_of(error))
+                self._not_trained["failed"] += 1
+                continue
+            for experience in experiences:
+                yield experience
         self._spool.close()
 
     def _experiences(

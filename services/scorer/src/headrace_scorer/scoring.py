@@ -8,7 +8,9 @@ the jobs again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,14 +19,15 @@ from hashlib import sha256
 from pydantic import BaseModel, JsonValue
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.isolation import each, reason_of
+from headrace_runtime.jobs import Job, Jobs, of_tenant
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, Step
+from headrace_runtime.processor import Processor, Step, StepFailed
 from headrace_runtime.sources import Sources
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
+from headrace_scorer.fair_queue import FairQueue
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.feedback_rewards import feedback_for
@@ -40,7 +43,17 @@ log = get_logger(__name__)
 _KIND = "score"
 _POLL_S = 1.0
 _QUEUE_MAX = 64
+_LEASED_MAX = 32
+"""Room in the queue that leases fill; the rest is for trajectories that arrive."""
+_REFILL_AT = 16
+"""Jobs that still wait when the next are leased, if the last lease left some in the database."""
+_RESERVE = 4
+"""Jobs of a tenant that fit into a queue that is full of others."""
+_TENANTS_MAX = 32
+"""Tenants whose jobs are leased at once; the next ones follow at the next lease."""
 _DONE_MAX = 50
+_LEASES_MAX = 10
+"""Processes that may end while they have a job; then it fails by name."""
 
 
 class ScoringJob(BaseModel):
@@ -57,6 +70,7 @@ class LoadedJob:
 
     job: Job
     order: ScoringJob
+    tenant: str
     trajectory: bytes
     feedback: tuple[str, ...]
     context: dict[str, JsonValue]
@@ -80,9 +94,11 @@ class Scoring:
         """The state of each function."""
         self._jobs = Jobs(schema.stream)
         self._lease = timedelta(seconds=settings.lease_s)
-        self._held: set[str] = set()
-        """Jobs that are leased to this process."""
-        self._waiting: asyncio.Queue[LoadedJob] = asyncio.Queue(_QUEUE_MAX)
+        self._held: dict[str, Job] = {}
+        """Jobs that are leased to this process, by id."""
+        self._renew_at: datetime | None = None
+        self._last_tenant = ""
+        self._waiting: FairQueue[LoadedJob] = FairQueue(_QUEUE_MAX, _RESERVE)
         self._done: asyncio.Queue[Done] = asyncio.Queue(_DONE_MAX)
 
     @property
@@ -112,13 +128,14 @@ class Scoring:
             return
         order = ScoringJob(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names)
         job_id, payload = f"{order.trajectory_id}/{order.inputs}", order.model_dump_json().encode()
-        if self._waiting.full():
-            await self._jobs.enqueue(tx, job_id, _KIND, payload, now)
+        kind = of_tenant(_KIND, trajectory.tenant)
+        if not self._waiting.room(trajectory.tenant):
+            await self._jobs.enqueue(tx, job_id, kind, payload, now)
             return
-        job = await self._jobs.start(tx, job_id, _KIND, payload, now + self._lease)
+        job = await self._jobs.start(tx, job_id, kind, payload, now + self._lease)
         if job is not None:
-            self._held.add(job_id)
-            self._waiting.put_nowait(_work(job, order, trajectory, feedback_set))
+            self._held[job_id] = job
+            self._waiting.put_nowait(trajectory.tenant, _work(job, order, trajectory, feedback_set))
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
         """To be run beside the stream, until cancelled."""
@@ -135,39 +152,104 @@ class Scoring:
         for name in work.order.functions:
             if any(function.name == name for function in self.functions):
                 call = CallRequest(function=name, feedback=work.feedback, context=work.context)
-                outcomes[name] = outcome = await self._pool.call(call, work.trajectory)
+                outcomes[name] = outcome = await self._call(call, work.trajectory)
                 self.sources.note(f"function:{name}", outcome.outcome, outcome.reason)
         return work, outcomes
+
+    async def _call(self, call: CallRequest, trajectory: bytes) -> Outcome:
+        try:
+            return await self._pool.call(call, trajectory)
+        except Exception as error:
+            log.exception("call_failed", function=call.function)
+            return Outcome.failed(reason_of(error))
 
     async def _collect(self, processor: Processor) -> None:
         if processor.database.sqlite:  # one file, one process: the process that had the leases is dead
             async with processor.database.transaction() as tx:
                 await self._jobs.release(tx, _KIND, processor.clock.now())
-        while True:
-            try:
-                await self.take_over(processor.database, processor.clock.now())
-            except Unavailable as error:
-                log.warning("jobs_postponed", error=str(error))
-            await processor.clock.sleep(min(_POLL_S, self._settings.lease_s / 3))
+        interval_s = min(_POLL_S, self._settings.lease_s / 3)
+        try:
+            while True:
+                more = False
+                try:
+                    more = await self.take_over(processor)
+                except (Unavailable, StepFailed) as error:
+                    log.warning("jobs_postponed", error=str(error))
+                if more:  # there is a backlog: go on as soon as the functions have done most of this
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(interval_s):
+                            await self._waiting.below(_REFILL_AT)
+                else:
+                    await processor.clock.sleep(interval_s)
+        finally:
+            await self._give_back(processor)
 
-    async def take_over(self, database: Database, now: datetime) -> None:
-        """Renew the leases of this process. Lease jobs that wait: those that did not fit, those of dead processes."""
-        async with database.transaction() as tx:
-            if self._held:
-                await self._jobs.renew(tx, self._held, now + self._lease)
-            await self._jobs.count(tx, _KIND)
-            room = _QUEUE_MAX // 2 - self._waiting.qsize()
-            leased = await self._jobs.lease(tx, _KIND, now, self._lease, room) if room > 0 else []
-            found = [await self._read(tx, job) for job in leased]
-        for work in found:
-            self._held.add(work.job.job_id)
-            await self._waiting.put(work)
+    async def _give_back(self, processor: Processor) -> None:
+        """End the leases of this process, so that they do not count as a process that died."""
+        with contextlib.suppress(Unavailable):
+            async with processor.database.transaction() as tx:
+                for job in self._held.values():
+                    await self._jobs.give_back(tx, job, processor.clock.now())
+
+    async def take_over(self, processor: Processor) -> bool:
+        """Renew the leases of this process. Lease jobs that wait: those that did not fit, those of dead processes.
+
+        Returns whether more may wait than there was room for.
+        """
+        loaded: list[LoadedJob] = []
+        more = False
+
+        async def step(tx: AsyncConnection, now: datetime) -> list[Event]:
+            nonlocal more
+            loaded.clear()
+            if self._renew_at is None or now >= self._renew_at:
+                if self._held:
+                    await self._jobs.renew(tx, self._held, now + self._lease)
+                await self._jobs.count(tx, _KIND)
+            leased, more = await self._take(tx, now)
+
+            async def load(job: Job) -> Sequence[Event]:
+                loaded.append(await self._read(tx, job))
+                return ()
+
+            async def fail(job: Job, reason: str) -> Sequence[Event]:
+                order = ScoringJob.model_validate_json(job.payload)
+                failed = dict.fromkeys(order.functions, Outcome.failed(reason))
+                return await self._enter_job(tx, now, job, order, failed)
+
+            return await each(tx, "scorer.load", leased, load, fail, lambda job, reason: self._drop(tx, job, reason))
+
+        await processor.step(step)
+        now = processor.clock.now()
+        if self._renew_at is None or now >= self._renew_at:
+            self._renew_at = now + min(timedelta(seconds=_POLL_S), self._lease / 3)
+        for work in loaded:
+            self._held[work.job.job_id] = work.job
+            self._waiting.put_nowait(work.tenant, work)
+        return more
+
+    async def _take(self, tx: AsyncConnection, now: datetime) -> tuple[list[Job], bool]:
+        """Lease jobs of the tenants in turn, each its part of the room, and return whether more may wait."""
+        leased: list[Job] = []
+        tenants = await self._jobs.tenants(tx, _KIND, self._last_tenant, _TENANTS_MAX)
+        more = len(tenants) == _TENANTS_MAX
+        for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):
+            self._last_tenant = tenant
+            room = self._waiting.room(tenant, _LEASED_MAX - len(leased))
+            part = max(min(room, _RESERVE - self._waiting.count(tenant)), math.ceil(room / left))
+            if part > 0:
+                jobs = await self._jobs.lease(tx, of_tenant(_KIND, tenant), now, self._lease, part)
+                more = more or len(jobs) == part
+                leased += jobs
+        return leased, more
 
     async def _read(self, tx: AsyncConnection, job: Job) -> LoadedJob:
+        if job.attempts >= _LEASES_MAX:
+            raise RuntimeError(f"{_LEASES_MAX} processes ended while they had its job")
         order = ScoringJob.model_validate_json(job.payload)
         trajectory = await self._cache.get(tx, order.trajectory_id)
         if trajectory is None:  # it was deleted meanwhile: nothing is called, and the job ends
-            return LoadedJob(job, order.model_copy(update={"functions": ()}), b"", (), {})
+            return LoadedJob(job, order.model_copy(update={"functions": ()}), "", b"", (), {})
         feedback_set, _ = await feedback_for(tx, trajectory)
         return _work(job, order, trajectory, feedback_set)
 
@@ -176,23 +258,49 @@ class Scoring:
             done = [await self._done.get()]
             while not self._done.empty():  # bounded: nothing is added meanwhile
                 done.append(self._done.get_nowait())
-            await processor.step(self.enter(done))
+            try:
+                await processor.step(self.enter(done))
+            except StepFailed as error:  # their leases run out, and the functions are called again
+                log.exception("results_postponed", error=str(error))
 
     def enter(self, done: Sequence[Done]) -> Step:
-        """The step that enters results in the ledger. It returns the rewards, and the experiences that are ready."""
+        """The step that enters results in the ledger. It returns the rewards, and the experiences that are ready.
+
+        What cannot be entered becomes a failed reward of each function, or else a dead letter of the trajectory.
+        """
 
         async def step(tx: AsyncConnection, now: datetime) -> list[Event]:
-            events: list[Event] = []
-            for work, outcomes in done:
-                self._held.discard(work.job.job_id)
-                if not await self._jobs.finish(tx, work.job):
-                    continue
-                score = await self._scores.open(tx, work.order.trajectory_id)
-                if score is not None:
-                    events += await self._enter_one(tx, now, score, work.order, outcomes)
-            return events
+            for work, _ in done:
+                self._held.pop(work.job.job_id, None)
+
+            async def enter(item: Done) -> Sequence[Event]:
+                work, outcomes = item
+                return await self._enter_job(tx, now, work.job, work.order, outcomes)
+
+            async def fail(item: Done, reason: str) -> Sequence[Event]:
+                work, outcomes = item
+                failed = dict.fromkeys(outcomes, Outcome.failed(reason))
+                return await self._enter_job(tx, now, work.job, work.order, failed)
+
+            return await each(
+                tx, "scorer.enter", done, enter, fail, lambda item, reason: self._drop(tx, item[0].job, reason)
+            )
 
         return step
+
+    async def _drop(self, tx: AsyncConnection, job: Job, reason: str) -> Sequence[Event]:
+        """End a job without a result, and dead-letter its trajectory."""
+        if not await self._jobs.finish(tx, job):
+            return ()
+        return await store.fail_scoring(tx, job.job_id.rpartition("/")[0], reason)
+
+    async def _enter_job(
+        self, tx: AsyncConnection, now: datetime, job: Job, order: ScoringJob, outcomes: dict[str, Outcome]
+    ) -> list[Event]:
+        if not await self._jobs.finish(tx, job):
+            return []
+        score = await self._scores.open(tx, order.trajectory_id)
+        return [] if score is None else await self._enter_one(tx, now, score, order, outcomes)
 
     async def _enter_one(
         self,
@@ -218,7 +326,8 @@ class Scoring:
 
 def _work(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_set: FeedbackSet) -> LoadedJob:
     feedback = tuple(one.to_json().decode() for one in feedback_set.all)
-    return LoadedJob(job, order, trajectory.to_json(), feedback, feedback_set.context(trajectory.context))
+    context = feedback_set.context(trajectory.context)
+    return LoadedJob(job, order, trajectory.tenant, trajectory.to_json(), feedback, context)
 
 
 def _rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:

@@ -11,9 +11,11 @@ from sqlalchemy import RowMapping, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.upsert import upsert
-from headrace_schemas import Feedback, Trajectory
+from headrace_runtime.wire import Record
+from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
@@ -201,3 +203,17 @@ async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tena
         .order_by(turns.c.trajectory_id)
     )
     return list((await tx.execute(query)).scalars())
+
+
+async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> list[DeadLetter]:
+    """End the wait of a trajectory whose experiences cannot be made, and return its dead letter."""
+    table = trajectories.c
+    query = select(table.partition, table.place, table.session_key, table.payload)
+    row = (await tx.execute(query.where(table.trajectory_id == trajectory_id))).one_or_none()
+    if row is None:
+        return []
+    await change(tx, trajectory_id, settle_ms=None, rematch=False)
+    partition = -1 if row.partition is None else row.partition
+    headers = (("ce_id", trajectory_id.encode("utf-8", "replace")),)
+    record = Record("trajectories", partition, row.place, row.session_key.encode(), row.payload, headers)
+    return [dead_letter("scorer", record, "scoring_failed", error)]

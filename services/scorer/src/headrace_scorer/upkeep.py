@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import partial
 
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import COUNTED_MAX, count_some
 from headrace_schemas import Event
-from headrace_scorer import judge_watch, metrics
+from headrace_scorer import judge_watch, metrics, store
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.schema import (
     agreement_pairs,
@@ -35,11 +37,12 @@ async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, po
     """Emit experiences of trajectories whose wait is over, with the rewards that are there."""
     due = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
     found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX))).scalars().all()
-    experiences: list[Event] = []
-    for trajectory_id in found:
+
+    async def end(trajectory_id: str) -> Sequence[Event]:
         score = await scores.open(tx, trajectory_id)
-        if score is not None:
-            experiences += await scores.emit_if_ready(tx, now, score, policy)
+        return [] if score is None else await scores.emit_if_ready(tx, now, score, policy)
+
+    experiences = await each(tx, "scorer.end_waiting", found, end, partial(store.fail_scoring, tx))
     return Unfinished(experiences) if len(found) == _ENDED_AT_ONCE_MAX else experiences
 
 

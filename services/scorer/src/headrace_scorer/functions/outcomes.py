@@ -41,6 +41,8 @@ def outcome_of(returned: object) -> Outcome:
     value = result.value
     if value is None and result.criteria:
         value = sum(result.criteria.values()) / len(result.criteria)
+    if value is not None and not math.isfinite(value):
+        return Outcome.failed(f"the mean of its {len(result.criteria)} criteria is {value}; return smaller numbers")
     if value is None:
         return Outcome(outcome="abstained", turns=result.turns, reason=_short(result.reason))
     reason = _short(result.reason)

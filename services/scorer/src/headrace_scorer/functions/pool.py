@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from headrace_runtime.errors import HeadraceError
 from headrace_runtime.logs import get_logger
 from headrace_scorer import metrics
 from headrace_scorer.functions.loading import RewardFunction
@@ -14,6 +15,7 @@ from headrace_scorer.functions.protocol import CallRequest, LoadRequest
 from headrace_scorer.settings import ScorerSettings
 
 log = get_logger(__name__)
+_RESTART_S = 1.0
 
 
 class FunctionPool:
@@ -58,10 +60,19 @@ class FunctionPool:
             metrics.WORKER_RESTARTS.labels(outcome.outcome).inc()
             log.warning("function_process_ended", function=call.function, reason=outcome.reason)
             self._members.remove(process)
-            await self._add(await self._start(self._sources))
+            await self._replace()
         else:
             self._idle.put_nowait(process)
         return outcome
+
+    async def _replace(self) -> None:
+        """Start a process in place of one that ended, however long that takes: a pool never gets smaller."""
+        while True:
+            try:
+                return await self._add(await self._start(self._sources))
+            except (HeadraceError, OSError) as error:
+                log.warning("function_process_missing", error=str(error))
+                await asyncio.sleep(_RESTART_S)
 
     async def _add(self, process: FunctionProcess) -> None:
         if process.loaded.sources == self._sources:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
+from headrace_runtime.isolation import reason_of
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_runtime.program_environment import program_environment
 from headrace_scorer.functions.outcomes import Outcome
@@ -78,6 +79,9 @@ class FunctionProcess:
         except asyncio.CancelledError:
             await self.stop()
             raise
+        except Exception as error:  # noqa: BLE001 (what cannot be sent, and an answer that cannot be read)
+            await self.stop()
+            return Outcome.failed(reason_of(error))
 
     def digest(self, function: str) -> str | None:
         """The digest of the function's source in this process."""

@@ -12,6 +12,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.isolation import is_fatal
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event
@@ -40,14 +41,18 @@ async def refit(learned: LearnedSource, processor: Processor) -> None:
     async with processor.database.transaction() as tx:
         tenants = await store.due(tx, learned.name, settings.refit_share)
     for tenant in tenants:
-        async with processor.database.transaction() as tx:
-            lesson = await store.lesson(tx, tenant, learned.name, settings.thumbs_max, settings.others_max)
         try:
+            async with processor.database.transaction() as tx:
+                lesson = await store.lesson(tx, tenant, learned.name, settings.thumbs_max, settings.others_max)
             made = await asyncio.to_thread(_fit, learned, lesson)
-        except Exception:  # what was learned before goes on; the log says what is wrong
-            log.exception("refit_failed", source=learned.name, tenant=tenant, thumbs=len(lesson.said))
-            continue
-        await _keep(learned, processor, lesson, made)
+            await _keep(learned, processor, lesson, made)
+        except Exception as error:  # the model of before goes on, and the next tenant is fitted
+            if is_fatal(error):
+                raise
+            log.exception("refit_failed", source=learned.name, tenant=tenant)
+            metrics.REFITS.labels(learned.name, "failed").inc()
+            async with processor.database.transaction() as tx:
+                await store.wait_for_thumbs(tx, tenant, learned.name)
 
 
 def _fit(learned: LearnedSource, lesson: Lesson) -> FittedModel:

@@ -134,6 +134,11 @@ async def keep_model(
     return before != model_id
 
 
+async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None:
+    """Have a model that could not be fitted wait for new thumbs, instead of failing again at every look."""
+    await tx.execute(update(reward_models).where(_own(tenant, source)).values(fresh=0))
+
+
 async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> None:
     """Have the newest runs of a tenant matched and scored again, some at a time (`store.take_for_rematch`)."""
     known = run_features.c

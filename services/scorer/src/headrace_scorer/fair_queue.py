@@ -1,0 +1,65 @@
+"""A bounded queue that serves its tenants in turn, so that the slow work of one does not hold up the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Holds up to `size` items and then `reserve` of each tenant that has fewer, never more than twice `size`."""
+
+    def __init__(self, size: int, reserve: int) -> None:
+        self._size = size
+        self._reserve = reserve
+        self._items: OrderedDict[str, deque[T]] = OrderedDict()
+        """Items of each tenant, the tenant first that is served next."""
+        self._count = 0
+        self._changed = asyncio.Event()
+
+    def qsize(self) -> int:
+        return self._count
+
+    def empty(self) -> bool:
+        return not self._count
+
+    def count(self, tenant: str) -> int:
+        return len(self._items.get(tenant, ()))
+
+    def room(self, tenant: str, size: int | None = None) -> int:
+        """Return how many more items of the tenant fit into a queue of `size`, its reserve included."""
+        reserved = min(self._reserve - self.count(tenant), 2 * self._size - self._count)
+        return max((self._size if size is None else size) - self._count, reserved, 0)
+
+    def put_nowait(self, tenant: str, item: T) -> None:
+        """Add an item. Its caller must have asked for `room`."""
+        self._items.setdefault(tenant, deque()).append(item)
+        self._count += 1
+        self._notify()
+
+    def get_nowait(self) -> T:
+        """Remove the oldest item of the tenant whose turn it is."""
+        tenant, items = self._items.popitem(last=False)
+        item = items.popleft()
+        if items:
+            self._items[tenant] = items  # behind all others
+        self._count -= 1
+        self._notify()
+        return item
+
+    async def get(self) -> T:
+        while not self._count:
+            await self._changed.wait()
+        return self.get_nowait()
+
+    async def below(self, size: int) -> None:
+        """Return once fewer than `size` items wait."""
+        while self._count >= size:
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

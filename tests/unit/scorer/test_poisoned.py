@@ -1,0 +1,327 @@
+"""A trajectory that cannot be scored fails alone and by name, at every stage; all others get their experiences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy import insert, text, update
+
+from headrace_schemas import DeadLetter, Experience, Feedback, Reward, Trajectory
+from headrace_scorer import schema, scores, scoring, upkeep
+from headrace_scorer.functions import worker
+from headrace_scorer.functions.outcomes import Outcome
+from headrace_scorer.functions.protocol import CallRequest
+from tests.support.trajectories import closed
+from tests.support.turns import ask, feedback, user
+from tests.unit.scorer.conftest import Open, Rig, half, rematch_of
+
+
+def _validation_error() -> ValidationError:
+    try:
+        TypeAdapter(int).validate_python("x")
+    except ValidationError as error:
+        return error
+    raise AssertionError("unreachable")
+
+
+def _unicode_error() -> UnicodeEncodeError:
+    return UnicodeEncodeError("utf-8", "bad \ud83d end", 4, 5, "surrogates not allowed")
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "ValueError": lambda: ValueError("poison with \x00 and \ud83d"),
+    "ValidationError": _validation_error,
+    "UnicodeEncodeError": _unicode_error,
+    "OverflowError": lambda: OverflowError("math range error"),
+    "RecursionError": lambda: RecursionError("maximum recursion depth exceeded"),
+}
+
+
+def several(count: int) -> list[Trajectory]:
+    return [closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in range(count)]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, victim: Trajectory, error: Exception) -> None:
+    """Have `where.name` raise for the victim."""
+    real = getattr(where, name)
+
+    def is_victim(arguments: Sequence[object]) -> bool:
+        ids = [getattr(getattr(one, "trajectory", one), "trajectory_id", one) for one in arguments]
+        return victim.trajectory_id in [one for one in ids if isinstance(one, str)]
+
+    if asyncio.iscoroutinefunction(real):
+
+        async def awaited(*arguments: object, **named: object) -> object:
+            if is_victim(arguments):
+                raise error
+            return await real(*arguments, **named)
+
+        monkeypatch.setattr(where, name, awaited)
+        return
+
+    def planted(*arguments: object, **named: object) -> object:
+        if is_victim(arguments):
+            raise error
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(where, name, planted)
+
+
+def done(rig: Rig) -> set[str]:
+    return {made.trajectory_id for made in rig.stream.sent(Experience)}
+
+
+def named(rig: Rig) -> list[tuple[str, int | None]]:
+    return [(letter.reason, letter.source_offset) for letter in rig.stream.sent(DeadLetter)]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_results_that_cannot_be_entered(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    async with open_scorer(half) as rig:
+        trajectories = several(5)
+        await rig.stream.deliver(*trajectories)
+        poison(monkeypatch, scoring, "_rewards", trajectories[2], ERRORS[kind]())
+        await rig.run_functions()
+        assert done(rig) == {one.trajectory_id for one in trajectories if one is not trajectories[2]}
+        assert named(rig) == [("scoring_failed", 2)]
+        assert await rig.stream.count("jobs") == 0, "nothing comes back after a restart"
+        rig.stream.clock.advance(10_000)
+        await rig.pass_time(1)
+        assert len(named(rig)) == 1
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_experiences_that_cannot_be_made(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    async with open_scorer(half) as rig:
+        trajectories = several(5)
+        await rig.stream.deliver(*trajectories)
+        poison(monkeypatch, scores, "_experiences", trajectories[2], ERRORS[kind]())
+        await rig.run_functions()
+        assert len(done(rig)) == 4
+        failed = [made.trajectory_id for made in rig.stream.sent(Reward) if made.outcome == "failed"]
+        assert failed == [trajectories[2].trajectory_id]
+        assert await rig.stream.count("jobs") == 0
+        await rig.pass_time(700)
+        assert named(rig) == [("scoring_failed", 2)], "once its wait is over"
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_function_call_that_breaks(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    async with open_scorer(half) as rig:
+        trajectories = several(5)
+        real = rig.pool.call
+
+        async def call(request: CallRequest, trajectory: bytes) -> Outcome:
+            if trajectories[2].trajectory_id.encode() in trajectory:
+                raise ERRORS[kind]()
+            return await real(request, trajectory)
+
+        monkeypatch.setattr(rig.pool, "call", call)
+        await rig.deliver(*trajectories)
+        outcomes = {made.trajectory_id: made.outcome for made in rig.stream.sent(Reward)}
+        assert outcomes == {one.trajectory_id: "scored" for one in trajectories} | {
+            trajectories[2].trajectory_id: "failed"
+        }
+
+
+async def in_database(rig: Rig, trajectories: Sequence[Trajectory]) -> None:
+    """Have the trajectories' jobs wait in the database alone, as after a restart."""
+    await rig.stream.deliver(*trajectories)
+    while not rig.scoring._waiting.empty():
+        rig.scoring._waiting.get_nowait()
+    rig.scoring._held.clear()
+    rig.stream.clock.advance(1000)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_job_that_cannot_be_loaded(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    async with open_scorer(half, reward_wait_s=10_000) as rig:
+        trajectories = several(5)
+        await in_database(rig, trajectories)
+        poison(monkeypatch, rig.scoring._cache, "get", trajectories[2], ERRORS[kind]())
+        await rig.scoring.take_over(rig.stream.processor)
+        await rig.run_functions()
+        assert len(done(rig)) == 4
+        assert named(rig) == [("scoring_failed", 2)]
+        assert await rig.stream.count("jobs") == 0
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"\xff\xfe", b"[" * 50_000, b'{"functions": 7}'], ids=range(5))
+async def test_a_job_with_a_damaged_payload(open_scorer: Open, payload: bytes) -> None:
+    async with open_scorer(half, reward_wait_s=10_000) as rig:
+        trajectories = several(5)
+        await in_database(rig, trajectories)
+        own = schema.stream.jobs.c.job_id.startswith(trajectories[2].trajectory_id)
+        async with rig.stream.processor.database.transaction() as tx:
+            await tx.execute(update(schema.stream.jobs).where(own).values(payload=payload))
+        await rig.scoring.take_over(rig.stream.processor)
+        await rig.run_functions()
+        assert len(done(rig)) == 4
+        assert named(rig) == [("scoring_failed", 2)]
+        assert await rig.stream.count("jobs") == 0
+
+
+async def test_a_job_that_ends_every_process_fails_by_name(open_scorer: Open) -> None:
+    async with open_scorer(half, reward_wait_s=10_000) as rig:
+        trajectories = several(3)
+        await in_database(rig, trajectories)
+        own = schema.stream.jobs.c.job_id.startswith(trajectories[1].trajectory_id)
+        async with rig.stream.processor.database.transaction() as tx:
+            await tx.execute(update(schema.stream.jobs).where(own).values(attempts=scoring._LEASES_MAX))
+        await rig.scoring.take_over(rig.stream.processor)
+        await rig.run_functions()
+        failed = [made for made in rig.stream.sent(Reward) if made.outcome == "failed"]
+        assert [made.trajectory_id for made in failed] == [trajectories[1].trajectory_id]
+        assert "10 processes ended" in (failed[0].reason or "")
+
+
+async def test_a_process_that_ends_on_purpose_gives_its_jobs_back(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        await in_database(rig, several(1))
+        for _ in range(scoring._LEASES_MAX + 2):
+            await rig.scoring.take_over(rig.stream.processor)
+            assert rig.scoring._waiting.qsize() == 1
+            await rig.scoring._give_back(rig.stream.processor)
+            rig.scoring._held.clear()
+            rig.scoring._waiting.get_nowait()
+        await rig.scoring.take_over(rig.stream.processor)
+        await rig.run_functions()
+        assert [made.outcome for made in rig.stream.sent(Reward)] == ["scored"]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("timer", ["end_waiting", "rematch"])
+async def test_timers(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str, timer: str) -> None:
+    async with open_scorer(reward_wait_s=10) as rig:
+        trajectories = several(5)
+        await rig.stream.deliver(*trajectories)
+        poison(monkeypatch, scores, "_experiences", trajectories[2], ERRORS[kind]())
+        if timer == "end_waiting":
+            await rig.pass_time(11)
+        else:
+            async with rig.stream.processor.database.transaction() as tx:
+                await tx.execute(update(schema.trajectories).values(rematch=True, settle_ms=0))
+            await rig.stream.step(rematch_of(rig))
+        assert len(done(rig)) == 4
+        assert named(rig) == [("scoring_failed", 2)]
+        await rig.pass_time(11)
+        await rig.stream.step(rematch_of(rig))
+        assert len(named(rig)) == 1, "it is not selected again"
+
+
+async def test_a_judge_whose_state_is_damaged_does_not_hide_the_others(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        key = {"tenant": "default", "judged_by": "x", "changed_ms": 0}
+        now_ms = int(rig.stream.clock.now().timestamp() * 1000)
+        async with rig.stream.processor.database.transaction() as tx:
+            await tx.execute(insert(schema.agreement).values(**{**key, "changed_ms": now_ms}, source="a", state="{"))
+            await tx.execute(insert(schema.agreement).values(**{**key, "changed_ms": now_ms}, source="b", state="{}"))
+        await rig.stream.step(upkeep.measure)
+        async with rig.stream.processor.database.transaction() as tx:
+            left = (await tx.execute(text("SELECT source FROM agreement"))).scalars().all()
+        assert left == ["b"]
+
+
+def enormous(trajectory: object) -> dict[str, float]:
+    del trajectory
+    return {"a": 1.7e308, "b": 1.7e308}
+
+
+def first(trajectory: object) -> float:
+    del trajectory
+    return 1.7e308
+
+
+def second(trajectory: object) -> float:
+    del trajectory
+    return 1.7e308
+
+
+def nul(trajectory: object) -> float:
+    del trajectory
+    raise ValueError("a NUL \x00 and a surrogate \ud83d")
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings"),
+    [((enormous,), {}), ((first, second), {"combine": "sum"}), ((nul,), {})],
+    ids=["mean overflows", "sum overflows", "exception text"],
+)
+async def test_what_was_seen_of_reward_functions(
+    open_scorer: Open, functions: Sequence[Callable[..., object]], settings: dict[str, Any]
+) -> None:
+    """Every function has a reward, or the trajectory is named; the next trajectory is scored as ever."""
+    async with open_scorer(half, *functions, **settings) as rig:
+        await rig.deliver(*several(2))
+        outcomes = [(made.source, made.outcome) for made in rig.stream.sent(Reward)]
+        assert len(outcomes) == 2 * (1 + len(functions))
+        assert [one for one in outcomes if one[0] != "function:half"] == [
+            (f"function:{function.__name__}", "failed") for function in functions
+        ] * 2
+        rig.pool.use([half])
+        third = closed(ask([user("q")], session="third"), session="third")
+        await rig.deliver(third)
+        assert third.trajectory_id in done(rig)
+
+
+async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> None:
+    """Whatever the door lets pass: here a part more than an experience holds."""
+    async with open_scorer(half) as rig:
+        turn, other = ask([user("q")]), ask([user("p")], session="other")
+        await rig.stream.deliver(closed(turn), closed(other, session="other"))
+        parts = [{f"{name}{n}": 1.0 for n in range(32)} for name in "ab"]
+        for number, part in enumerate(parts):
+            said: Feedback = feedback("s", turn, value=1.0).model_copy(
+                update={"feedback_id": f"f{number}", "parts": part, "source": f"x{number}"}
+            )
+            await rig.stream.deliver(said)
+        await rig.run_functions()
+        assert len(done(rig)) == 2 or [reason for reason, _ in named(rig)] in (["scoring_failed"], ["handler_error"])
+        assert await rig.stream.count("jobs") == 0
+
+
+async def test_no_tenant_waits_for_the_backlog_of_another(open_scorer: Open) -> None:
+    """The flooder has a queue full of jobs and many more in the database; the other one's are among the next calls."""
+    async with open_scorer(half) as rig:
+        flood = [_of("flooder", n) for n in range(150)]
+        await rig.stream.deliver(*flood)
+        quiet = [_of(name, 0) for name in ("quiet", "calm")]
+        await rig.stream.deliver(*quiet)
+        order = [rig.scoring._waiting.get_nowait() for _ in range(4)]
+        assert {work.tenant for work in order} == {"flooder", "quiet", "calm"}
+
+
+async def test_jobs_in_the_database_are_leased_for_each_tenant_in_turn(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        flood = [_of("flooder", n) for n in range(150)]
+        await in_database(rig, [*flood, *[_of(f"t{name}", 0) for name in range(5)]])
+        await rig.scoring.take_over(rig.stream.processor)
+        tenants = [rig.scoring._waiting.get_nowait().tenant for _ in range(rig.scoring._waiting.qsize())]
+        assert {f"t{name}" for name in range(5)} <= set(tenants)
+        assert len(tenants) <= 64
+
+
+def _of(tenant: str, number: int) -> Trajectory:
+    turn = ask([user("q")], session=f"s{number}").model_copy(update={"tenant": tenant})
+    return closed(turn, session=f"s{number}").model_copy(update={"tenant": tenant})
+
+
+async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> None:
+    """Whoever leases is told that more waits; nobody has to sleep in between."""
+    async with open_scorer(half) as rig:
+        await in_database(rig, several(100))
+        looks = 0
+        while await rig.scoring.take_over(rig.stream.processor):
+            await rig.run_functions()
+            looks += 1
+        await rig.run_functions()
+        assert (len(done(rig)), looks) == (100, 3)
+
+
+def test_an_exception_whose_text_cannot_be_encoded_is_a_failed_call() -> None:
+    outcome = worker.run(nul, CallRequest(function="nul", feedback=(), context={}), closed().to_json())
+    assert outcome.outcome == "failed"
