@@ -16,6 +16,7 @@ from headrace_schemas import Message, Sampling
 from headrace_schemas.answer_form import asked_again
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
+from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,17 @@ class ChatCall:
         """Whether it is the first call of a run in an implied session. Earlier runs may share its key, not its
         version."""
         return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a replica shares its places and its time by (`headrace_schemas.scheduling`)."""
+        background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
+        return {SESSION_HEADER: self.identity.session_key, **background}
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is an evaluation, which gets what users leave."""
+        return self.identity.purpose == "eval"
 
     def body(self, version: str, resume: Resume | None = None) -> bytes:
         """The request for a replica that serves `version`."""

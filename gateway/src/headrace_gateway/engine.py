@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import aiohttp
@@ -26,6 +27,7 @@ _FULL = frozenset((429, 502, 503, 504))
 _NOT_THE_CLIENTS_FAULT = frozenset((401, 403, 407))
 _ERROR_BYTES_MAX = 65_536
 _PROBES_MAX = 64
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ReplicaFailed(Exception):
@@ -83,9 +85,11 @@ class Engines:
         except (*_CONNECTION_ERRORS, aiohttp.ClientError):
             return False
 
-    async def complete(self, replica: Replica, body: bytes, upstream_call: UpstreamCall) -> EngineAnswer:
+    async def complete(
+        self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
+    ) -> EngineAnswer:
         """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
-        async with self._opened(replica, body, upstream_call) as response:
+        async with self._opened(replica, body, upstream_call, headers) as response:
             data = await self._read(response, upstream_call)
         answer = await self._aside.run(len(data), lambda: _parse(data))
         if answer.error is not None:
@@ -94,11 +98,13 @@ class Engines:
             raise ReplicaFailed("aborted", "the engine gave up on a choice")
         return answer
 
-    async def stream(self, replica: Replica, body: bytes, upstream_call: UpstreamCall) -> AsyncGenerator[EngineAnswer]:
+    async def stream(
+        self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
+    ) -> AsyncGenerator[EngineAnswer]:
         """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
         splitter = sse.Splitter(self._settings.response_bytes_max)
         patience_s: float | None = None  # the first tokens may have to wait for a place
-        async with self._opened(replica, body, upstream_call) as response:
+        async with self._opened(replica, body, upstream_call, headers) as response:
             while True:
                 async with upstream_call.waiting(patience_s):
                     data = await response.content.readany()
@@ -119,7 +125,7 @@ class Engines:
 
     @contextlib.asynccontextmanager
     async def _opened(
-        self, replica: Replica, body: bytes, upstream_call: UpstreamCall
+        self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200; left early, its connection is closed and the engine stops the work."""
         assert self._session is not None
@@ -129,7 +135,7 @@ class Engines:
                 response = await self._session.post(
                     f"{replica.url.rstrip('/')}/v1/chat/completions",
                     data=body,
-                    headers={"traceparent": trace} if trace else None,
+                    headers={**headers, "traceparent": trace} if trace else headers,
                     allow_redirects=False,  # the key and the prompt are for this replica alone
                 )
             upstream_call.responded()

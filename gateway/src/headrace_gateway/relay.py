@@ -87,7 +87,7 @@ class Relay:
             try:
                 with self._calling(upstream, lambda: self._placement.choose(call) is not None) as upstream_call:
                     answer = await self._engines.complete(
-                        upstream.member.replica, call.body(upstream.version), upstream_call
+                        upstream.member.replica, call.body(upstream.version), upstream_call, call.headers
                     )
             except ReplicaFailed as failure:
                 self._note(upstream, failure, patience)
@@ -153,7 +153,8 @@ class Relay:
         begun = set(transcript.choices)
         if resume:
             metrics.RESUMES.inc()
-        chunks = self._engines.stream(upstream.member.replica, call.body(upstream.version, resume), upstream_call)
+        body = call.body(upstream.version, resume)
+        chunks = self._engines.stream(upstream.member.replica, body, upstream_call, call.headers)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 for choice in chunk.choices:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace_inference.engine import Engine, Sampling, Start, Tokens
+from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.importing.native import opened
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
@@ -103,7 +103,9 @@ class Ground:
         sampling = Sampling(**{"max_tokens": 16, **how})
         found = {start.choice: Tokens(start.choice) for start in starts}
         pieces: dict[int, int] = {}
-        async for tokens in self.engine.generate(prompt, sampling, of.version, starts, stream=stream, salt=salt):
+        async for tokens in self.engine.generate(
+            prompt, sampling, of.version, starts, stream=stream, share=Share(salt)
+        ):
             found[tokens.choice].add(tokens)
             pieces[tokens.choice] = pieces.get(tokens.choice, 0) + 1
         if not stream:

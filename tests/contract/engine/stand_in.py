@@ -135,7 +135,7 @@ class StandInLLM:
         self.errored = True
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, priority: int = 0
     ) -> AsyncGenerator[RequestPiece, None]:
         self.running.add(request_id)
         self._scoring += bool(sampling_params.logprob_token_ids)

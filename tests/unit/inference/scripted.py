@@ -14,7 +14,7 @@ from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.chat.tool_calls import HERMES
-from headrace_inference.engine import Engine, Finish, Sampling, Start, Tokens
+from headrace_inference.engine import NOBODY, Engine, Finish, Sampling, Share, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.settings import GrammarSettings
@@ -39,6 +39,7 @@ class Asked:
     version: str
     starts: list[Start]
     salt: str = ""
+    share: Share = NOBODY
 
 
 class ScriptedEngine:
@@ -98,12 +99,12 @@ class ScriptedEngine:
         starts: Sequence[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> ScriptedGeneration:
         if self.refusal is not None:
             raise self.refusal
         self.begun.set()
-        self.asked.append(Asked([*prompt], sampling, version, [*starts], salt))
+        self.asked.append(Asked([*prompt], sampling, version, [*starts], share.salt, share))
         return ScriptedGeneration(self, sampling, starts, stream=stream)
 
     def tokens_of(self, choice: int) -> list[int]:

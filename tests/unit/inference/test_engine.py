@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace_inference import metrics
-from headrace_inference.engine import Sampling, Start
+from headrace_inference.engine import Sampling, Share, Start
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.torch_engine.engine import TorchEngine, default_threads
 from headrace_schemas.scoring import TokensToScore
@@ -342,3 +342,19 @@ async def test_an_engine_that_only_fails_gives_up(
 
 def test_small_machines_leave_cores_to_others() -> None:
     assert [default_threads(cores) for cores in (1, 2, 4, 8, 32)] == [1, 1, 1, 4, 16]
+
+
+async def test_a_tenant_that_fills_the_waiting_room_keeps_no_other_tenant_out(make_engine: MakeEngine) -> None:
+    engine = await make_engine(sequences_max=4, waiting_max=12)
+    version = next(iter(engine._models))
+    sampling = Sampling(max_tokens=200)
+    greedy, modest = Share("greedy"), Share("modest")
+    starts = [Start(choice) for choice in range(4)]
+    opened = [engine.generate(prompt_of(8, n), sampling, version, starts, stream=True, share=greedy) for n in range(4)]
+    with pytest.raises(Overloaded):
+        engine.generate(prompt_of(8, 9), sampling, version, starts, stream=True, share=greedy)
+    late = engine.generate(prompt_of(8, 10), Sampling(max_tokens=2), version, starts[:2], stream=True, share=modest)
+    async with asyncio.timeout(30):
+        assert sum([len(tokens.token_ids) async for tokens in late]) == 4
+    for generation in opened:
+        generation.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_inference.engine import Generation, Sampling, Start
+from headrace_inference.engine import NOBODY, Generation, Sampling, Share, Start
 from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_runtime.blobs import BlobStore
@@ -88,7 +88,7 @@ class Holder:
         starts: Sequence[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> Generation:
         raise NotImplementedError
 

@@ -47,9 +47,9 @@ def test_a_row_that_moves_takes_its_penalties_along(batch: DecodeBatch) -> None:
         batch.add(one)
     for _ in range(30):
         batch.step()
-        assert batch._counts is not None
+        assert batch._sampler.counts is not None
         for row, one in enumerate(batch.running[: batch._decoding]):
-            counted = {token: int(n) for token, n in enumerate(batch._counts[row].tolist()) if n}
+            counted = {token: int(n) for token, n in enumerate(batch._sampler.counts[row].tolist()) if n}
             assert counted == Counter(one.tokens[one.prompt_length :]), f"row {row}"
         if not batch.busy:
             break

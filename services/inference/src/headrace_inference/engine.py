@@ -72,6 +72,25 @@ class Start:
     """Holds the choice to `Sampling.grammar`. It has already accepted the resumed tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Whose generation it is: what an engine shares its places and its time by."""
+
+    salt: str = ""
+    """It stands for a tenant. What is kept of a prompt is used again for prompts of the same salt alone."""
+    session: str = ""
+    background: bool = False
+    """Evaluations get what users leave."""
+
+    @property
+    def tenant(self) -> tuple[bool, str]:
+        """Users and evaluations of a tenant count apart."""
+        return self.background, self.salt
+
+
+NOBODY = Share()
+
+
 @dataclass(slots=True)
 class Tokens:
     """What was sampled for one choice since it was last asked for. `len(token_ids) == len(logprobs)`."""
@@ -149,10 +168,9 @@ class Engine(Protocol):
         starts: Sequence[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> Generation:
         """Begin one choice for each of `starts`. Without `stream` each choice arrives in one piece, which is cheaper.
-        What is kept of a prompt is used again for prompts of the same `salt` alone.
 
         Raises `UnknownVersion`, `ContextLengthExceeded`, `Overloaded`, or what `check_tokens` raises, at once.
         """

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from headrace_inference.engine import Tokens
-from headrace_inference.errors import EngineFailed
+from headrace_inference.errors import EngineFailed, Overloaded
 
 
 class OpenStreams:
@@ -17,15 +17,33 @@ class OpenStreams:
         self._open: set[Stream] = set()
         self._ended = asyncio.Event()
 
-    def open(self, version: str, choices: int) -> Stream:
+    def open(self, version: str, choices: int, tenant: tuple[bool, str] = (False, "")) -> Stream:
         """A generation of `choices`, to be filled by `Stream.put`."""
-        stream = Stream(self, version, choices)
+        stream = Stream(self, version, choices, tenant)
         self._open.add(stream)
         return stream
 
     def in_flight(self, version: str | None = None) -> int:
         """See `Engine.in_flight`."""
         return sum(stream.unfinished for stream in self._open if version in (None, stream.version))
+
+    def check_room(self, choices: int, tenant: tuple[bool, str], room: int) -> None:
+        """Check that `choices` more may wait. A tenant that has little in flight is let in also when others have taken
+        all of the `room`, so that no tenant keeps another one out.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        total = self.in_flight() + choices
+        if total <= room:
+            return
+        others = {stream.tenant for stream in self._open} - {tenant}
+        if total > 2 * room or self.of_tenant(tenant) + choices > room // (len(others) + 1):
+            raise Overloaded(f"{total - choices} sequences are running or waiting, {room} are allowed; try again")
+
+    def of_tenant(self, tenant: tuple[bool, str]) -> int:
+        """Return the unfinished choices of a tenant."""
+        return sum(stream.unfinished for stream in self._open if stream.tenant == tenant)
 
     async def drained(self, version: str | None = None) -> None:
         """See `Engine.drained`."""
@@ -50,8 +68,9 @@ class OpenStreams:
 class Stream:
     """A `Generation`: what the engine delivers, merged until it is asked for."""
 
-    def __init__(self, streams: OpenStreams, version: str, choices: int) -> None:
+    def __init__(self, streams: OpenStreams, version: str, choices: int, tenant: tuple[bool, str]) -> None:
         self.version = version
+        self.tenant = tenant
         self.unfinished = choices
         self._streams = streams
         self._pending: dict[int, Tokens] = {}

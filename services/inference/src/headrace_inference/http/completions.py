@@ -12,7 +12,7 @@ from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
-from headrace_inference.engine import AnswerScorer, Engine, Finish, Generation, Sampling, Start, Tokens
+from headrace_inference.engine import NOBODY, AnswerScorer, Engine, Finish, Generation, Sampling, Share, Start, Tokens
 from headrace_inference.errors import EngineFailed, TokenOutOfVocabulary
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
@@ -75,7 +75,12 @@ class Completions:
         self._limits = limits
 
     async def begin(
-        self, request: ChatRequest, version: str, tokenizer: ChatTokenizer, size_bytes: int = 0
+        self,
+        request: ChatRequest,
+        version: str,
+        tokenizer: ChatTokenizer,
+        size_bytes: int = 0,
+        share: Share = NOBODY,
     ) -> Completion:
         """Raises `Refused`. Afterwards the engine is at work, and the caller must close the completion.
 
@@ -93,7 +98,7 @@ class Completions:
                 version,
                 prepared.starts,
                 stream=bool(request.stream),
-                salt=request.cache_salt or "",
+                share=replace(share, salt=request.cache_salt or ""),
             )
         shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
         return Completion(self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._aside)

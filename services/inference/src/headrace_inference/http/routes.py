@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.engine import Share
 from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
@@ -24,7 +25,10 @@ from headrace_runtime import tracing, web
 from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
+from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
 from headrace_schemas.scoring import ScoredAnswers, ScoreRequest
+
+_SESSION_LENGTH_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,9 @@ class Api:
             body = await _body(request, self._limits.body_bytes_max)
             asked = await self._aside.run(len(body), partial(self._parse, body))
             served = self._versions.find(asked.model)
-            completion = await self._completions.begin(asked, served.version, served.tokenizer, len(body))
+            completion = await self._completions.begin(
+                asked, served.version, served.tokenizer, len(body), _share_of(request)
+            )
         if asked.stream:
             metrics.REQUESTS.labels("200").inc()
             options = asked.stream_options
@@ -130,6 +136,12 @@ class Api:
 
     def _parse(self, body: bytes) -> ChatRequest:
         return parse(body, self._limits.choices_max, self._limits.json_values_max)
+
+
+def _share_of(request: Request) -> Share:
+    """Return whose call the gateway forwards (`headrace_schemas.scheduling`); the salt comes from the body."""
+    session = web.header_of(request, SESSION_HEADER)[:_SESSION_LENGTH_MAX]
+    return Share(session=session, background=web.header_of(request, PURPOSE_HEADER) == BACKGROUND)
 
 
 def _score_request(body: bytes) -> ScoreRequest:

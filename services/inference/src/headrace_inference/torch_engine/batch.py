@@ -4,11 +4,13 @@ Sequences join and leave between steps. Rows are kept dense: decoding ones first
 computed, of which the oldest goes first. A step computes at most one portion of prompts and then one token for every
 decoding row, so a long prompt delays the others by a bounded amount. A sequence decodes from its last token on, whose
 KV the decode step itself writes; so prompts, resumed sequences and those set back for want of memory join the same way.
+`fairness` decides whose sequence joins, whose prompt is next, and whose rows leave a step to others.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,16 +21,15 @@ from torch import Tensor
 from headrace_inference import metrics
 from headrace_inference.engine import Tokens
 from headrace_inference.errors import EngineFailed
-from headrace_inference.torch_engine import sampler
+from headrace_inference.torch_engine import fairness, sampler
 from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.prefix import PrefixCache
 from headrace_inference.torch_engine.quarantine import Quarantine
-from headrace_inference.torch_engine.rows import HELD, PENALISED, TOP, TRUNCATED, Rows
+from headrace_inference.torch_engine.row_sampler import RowSampler
+from headrace_inference.torch_engine.rows import TOP, Rows
 from headrace_inference.torch_engine.sequence import Sequence
-from headrace_runtime.logs import get_logger
 
-log = get_logger(__name__)
 _PADDING_MAX = 0.5
 """Share of a prefill that may be padding; prompts of very different length are computed one after the other."""
 
@@ -58,7 +59,8 @@ class DecodeBatch:
         self._prefixes = PrefixCache(limits.prefix_bytes_max)
         self._rows = Rows(limits.sequences_max, model.kv_shape.device)
         self._window = torch.arange(model.context_tokens + LENGTH_STEP, device=model.kv_shape.device)
-        self._counts: Tensor | None = None
+        self._sampler = RowSampler(model, self._rows, limits.sequences_max)
+        self._shares = fairness.TimeShares()
         self._quarantine = Quarantine()
         self._deliveries: list[Delivery] = []
         self._joining: Sequence | None = None
@@ -72,6 +74,8 @@ class DecodeBatch:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its followers come after it once its prompt is computed."""
         sequence.arrival = next(self._arrivals)
+        for follower in sequence.followers:
+            follower.arrival = sequence.arrival
         self.waiting.append(sequence)
 
     def abort(self, owner: object) -> None:
@@ -87,6 +91,7 @@ class DecodeBatch:
         """One portion of prompts and one token for every decoding row; returns what is to be delivered."""
         self._deliveries = []
         self._admit()
+        self._shares.begin_step(self.running)
         if self._decoding < len(self.running):
             self._prefill()
         if self._decoding:
@@ -137,14 +142,29 @@ class DecodeBatch:
 
     def _admit(self) -> None:
         queue = self._quarantine.group if self._quarantine.active else self.waiting
-        while queue and len(self.running) < self._limits.sequences_max:
-            sequence = queue.popleft()
+        while queue:
+            place = 0 if self._quarantine.active else fairness.next_to_join(queue, self.running)
+            sequence = queue[place]
+            del queue[place]
             self._joining = sequence
-            if not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
+            full = len(self.running) >= self._limits.sequences_max
+            if full or not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
                 queue.appendleft(sequence)
-                break
+                row = None if self._quarantine.active else fairness.row_to_set_back(self.running, sequence)
+                if row is None:
+                    break
+                self._set_back(row)
+                continue
             self._join(sequence)
         self._joining = None
+
+    def _set_back(self, row: int) -> None:
+        """Have a running sequence wait again; what of its KV the cache holds is not computed again."""
+        sequence = self.running[row]
+        self._remember(row)
+        self._remove(row)
+        self.waiting.appendleft(sequence)
+        metrics.PREEMPTIONS.inc()
 
     def _join(self, sequence: Sequence) -> None:
         row = len(self.running)
@@ -163,13 +183,20 @@ class DecodeBatch:
     def _prefill(self) -> None:
         """Compute the next portion of the first prompts, as many as fit into one portion without much padding."""
         first = self._decoding
-        oldest = min(range(first, len(self.running)), key=lambda row: self.running[row].arrival)
-        self._swap(oldest, first)
+        following = self._shares.next_prompt(self.running, first)
+        if following is None:
+            return
+        self._swap(following, first)
+        contended = self._shares.contended
+        divisor = fairness.PORTION_DIVISOR if self._shares.several_tenants else 1
+        tokens_max = self._limits.prefill_tokens_max // divisor
         counts: list[int] = []
         for sequence in self.running[first:]:
-            count = min(len(sequence.tokens) - 1 - sequence.filled, self._limits.prefill_tokens_max)
+            count = min(len(sequence.tokens) - 1 - sequence.filled, tokens_max)
             area = max([*counts, count]) * (len(counts) + 1)
-            if counts and (area > self._limits.prefill_tokens_max or sum(counts) + count < area * (1 - _PADDING_MAX)):
+            if counts and (area > tokens_max or sum(counts) + count < area * (1 - _PADDING_MAX)):
+                break
+            if counts and contended and (sequence.background or self._shares.in_debt(sequence)):
                 break
             counts.append(count)
         width = max(counts)
@@ -182,6 +209,7 @@ class DecodeBatch:
         # Padding is written behind a row's own tokens, where decoding overwrites it before anything can see it.
         positions = np.minimum(start + np.arange(width), self._kv.length - 1)
         device = self.model.kv_shape.device
+        began_s = time.perf_counter()
         self.model.program.prefill(
             self.model.weights,
             torch.from_numpy(ids).to(device),
@@ -189,6 +217,10 @@ class DecodeBatch:
             self._until(int(positions.max())),
             self._kv.view(first, len(group)),
         )
+        if contended:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the time of a portion is charged to whose it is
+            self._shares.charge_prompts(list(zip(group, counts, strict=True)), time.perf_counter() - began_s)
         metrics.PROMPT_TOKENS.labels("computed").inc(sum(counts))
         for place, (sequence, count) in enumerate(zip(group, counts, strict=True)):
             sequence.filled += count
@@ -201,7 +233,7 @@ class DecodeBatch:
         self._swap(row, target)
         self._decoding += 1
         self._rows.place(target, sequence)
-        self._count_earlier(target, sequence)
+        self._sampler.count_earlier(target, sequence)
         if sequence.followers:
             self._prefixes.add(sequence.tokens[:-1], self._kv.snapshot(target, sequence.filled), sequence.salt)
             self.waiting.extendleft(reversed(sequence.followers))
@@ -210,9 +242,10 @@ class DecodeBatch:
     # Decoding
 
     def _decode(self) -> None:
-        count = self._make_room()
-        if not count:
+        if not self._make_room():
             return
+        count = self._choose_rows()
+        began_s = time.perf_counter()
         rows = self._rows
         ids, logprobs, all_logprobs, logits = self.model.program.decode(
             self.model.weights,
@@ -226,15 +259,32 @@ class DecodeBatch:
         top: list[list[tuple[int, float]]] = []
         special = int(np.bitwise_or.reduce(rows.special[:count]))
         if special:
-            ids, logprobs, all_logprobs = self._shaped(special, count, logits, (ids, logprobs, all_logprobs))
+            ids, logprobs, all_logprobs = self._sampler.draw(
+                self.running[:count], special, logits, (ids, logprobs, all_logprobs)
+            )
             if special & TOP:
                 wanted = max(sequence.sampling.top_logprobs for sequence in self.running[:count])
                 top = sampler.most_likely(all_logprobs, wanted)
         ids_host = ids.cpu().numpy()
+        self._shares.charge_step(self.running[:count], time.perf_counter() - began_s)
         rows.advance(count, ids_host)
         metrics.BATCH_SIZE.observe(count)
         metrics.SAMPLED_TOKENS.inc(count)
         self._accept(ids_host.tolist(), logprobs.tolist(), top)
+
+    def _choose_rows(self) -> int:
+        """Move the rows that take part in the next step before those that are paused; return how many there are."""
+        paused = frozenset() if self._quarantine.active else self._shares.paused(self.running[: self._decoding])
+        if not paused:
+            return self._decoding
+        count, last = 0, self._decoding - 1
+        while count <= last:
+            if self._shares.flow_of(self.running[count]) in paused:
+                self._exchange(count, last)
+                last -= 1
+            else:
+                count += 1
+        return count
 
     def _accept(self, ids: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
         finished: list[int] = []
@@ -250,60 +300,6 @@ class DecodeBatch:
             self._remember(row)
             self._remove(row)
 
-    def _shaped(
-        self, special: int, count: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw again from held, penalised and truncated logits, when a row asks for that."""
-        rows = self._rows
-        if not special & (HELD | PENALISED | TRUNCATED):
-            return plain
-        temperature = rows.tensor(rows.temperature, count)
-        if special & HELD:
-            logits = self._held(logits, count)
-        if special & PENALISED:
-            assert self._counts is not None
-            presence, frequency = rows.tensor(rows.presence, count), rows.tensor(rows.frequency, count)
-            logits = sampler.penalise(logits, self._counts[:count], presence, frequency)
-        if special & TRUNCATED:
-            scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-            logits = sampler.truncate(scaled, rows.tensor(rows.top_p, count), rows.tensor(rows.top_k, count))
-            temperature = (temperature > 0).to(temperature.dtype)
-        drawn = sampler.draw(logits, temperature, rows.uniform(count))
-        if special & PENALISED:
-            assert self._counts is not None
-            ids = drawn[0][:, None]
-            self._counts[:count].scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
-        return drawn
-
-    def _held(self, logits: Tensor, count: int) -> Tensor:
-        """A row whose guide has failed keeps no token: its logprob is no number then."""
-        device = self.model.kv_shape.device
-        held = [row for row in range(count) if self.running[row].guide is not None]
-        allowed = np.zeros((len(held), (self.model.vocabulary + 31) // 32), np.int32)
-        for place, row in enumerate(held):
-            guide = self.running[row].guide
-            assert guide is not None
-            try:
-                mask = guide.allowed()
-            except Exception as error:
-                log.exception("sequence_failed", version=self.model.version)
-                self.running[row].fault = f"{type(error).__name__} in the grammar"
-                continue
-            if not guide.error:
-                allowed[place] = mask[: allowed.shape[1]]
-        rows = torch.tensor(held, device=device)
-        return sampler.hold(logits, rows, torch.from_numpy(allowed).to(device))
-
-    def _count_earlier(self, row: int, sequence: Sequence) -> None:
-        """Penalties count what was sampled before, here or elsewhere."""
-        if not self._rows.special[row] & PENALISED:
-            return
-        device = self.model.kv_shape.device
-        if self._counts is None:
-            self._counts = torch.zeros(self._limits.sequences_max, self.model.vocabulary, device=device)
-        sampled = torch.tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.int64, device=device)
-        self._counts[row] = torch.bincount(sampled, minlength=self.model.vocabulary)
-
     def _make_room(self) -> int:
         """Grow the KV for the longest row; where memory forbids it, set back the latest sequences until it fits.
 
@@ -315,7 +311,8 @@ class DecodeBatch:
                 return self._decoding
             if self._kv.reserve(len(self.running), self._longest()):
                 return self._decoding
-            latest = max(range(len(self.running)), key=lambda row: self.running[row].arrival)
+            rows = range(len(self.running))
+            latest = max(rows, key=lambda row: (self.running[row].background, self.running[row].arrival))
             sequence = self.running[latest]
             self._remove(latest)
             self.waiting.appendleft(sequence)
@@ -328,7 +325,7 @@ class DecodeBatch:
         self.running.clear()
         self._decoding = 0
         self._kv.release()
-        self._counts = None
+        self._sampler.release()
 
     def _release_group(self) -> None:
         """All of the group have computed a step: set them aside until the other groups have been tried."""
@@ -372,14 +369,21 @@ class DecodeBatch:
         self._kv.swap(one, other, max(running[one].filled, running[other].filled))
         running[one], running[other] = running[other], running[one]
 
+    def _exchange(self, one: int, other: int) -> None:
+        """Exchange two rows that decode."""
+        if one == other:
+            return
+        self._swap(one, other)
+        self._rows.swap(one, other)
+        self._sampler.swap(one, other)
+
     def _move(self, source: int, target: int) -> None:
         if source == target:
             return
         self.running[target] = self.running[source]
         self._kv.move(source, target, self.running[source].filled)
         self._rows.move(source, target)
-        if self._counts is not None:
-            self._counts[target] = self._counts[source]
+        self._sampler.move(source, target)
 
     def _longest(self, *joining: Sequence) -> int:
         return max(len(sequence.tokens) for sequence in (*self.running, *joining))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from headrace_inference.engine import Sampling, Start, check_tokens
-from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
+from headrace_inference.engine import NOBODY, Sampling, Share, Start, check_tokens
+from headrace_inference.errors import ContextLengthExceeded, EngineFailed, UnknownVersion
 from headrace_inference.settings import TorchSettings
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
@@ -101,17 +101,16 @@ class TorchEngine:
         starts: SequenceOf[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> Stream:
         model = self._model(version)
         limit = self._limit(model, len(prompt), sampling.max_tokens)
         check_tokens(prompt, starts, model.vocabulary)
         self.check()
         room = self._settings.sequences_max + self._settings.waiting_max
-        if self.in_flight() + len(starts) > room:
-            raise Overloaded(f"{self.in_flight()} sequences are running or waiting, {room} are allowed; try again")
+        self._streams.check_room(len(starts), share.tenant, room)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        opened = self._streams.open(version, len(starts))
+        opened = self._streams.open(version, len(starts), share.tenant)
         sequences = [
             Sequence(
                 owner=opened,
@@ -125,7 +124,9 @@ class TorchEngine:
                 resumed=len(start.resumed),
                 until=start.until,
                 guide=start.guide,
-                salt=salt,
+                salt=share.salt,
+                session=share.session,
+                background=share.background,
             )
             for start in starts
         ]

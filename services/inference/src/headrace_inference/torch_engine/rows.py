@@ -54,6 +54,10 @@ class Rows:
         for column in self._columns:
             column[target] = column[source]
 
+    def swap(self, one: int, other: int) -> None:
+        for column in self._columns:
+            column[[one, other]] = column[[other, one]]
+
     def advance(self, count: int, ids: NDArray[np.int64]) -> None:
         """The first `count` rows have drawn `ids`."""
         self.last[:count] = ids

@@ -34,7 +34,11 @@ class Sequence:
     guide: Guide | None = None
     """Stays with the sequence when that is set back: it knows all of its tokens."""
     salt: str = ""
-    """Whose KV it may go on from."""
+    """Whose KV it may go on from: it stands for a tenant."""
+    session: str = ""
+    """What the rows of a tenant are shared by."""
+    background: bool = False
+    """Whether it is an evaluation, which gets what users leave."""
     followers: list[Sequence] = field(default_factory=list)
     """Choices of the same prompt that wait for its KV."""
 
@@ -50,6 +54,11 @@ class Sequence:
     """Its last tokens, or the reason of its failure, are delivered or about to be."""
     fault: str = ""
     """Why its grammar cannot go on, where the grammar itself could not report it."""
+
+    @property
+    def tenant(self) -> tuple[bool, str]:
+        """Whose rows it takes; background work counts apart."""
+        return self.background, self.salt
 
     @property
     def drawn(self) -> int:

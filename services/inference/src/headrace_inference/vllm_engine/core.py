@@ -51,7 +51,13 @@ class LLM(Protocol):
         """It died and will never answer again."""
 
     def generate(
-        self, prompt: object, sampling_params: object, request_id: str, *, lora_request: object | None = None
+        self,
+        prompt: object,
+        sampling_params: object,
+        request_id: str,
+        *,
+        lora_request: object | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestPiece, None]:
         """Closing the generator aborts the request."""
 
@@ -83,6 +89,8 @@ class Request:
     logprob_token_ids: tuple[int, ...] = ()
     grammar: str = ""
     """`vllm.sampling_params.StructuredOutputsParams.grammar`, for its back end `guidance`; empty: none."""
+    priority: int = 0
+    """Lower numbers go first; of equal ones the earlier. An argument of `generate`."""
 
 
 @dataclass(frozen=True)

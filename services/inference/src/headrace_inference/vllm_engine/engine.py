@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_inference import metrics
-from headrace_inference.engine import Sampling, Start, Tokens, check_tokens
+from headrace_inference.engine import NOBODY, Sampling, Share, Start, Tokens, check_tokens
 from headrace_inference.errors import (
     ContextLengthExceeded,
     EngineFailed,
     NoRoom,
-    Overloaded,
     UnknownVersion,
     VersionUnusable,
 )
@@ -32,6 +31,9 @@ from headrace_schemas.manifest import Manifest
 
 log = get_logger(__name__)
 _REASON_LENGTH_MAX = 500
+_BACKGROUND_PRIORITY = 1_000_000
+"""vLLM serves lower numbers first. A user's choice has the number of its tenant's unfinished choices, so that whoever
+has the fewest goes first; evaluations come behind all users."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +172,7 @@ class VllmEngine:
         starts: Sequence[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> Stream:
         loaded = self._find(version)
         context = loaded.core.started.context_tokens
@@ -180,13 +182,13 @@ class VllmEngine:
         check_tokens(prompt, starts, loaded.core.started.vocabulary)
         self.check()
         room = self._settings.sequences_max + self._settings.waiting_max
-        if self.in_flight() + len(starts) > room:
-            raise Overloaded(f"{self.in_flight()} sequences are running or waiting, {room} are allowed; try again")
-        opened = self._streams.open(version, len(starts))
+        self._streams.check_room(len(starts), share.tenant, room)
+        priority = self._streams.of_tenant(share.tenant) + (_BACKGROUND_PRIORITY if share.background else 0)
+        opened = self._streams.open(version, len(starts), share.tenant)
         limit = sampling.max_tokens or context - len(prompt)
-        for start in starts:
-            asked = request_of(sampling, start, limit - len(start.resumed), stream=stream)
-            given = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{salt}"}
+        for number, start in enumerate(starts):
+            asked = request_of(sampling, start, limit - len(start.resumed), stream=stream, priority=priority + number)
+            given = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{share.salt}"}
             reading = _Reading(start, len(prompt), sampling.top_logprobs, stream=stream)
             task = asyncio.create_task(self._sample(opened, loaded, given, asked, reading))
             self._tasks.setdefault(opened, set()).add(task)
@@ -235,7 +237,7 @@ class VllmEngine:
     def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[RequestPiece, None]:
         request_id = f"{loaded.version}/{uuid.uuid4().hex}"
         given = self._library.parameters(asked)
-        return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter)
+        return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter, priority=asked.priority)
 
     def _abort(self, stream: Stream) -> None:
         for task in self._tasks.get(stream, ()):

@@ -90,6 +90,7 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
         "seed": secrets.randbits(31),  # or every core would draw what the one before it drew
         "max_model_len": _context_tokens(folder, settings.context_tokens_max),
         "max_num_seqs": settings.sequences_max,
+        "scheduling_policy": "priority",
         "max_num_batched_tokens": max(settings.batch_tokens_max, settings.sequences_max),
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",

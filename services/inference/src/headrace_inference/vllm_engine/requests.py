@@ -29,7 +29,7 @@ def refuse_unkept(sampling: Sampling, starts: Sequence[Start]) -> None:
         raise Refused(400, "unsupported_value", message, "headrace_resume")
 
 
-def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool) -> Request:
+def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool, priority: int = 0) -> Request:
     """`room`: tokens that may still be sampled."""
     return Request(
         max_tokens=room,
@@ -44,6 +44,7 @@ def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool) -> 
         logprobs=sampling.top_logprobs,
         grammar=sampling.grammar,
         logit_bias=_counted(sampling.frequency_penalty, start.resumed),
+        priority=priority,
     )
 
 

@@ -1,0 +1,157 @@
+"""Shares a batch between tenants, between the sessions of a tenant, and between users and background work.
+
+Rows are shared max-min: the next row goes to whoever has the fewest, and a full batch sets back a row of whoever has
+the most. Time is shared by debts: while several flows have rows, a flow with more than its part of them may take half
+of the engine's time, and background work an eighth of it; a flow that took more is paused for some steps. Without
+contention nothing is paused, and sequences run in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from headrace_inference.torch_engine.sequence import Sequence
+
+HEAVY_SHARE = 1 / 2
+"""Part of the time that a flow with many rows or long prompts may take while others have rows."""
+BACKGROUND_SHARE = 1 / 8
+"""Part of the time that evaluations may take while users have rows."""
+PORTION_DIVISOR = 4
+"""A portion of a prompt is so much smaller while others wait for the step."""
+Flow = tuple[str, ...]
+T = TypeVar("T")
+_BACKGROUND: Flow = ("background",)
+
+
+def next_to_join(waiting: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> int:
+    """Return the place of the waiting sequence that gets the next row: a user's, of the tenant and then of the session
+    with the fewest rows, in order of arrival."""
+    if len(waiting) == 1:
+        return 0
+    tenants = Counter(sequence.tenant for sequence in running)
+    sessions = Counter((sequence.tenant, sequence.session) for sequence in running)
+
+    def rank(place: int) -> tuple[bool, int, int, int]:
+        sequence = waiting[place]
+        own = sequence.tenant
+        return sequence.background, tenants[own], sessions[own, sequence.session], sequence.arrival
+
+    return min(range(len(waiting)), key=rank)
+
+
+def row_to_set_back(running: SequenceOf[Sequence], joining: Sequence) -> int | None:
+    """Return the row that makes room for `joining` in a full batch; None when `joining` has to wait.
+
+    A user's sequence displaces background work, which never displaces a user. Otherwise a row is taken from the tenant,
+    or the session of the same tenant, that has at least two rows more than the one that joins; so rows that are set
+    back and join again come to an end.
+    """
+    background = [row for row, sequence in enumerate(running) if sequence.background]
+    if background and not joining.background:
+        return max(background, key=lambda row: running[row].arrival)
+    rows = background if joining.background else range(len(running))
+    rows_of_tenant = Counter(running[row].tenant for row in rows)
+    tenant = _largest(rows_of_tenant, joining.tenant) or joining.tenant
+    rows_of_session = Counter(running[row].session for row in rows if running[row].tenant == tenant)
+    if tenant == joining.tenant:
+        session = _largest(rows_of_session, joining.session)
+    else:
+        session = max(rows_of_session, key=lambda name: rows_of_session[name])
+    if session is None:
+        return None
+    own = [row for row in rows if running[row].tenant == tenant and running[row].session == session]
+    return max(own, key=lambda row: running[row].arrival)
+
+
+def _largest(rows: Mapping[T, int], own: T) -> T | None:
+    """Return who has the most rows, if those are at least two more than `own` has."""
+    largest = max(rows, key=lambda name: rows[name], default=None)
+    return largest if largest is not None and rows[largest] > rows.get(own, 0) + 1 else None
+
+
+@dataclass(slots=True)
+class TimeShares:
+    """The debts of the flows that have rows. Belongs to the worker's thread."""
+
+    _debt_s: dict[Flow, float] = field(default_factory=dict)
+    _prompted: dict[Flow, float] = field(default_factory=dict)
+    """Prompt tokens computed for each flow, counted from those of the flow that had the fewest when it came."""
+    several_tenants: bool = False
+    """Whether several tenants have rows; users and evaluations of a tenant count as two."""
+    contended: bool = False
+    """Whether several flows have rows."""
+
+    def begin_step(self, running: Iterable[Sequence]) -> None:
+        """Note who has rows; the debts of whoever has none any more are forgotten."""
+        tenants = {sequence.tenant for sequence in running}
+        self.several_tenants = len(tenants) > 1
+        flows = {self.flow_of(sequence) for sequence in running}
+        self.contended = len(flows) > 1
+        if not self.contended:
+            self._debt_s.clear()
+            self._prompted.clear()
+            return
+        self._debt_s = {flow: self._debt_s.get(flow, 0.0) for flow in flows}
+        floor = min((self._prompted[flow] for flow in flows if flow in self._prompted), default=0.0)
+        self._prompted = {flow: self._prompted.get(flow, floor) for flow in flows}
+
+    def flow_of(self, sequence: Sequence) -> Flow:
+        """Return what competes for time: background work, tenants, or the sessions of the only tenant."""
+        if sequence.background:
+            return _BACKGROUND
+        return (sequence.salt,) if self.several_tenants else (sequence.salt, sequence.session)
+
+    def paused(self, decoding: SequenceOf[Sequence]) -> frozenset[Flow]:
+        """Return the flows that leave the next step to others."""
+        if not self.contended:
+            return frozenset()
+        rows = Counter(map(self.flow_of, decoding))
+        background = rows.pop(_BACKGROUND, 0)
+        users = [flow for flow in self._debt_s if flow != _BACKGROUND]
+        part = sum(rows.values()) / max(1, len(users))
+        paused = {flow for flow, count in rows.items() if count > part and self._debt_s[flow] > 0}
+        if background and rows.keys() - paused and self._debt_s[_BACKGROUND] > 0:
+            paused.add(_BACKGROUND)
+        return frozenset(paused) if len(paused) < len(rows) + bool(background) else frozenset()
+
+    def next_prompt(self, running: SequenceOf[Sequence], first: int) -> int | None:
+        """Return the row from `first` on whose prompt is computed next; None when all of them leave the step to the
+        rows that decode."""
+
+        def rank(row: int) -> tuple[bool, float, int]:
+            sequence = running[row]
+            return sequence.background, self._prompted.get(self.flow_of(sequence), 0.0), sequence.arrival
+
+        rows = [row for row in range(first, len(running)) if not first or not self.in_debt(running[row])]
+        return min(rows, key=rank, default=None)
+
+    def in_debt(self, sequence: Sequence) -> bool:
+        """Return whether a prompt has to wait: its tenant took more time than its part. The sessions of one tenant are
+        only put in order."""
+        if not (self.several_tenants or sequence.background):
+            return False
+        return self._debt_s.get(self.flow_of(sequence), 0.0) > 0
+
+    def charge_prompts(self, tokens: SequenceOf[tuple[Sequence, int]], seconds: float) -> None:
+        """Charge a portion of prompts to its flows, by tokens."""
+        if not self.contended:
+            return
+        total = sum(count for _, count in tokens) or 1
+        for sequence, count in tokens:
+            self._prompted[self.flow_of(sequence)] += count
+        self._charge({self.flow_of(sequence): count / total for sequence, count in tokens}, seconds)
+
+    def charge_step(self, decoded: SequenceOf[Sequence], seconds: float) -> None:
+        """Charge a decode step to the flows of its rows."""
+        if self.contended and decoded:
+            rows = Counter(map(self.flow_of, decoded))
+            self._charge({flow: count / len(decoded) for flow, count in rows.items()}, seconds)
+
+    def _charge(self, parts: Mapping[Flow, float], seconds: float) -> None:
+        for flow, debt_s in self._debt_s.items():
+            share = BACKGROUND_SHARE if flow == _BACKGROUND else HEAVY_SHARE
+            self._debt_s[flow] = max(0.0, debt_s + seconds * (parts.get(flow, 0.0) - share))
