@@ -17,6 +17,7 @@ from safetensors.numpy import load
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import TrainingMetrics
+from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.store import LineageStore
 from tests.ray.player import COUNTED, SENT
 from tests.support.fates import follow
@@ -81,7 +82,8 @@ def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     store = LineageStore(blobs, lineage)
     saved = store.read()
     assert saved is not None
-    weights = store.get(saved.present.weights)
+    with store.unpacked(saved.present) as unpacked:
+        weights = (unpacked / WEIGHTS).read_bytes()
     lines = (folder / SENT).read_text(encoding="utf-8").splitlines()
     accounts = list({one.event_id: one for one in map(TrainingMetrics.model_validate_json, lines)}.values())
     fates, wrong = follow(accounts)

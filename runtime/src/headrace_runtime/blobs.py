@@ -119,6 +119,14 @@ class BlobStore:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def room_trouble(self, next_bytes: int, free_bytes_min: int | None) -> str | None:
+        """Return why `next_bytes` should not be stored now (`disk.trouble`), None when they can be. Blocks. A store
+        that is no folder has no disk of ours."""
+        if not self._local:
+            return None
+        Path(self._root).mkdir(parents=True, exist_ok=True)
+        return disk.trouble(Path(self._root), free_bytes_min, next_bytes=next_bytes)
+
     def remove_scratch(self) -> None:
         """Of processes that have ended: nobody may be writing there."""
         if self._local:

@@ -29,6 +29,8 @@ _SQLITE_CODES = {
 }
 _POSTGRESQL_DISK_FULL = "53100"
 _WAIT_S = 1.0
+_PROBE_BYTES_MAX = 1_048_576
+_FREE_BYTES_MIN, _FREE_SHARE_MIN = 1 << 30, 0.05
 
 
 def is_full(error: BaseException) -> bool:
@@ -41,14 +43,39 @@ def no_room(place: Path | str) -> DiskFull:
     return DiskFull(f"disk: no space left on {place}; make room there, nothing has to be restarted")
 
 
-def trouble(folder: Path, free_bytes_min: int) -> str | None:
-    """Why `folder` cannot be written, None when it can: tried with a nameless file, so quotas count too. Blocks."""
+def trouble(folder: Path, free_bytes_min: int | None = None, *, next_bytes: int = 0) -> str | None:
+    """Return why `folder` should not be written, None when it can be. Blocks.
+
+    It is tried with a nameless file, so quotas count too.
+
+    Args:
+        folder: An existing folder of the disk.
+        free_bytes_min: Bytes that stay free; None for the smaller of 1 GiB and 5 % of the disk.
+        next_bytes: Bytes that are about to be written and have to fit as well.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
-            _allocate(probe.fileno(), free_bytes_min)
+            _allocate(probe.fileno(), min(free_bytes_min or _PROBE_BYTES_MAX, _PROBE_BYTES_MAX))
+        space = os.statvfs(folder)
     except OSError as error:
         return str(no_room(folder)) if is_full(error) else f"disk: {folder} cannot be written: {error.strerror}"
-    return None
+    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    if free_bytes_min is None:
+        free_bytes_min = min(_FREE_BYTES_MIN, int(size * _FREE_SHARE_MIN))
+    if free >= free_bytes_min + next_bytes:
+        return None
+    wanted = f"{_megabytes(next_bytes)} are written next and " if next_bytes else ""
+    return (
+        f"disk: {_megabytes(free)} are free on {folder}, where {wanted}{_megabytes(free_bytes_min)} have to stay free; "
+        "make room there or set disk_free_bytes_min lower, nothing has to be restarted"
+    )
+
+
+def check_room(folder: Path, next_bytes: int, free_bytes_min: int | None = None) -> None:
+    """Raise `DiskFull` unless `next_bytes` fit into `folder` and `free_bytes_min` stay free; see `trouble`."""
+    reason = trouble(folder, free_bytes_min, next_bytes=next_bytes)
+    if reason is not None:
+        raise DiskFull(reason)
 
 
 async def with_room(work: Callable[[], Awaitable[T]]) -> T:
@@ -87,6 +114,10 @@ def _says_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _SQLITE_CODES:
         return True
     return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def _allocate(handle: int, size: int) -> None:

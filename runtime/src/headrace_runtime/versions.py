@@ -162,9 +162,11 @@ def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
 class VersionCache:
     """Versions as folders on this machine, each file checked against its digest on the way in (P7)."""
 
-    def __init__(self, blobs: BlobStore, folder: Path) -> None:
+    def __init__(self, blobs: BlobStore, folder: Path, free_bytes_min: int | None = None) -> None:
+        """`free_bytes_min` stay free on the disk of `folder` (`disk.trouble`)."""
         self._blobs = blobs
         self._folder = folder
+        self._free_bytes_min = free_bytes_min
 
     async def fetch(self, ref: BlobRef) -> tuple[Manifest, Path]:
         """The manifest and a folder with all its files, or `CorruptBlob` or `Unavailable` and nothing half done."""
@@ -182,6 +184,8 @@ class VersionCache:
         target = self._folder / manifest.version
         if not target.exists():
             draft = self._folder / f".{uuid.uuid4().hex}"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            disk.check_room(self._folder, sum(file.blob.size for file in manifest.files), self._free_bytes_min)
             try:
                 unpack(self._blobs, manifest, draft)
                 draft.rename(target)

@@ -24,6 +24,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_schemas.blobs import BlobRef
+from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
@@ -187,7 +188,8 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
         assert saved is not None
         for ref in saved.blobs().values():
             final.get(ref)
-        lessons = {one.experience_id for one in learner.read_frozen(final.get(saved.present.weights))}
+        with final.unpacked(saved.present) as unpacked:
+            lessons = {one.experience_id for one in learner.read_frozen((unpacked / WEIGHTS).read_bytes())}
         found.lost = len(found.acknowledged - lessons)
     except (CorruptBlob, Unavailable) as error:
         found.unreadable.append(f"overlap {number}: {error}")

@@ -15,6 +15,8 @@ from headrace_runtime.records import Records
 from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import session_key
+from headrace_trainer.learner import WEIGHTS
+from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore
 from tests.integration.replay.conftest import LIVE, ReplayRig
 from tests.integration.trainer.conftest import TrainerProcess
@@ -140,9 +142,14 @@ def same_weights(rig: ReplayRig, lineage: str) -> None:
     assert again is not None
     assert live.steps == again.steps > 0
     assert live.head != again.head
-    ours, theirs = (load(store.get(saved.present.weights)) for store, saved in zip(stores, (live, again), strict=True))
+    ours, theirs = (_weights(store, saved) for store, saved in zip(stores, (live, again), strict=True))
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def _weights(store: LineageStore, saved: Saved) -> dict[str, np.ndarray[Any, Any]]:
+    with store.unpacked(saved.present) as folder:
+        return load((folder / WEIGHTS).read_bytes())
 
 
 async def offered(rig: ReplayRig, lineage: str, version: str) -> None:

@@ -65,7 +65,7 @@ def data(name: str) -> Rule:
 
 _ALWAYS = "always so"
 _DEVICES = "devices belong to where services are started: docs/guides/sizing.md"
-_KEPT = "every version is kept in the blob store; trainer.memory.restore_points and `headrace models collect` bound it"
+_KEPT = "registry.versions_bytes_max and trainer.memory.restore_points_bytes bound what is kept"
 _IGNORED = "Trinity itself ignores it with verl 0.8"
 _CLIENT = "each call says it itself; the gateway records it and changes nothing"
 _ON = only(True, why="it cannot be turned off here", said=_ALWAYS)

@@ -66,7 +66,12 @@ async def run(common: Common, settings: InferenceSettings) -> None:
             }
         )
         change = asyncio.Event()
-        fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
+        fleet = Fleet(
+            engine,
+            VersionCache(blobs, _cache_folder(common, settings), common.disk_free_bytes_min),
+            _fleet_limits(settings),
+            change.set,
+        )
         stack.push_async_callback(fleet.close)
         refuse = Refusals(SERVICE, producer, common.data_dir / "inference")
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)

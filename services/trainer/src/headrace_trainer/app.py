@@ -54,11 +54,13 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         refuse,
         SystemClock(),
         lambda: Reporter(folder),
+        common.disk_free_bytes_min,
     )
     checks: dict[str, web.Check] = {
         "bus": lambda: source.started or trainer.stands_by,
         "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
         "consumer": lambda: refuse.paused is None,
+        "room": lambda: trainer.room.trouble or True,
         "learner": lambda: trainer.learner_failure or True,
     }
     notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}

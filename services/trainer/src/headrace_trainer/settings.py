@@ -202,6 +202,9 @@ class MemorySettings(Section):
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
+    restore_points_bytes: Count | None = None
+    """Bytes that these may take on the disk; the oldest go first. Those of base, newest version, champion and previous
+    stay whatever they take. None: 1 GiB, or four times one of them where that is more."""
     outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
     """Training outcomes, or ranges of records read, that may wait for the next save before they cause one."""
 

@@ -34,6 +34,7 @@ from headrace_trainer.lineage.saving import Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
 from headrace_trainer.report import Reporter
+from headrace_trainer.room import DiskRoom
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
 
@@ -64,6 +65,7 @@ class Trainer:
         refuse: Refusing,
         clock: Clock,
         reporter: Callable[[], Reporter],
+        disk_free_bytes_min: int | None = None,
     ) -> None:
         self._settings = settings
         self._blobs = blobs
@@ -72,6 +74,7 @@ class Trainer:
         self._refuse = refuse
         self._clock = clock
         self._make_reporter = reporter
+        self.room = DiskRoom(blobs, clock, disk_free_bytes_min)
         self._reporter: Reporter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saving")
@@ -93,7 +96,7 @@ class Trainer:
     @property
     def paused(self) -> str | None:
         """Why nothing is trained, or nothing read, until `resume`; None while both go on."""
-        return "; ".join(filter(None, [self._refuse.paused, self.stopped])) or None
+        return "; ".join(filter(None, [self._refuse.paused, self.stopped, self.room.trouble])) or None
 
     @property
     def stopped(self) -> str | None:
@@ -203,6 +206,7 @@ class Trainer:
         """Whether there was something to train."""
         if not batch or lineage.finished():
             return False
+        await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
         if measured:
             reporter.step(measured, lineage.state)
@@ -239,6 +243,7 @@ class Trainer:
         """Durable first, then announced; the next save waits until the bus has it. With `save_beside` steps go on from
         the moment when there is a copy of the weights."""
         await self._settle(lineage, reporter)
+        await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         save = await self._in_thread(partial(lineage.begin_save, publish=publish))
         self._saving = save, asyncio.create_task(self._write(save))
         self._saved_at_s = self._clock.monotonic_s()

@@ -77,6 +77,11 @@ class Lineage:
         """Whether the weights have had steps that no version holds, and that one may be made of."""
         return self.state.current is None and not self.health.doubtful
 
+    @property
+    def save_bytes(self) -> int:
+        """About what the next save writes: weights and optimizer, and the weights once more as a version."""
+        return 2 * self.saved.present.weights.size + self.saved.present.optimizer.size
+
     def save_due(self, since_s: float) -> bool:
         """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)

@@ -17,8 +17,9 @@ from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Window
-from headrace_trainer.learner import Learner
+from headrace_trainer.learner import VERSION, Learner
 from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
@@ -91,7 +92,9 @@ def _begin(
     copy = learner.copy(None)
     with store.scratch() as folder:
         copy.write(folder)
-        present = store.packed(folder)
+        weights = tuple(file for file in manifest.files if file.path.endswith(".safetensors"))
+        files.fetch_files(blobs, weights, folder / VERSION)
+        present = store.packed(folder, share_weights(folder), manifest.files)
     copy.drop()
     version = manifest.version
     saved = Saved(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -17,11 +17,37 @@ from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
 
 
+class Range(NamedTuple):
+    """Bytes of one of several files."""
+
+    source: int
+    """0 for the frame of an `Assembly`, n for its n-th file."""
+    start: int
+    size: int
+
+
+class Assembly(Model):
+    """A file as ranges of blobs that are stored anyway; see `headrace_trainer.lineage.assembly`."""
+
+    frame: BlobRef
+    """The bytes that only this file has."""
+    files: tuple[BlobRef, ...]
+    """Files of a version, which lie among the blobs of all."""
+    ranges: tuple[Range, ...]
+
+
 class Tensors(Model):
     """Weights and optimizer at one moment, as safetensors blobs."""
 
     weights: BlobRef
     optimizer: BlobRef
+    assembly: Assembly | None = None
+    """How `weights` is put together; None where it is stored as it is."""
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        """What is stored of it besides versions."""
+        return (self.assembly.frame if self.assembly else self.weights), self.optimizer
 
 
 class Saved(Model):
@@ -55,8 +81,8 @@ class Saved(Model):
 
     def blobs(self) -> dict[str, BlobRef]:
         """The tensors that must exist as long as this is the lineage's state, by digest."""
-        pairs = (self.present, *self.restore_points.values())
-        return {ref.sha256: ref for pair in pairs for ref in (pair.weights, pair.optimizer)}
+        points = (self.present, *self.restore_points.values())
+        return {ref.sha256: ref for point in points for ref in point.blobs}
 
 
 class Pointer(Model):

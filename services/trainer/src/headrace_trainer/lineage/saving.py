@@ -11,26 +11,30 @@ It counts for their staleness as if it were durable: when that will be has no pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import Reported
-from headrace_trainer.learner import VERSION, Copy
+from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.health import Health
 from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
+
+_POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 4
+"""The bound on restore points where no setting has another: 1 GiB, or four of their size."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,10 @@ class Save:
         store = self.place.store
         with SAVE_SECONDS.time():
             with store.scratch() as folder:
-                present = self.before.present
+                present, found = self.before.present, None
                 if self.copy is not None:
                     self.copy.write(folder)
-                    present = store.packed(folder)
-                found = self._published(folder / VERSION, present)
+                    present, found = self._stored(folder)
             history = self._history_with(found[0].version, found[1]) if found else self.moment.history
             saved = self._picture(history, present, found)
             store.save(saved)
@@ -100,17 +103,24 @@ class Save:
                 self.copy.drop()
         self.made = saved, history, found is not None
 
-    def _published(self, folder: Path, present: Tensors) -> tuple[Manifest, BlobRef] | None:
-        """A new version, unless it would answer as its parent does."""
+    def _stored(self, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
+        """Store what the copy has written: weights and optimizer, and the new version if there is one."""
+        store, head = self.place.store, self.before.restore_points.get(self.moment.history.head)
+        if head is not None and head.weights.sha256 == digest_of(folder / WEIGHTS)[0]:
+            return store.packed(folder, like=head), None  # the version's own weights, whatever files it has
+        shared = share_weights(folder)  # before the version's files are moved away
+        found, files = self._published(folder)
+        return store.packed(folder, shared, files), found
+
+    def _published(self, folder: Path) -> tuple[tuple[Manifest, BlobRef] | None, tuple[File, ...]]:
+        """A new version, unless it would answer as its parent does; and the files that hold its weights, or its
+        parent's, in the store."""
         if self.copy is None or self.copy.fingerprint is None:
-            return None
+            return None, ()
         place, history = self.place, self.moment.history
-        point = self.before.restore_points.get(history.head)
-        if point is not None and point.weights.sha256 == present.weights.sha256:
-            return None
         manifest, ref = versions.publish(
             place.blobs,
-            folder,
+            folder / VERSION,
             self.copy.fingerprint,
             first=place.first,
             lineage=place.settings.lineage,
@@ -120,7 +130,7 @@ class Save:
         )
         parent = files.read_manifest(place.blobs, history[history.head].manifest)
         same = versions.weight_digests(manifest) == versions.weight_digests(parent)
-        return None if same else (manifest, ref)
+        return None if same else (manifest, ref), manifest.files
 
     def _history_with(self, version: str, manifest: BlobRef) -> History:
         old, settings = self.moment.history, self.place.settings
@@ -185,7 +195,15 @@ class Save:
         if version is not None:
             points[version] = present
         keep = {self.place.first.version, history.head, *self.moment.promoted}
-        spare = [one for one in points if one not in keep]
-        for one in spare[: max(0, len(points) - self.place.settings.memory.restore_points)]:
-            del points[one]
+        memory = self.place.settings.memory
+        bytes_max = memory.restore_points_bytes or max(_POINTS_BYTES_MIN, _POINTS_OF_SIZE * sum_bytes([present]))
+        for spare in [name for name in points if name not in keep]:  # the oldest first
+            if len(points) <= memory.restore_points and sum_bytes([present, *points.values()]) <= bytes_max:
+                break
+            del points[spare]
         return points
+
+
+def sum_bytes(points: Iterable[Tensors]) -> int:
+    """Return the bytes that `points` take besides versions. What several refer to counts once."""
+    return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())

@@ -12,7 +12,7 @@ own, so nothing that a former owner still writes or removes can touch what its s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from headrace_runtime import disk, holders
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
 from headrace_runtime.records import Record, Records
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
-from headrace_trainer.lineage.saved import Pointer, Saved, ShortPointer, Tensors
+from headrace_trainer.lineage.assembly import SharedWeights, assemble
+from headrace_trainer.lineage.saved import Assembly, Pointer, Saved, ShortPointer, Tensors
 from headrace_trainer.settings import TrainerSettings
 
 _M = TypeVar("_M", Pointer, ShortPointer, Saved)
@@ -153,10 +155,22 @@ class LineageStore:
     def unpacked(self, point: Tensors) -> Iterator[Path]:
         """A folder with the files of `point`, as a copy wrote them. Raises as `get` does."""
         with self.scratch() as folder:
-            for name, ref in ((WEIGHTS, point.weights), (OPTIMIZER, point.optimizer)):
-                with self._advising():
-                    self._area_of(ref).get_file(ref, folder / name)
+            with self._advising():
+                self._area_of(point.optimizer).get_file(point.optimizer, folder / OPTIMIZER)
+                if point.assembly is None:
+                    self._area_of(point.weights).get_file(point.weights, folder / WEIGHTS)
+                else:
+                    self._assemble(point.weights, point.assembly, folder / WEIGHTS)
             yield folder
+
+    def _assemble(self, weights: BlobRef, assembly: Assembly, target: Path) -> None:
+        with self.scratch() as folder:
+            sources = [folder / str(number) for number in range(1 + len(assembly.files))]
+            for ref, path in zip((assembly.frame, *assembly.files), sources, strict=True):
+                self._area_of(ref).get_file(ref, path)
+            assemble(sources, assembly.ranges, target)
+        if digest_of(target) != (weights.sha256, weights.size):
+            raise CorruptBlob(f"blob {assembly.frame.uri}: the weights that it frames do not hash to {weights.sha256}")
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -171,14 +185,38 @@ class LineageStore:
                 raise
             raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
-    def packed(self, folder: Path) -> Tensors:
-        """The files that a copy wrote into `folder`, which are gone afterwards, as blobs of the next save: what
-        `unpacked` unpacks. Raises as `save` does."""
-        area = self._area(self._epoch)
-        weights, optimizer = (
-            self._put(partial(BlobStore.put_file, path=folder / name, move=True), area) for name in (WEIGHTS, OPTIMIZER)
-        )
-        return Tensors(weights=weights, optimizer=optimizer)
+    def packed(
+        self,
+        folder: Path,
+        shared: SharedWeights | None = None,
+        files: Sequence[File] = (),
+        *,
+        like: Tensors | None = None,
+    ) -> Tensors:
+        """Store the files that a copy wrote into `folder`, which are gone afterwards, for the next save. Raises as
+        `save` does.
+
+        Args:
+            folder: A folder of `scratch`.
+            shared: How the weights follow from `files` of a version, which are stored already.
+            files: The files of that version.
+            like: A point of the present state that has the very weights in `folder`.
+        """
+
+        def put(path: Path) -> BlobRef:
+            return self._put(partial(BlobStore.put_file, path=path, move=True), self._area(self._epoch))
+
+        optimizer = put(folder / OPTIMIZER)
+        if like is not None:
+            (folder / WEIGHTS).unlink()
+            return like.model_copy(update={"optimizer": optimizer})
+        if shared is None:
+            return Tensors(weights=put(folder / WEIGHTS), optimizer=optimizer)
+        sha256, size = digest_of(folder / WEIGHTS)
+        frame = put(shared.frame)
+        (folder / WEIGHTS).unlink()
+        weights = BlobRef(uri=frame.uri, sha256=sha256, size=size)
+        return Tensors(weights=weights, optimizer=optimizer, assembly=shared.assembly(files, frame))
 
     def save(self, saved: Saved) -> None:
         """Make `saved` the truth; its blobs are stored (`packed`).

@@ -1,0 +1,145 @@
+"""Weights that are stored once: a restore point refers to the files of its version for the tensors that both have.
+
+A restore point's file of weights and the files of the version that was made at the same moment hold the same tensors
+wherever the version has the type that is trained. Then only the frame is stored beside the version: the header of the
+file and the tensors that differ. The file is put together again byte for byte, and checked against its digest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import File
+from headrace_trainer.learner import VERSION, WEIGHTS
+from headrace_trainer.lineage.saved import Assembly, Range
+
+_FRAME = "frame"
+_PIECE_BYTES = 4 << 20
+_SHARE_MIN = 0.5
+"""Share of a file that has to be in its version; with less, the file is stored whole."""
+
+
+class _Tensor(NamedTuple):
+    name: str
+    type: str
+    start: int
+    """In the file, its header included."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """A file of weights as ranges of a frame and of a version's files."""
+
+    frame: Path
+    """A file beside the weights, with the bytes that no version file has."""
+    files: tuple[str, ...]
+    """The version's files, by their paths in it."""
+    ranges: tuple[Range, ...]
+
+    def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
+        """Return the ranges with the blobs that the files have become."""
+        blobs = {file.path: file.blob for file in files}
+        return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
+
+
+def share_weights(folder: Path) -> SharedWeights | None:
+    """Return how the weights in `folder` follow from the version's files there, None where too little of them does, and
+    where a back end has files of another layout.
+
+    The frame is written into `folder`. The version's files are compared byte by byte and not changed.
+    """
+    weights, version = folder / WEIGHTS, folder / VERSION
+    paths = sorted(version.glob("*.safetensors")) if version.is_dir() else []
+    if not paths:
+        return None
+    try:
+        parts = [_header(weights), *_tensors(weights)]
+        tensors = [(number, tensor) for number, path in enumerate(paths) for tensor in _tensors(path)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    places = {(tensor.name, tensor.type, tensor.size): (number, tensor) for number, tensor in tensors}
+    ranges: list[Range] = []
+    framed = 0
+    frame = folder / _FRAME
+    with weights.open("rb") as file, frame.open("wb") as rest:
+        handles = [path.open("rb") for path in paths]
+        try:
+            for tensor in parts:
+                number, source = places.get((tensor.name, tensor.type, tensor.size), (0, tensor))
+                if source is not tensor and _same(file, tensor, handles[number], source):
+                    _append(ranges, Range(number + 1, source.start, tensor.size))
+                    continue
+                _append(ranges, Range(0, framed, tensor.size))
+                framed += tensor.size
+                for piece in _pieces(file, tensor.start, tensor.size):
+                    rest.write(piece)
+        finally:
+            for handle in handles:
+                handle.close()
+    if framed > (1 - _SHARE_MIN) * weights.stat().st_size:
+        frame.unlink()
+        return None
+    return SharedWeights(frame, tuple(path.relative_to(version).as_posix() for path in paths), tuple(ranges))
+
+
+def assemble(sources: Sequence[Path], ranges: Sequence[Range], target: Path) -> None:
+    """Write the file that `ranges` of `sources` make. The first of the sources is the frame."""
+    handles = [path.open("rb") for path in sources]
+    try:
+        with target.open("wb") as file:
+            for source, start, size in ranges:
+                for piece in _pieces(handles[source], start, size):
+                    file.write(piece)
+    finally:
+        for handle in handles:
+            handle.close()
+
+
+def _header(path: Path) -> _Tensor:
+    with path.open("rb") as file:
+        size = 8 + int.from_bytes(file.read(8), "little")
+    if size > path.stat().st_size:
+        raise ValueError(f"{path}: is no safetensors file")
+    return _Tensor("", "header", 0, size)
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """Return the tensors of a safetensors file in the order of their bytes, which are all that follows its header."""
+    data = _header(path).size
+    with path.open("rb") as file:
+        file.seek(8)
+        entries = json.loads(file.read(data - 8))
+    tensors = [
+        _Tensor(name, f"{entry['dtype']} {entry['shape']}", data + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in entries.items() if name != "__metadata__"
+    ]  # fmt: skip
+    return sorted(tensors, key=lambda tensor: (tensor.start, tensor.size))
+
+
+def _same(file: BinaryIO, tensor: _Tensor, other: BinaryIO, source: _Tensor) -> bool:
+    pairs = zip(_pieces(file, tensor.start, tensor.size), _pieces(other, source.start, source.size), strict=True)
+    return all(ours == theirs for ours, theirs in pairs)
+
+
+def _append(ranges: list[Range], following: Range) -> None:
+    """Add a range, as part of the last one where it goes on there."""
+    if ranges and ranges[-1].source == following.source and ranges[-1].start + ranges[-1].size == following.start:
+        ranges[-1] = ranges[-1]._replace(size=ranges[-1].size + following.size)
+    elif following.size:
+        ranges.append(following)
+
+
+def _pieces(file: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    file.seek(start)
+    for at in range(0, size, _PIECE_BYTES):
+        piece = file.read(min(_PIECE_BYTES, size - at))
+        if not piece:
+            raise EOFError(f"{file.name}: ends before byte {start + size}")
+        yield piece

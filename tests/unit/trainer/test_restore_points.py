@@ -1,0 +1,158 @@
+"""Restore points: stored once beside their versions, bounded by bytes, and no save begins on a disk without room."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace_runtime.blobs import BlobStore, digest_of
+from headrace_trainer.learner import VERSION, WEIGHTS
+from headrace_trainer.lineage import assembly, opening, saving
+from headrace_trainer.lineage.assembly import assemble, share_weights
+from headrace_trainer.lineage.saving import sum_bytes
+from headrace_trainer.lineage.store import LineageStore
+from tests.support.full_disk import small_disk
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_store import POINTER, saved_of, stored, trained
+from tests.unit.trainer.world import World, experience
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def _generated(chance: random.Random, folder: Path) -> float:
+    """Write weights and a version's files that share some tensors. Returns the share of bytes in both."""
+    draw = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    weights: dict[str, Tensor] = {}
+    files: list[dict[str, Tensor]] = [{} for _ in range(chance.randint(1, 3))]
+    for number in range(chance.randint(1, 12)):
+        shape = [chance.randint(0, 40) for _ in range(chance.randint(0, 3))]
+        tensor = torch.rand(shape, generator=draw).to(chance.choice(TYPES))
+        weights[f"layer.{number}"] = tensor
+        other = {
+            "same": tensor.clone(),
+            "other value": tensor + 1,
+            "other type": tensor.to(torch.float64),
+            "other shape": tensor.reshape(1, *shape),
+        }
+        kind = chance.choice(["same", "same", "same", "absent", *other])
+        if kind != "absent":
+            chance.choice(files)[f"layer.{number}"] = other[kind]
+    (folder / VERSION).mkdir(parents=True)
+    save_file(weights, folder / WEIGHTS, {"headrace": "training state"})
+    for number, file in enumerate(files):
+        save_file(file or {"more": torch.zeros(1)}, folder / VERSION / f"model-{number}.safetensors", {"format": "pt"})
+    return (folder / WEIGHTS).stat().st_size
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shared_weights_are_put_together_byte_for_byte(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"seed {seed}")
+    monkeypatch.setattr(assembly, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(assembly, "_SHARE_MIN", 0.0)
+    size = _generated(random.Random(seed), tmp_path)
+    before = digest_of(tmp_path / WEIGHTS)
+    shared = share_weights(tmp_path)
+    assert shared is not None
+    sources = [shared.frame, *(tmp_path / VERSION / path for path in shared.files)]
+    assemble(sources, shared.ranges, tmp_path / "again")
+    assert digest_of(tmp_path / "again") == before
+    framed = sum(part.size for part in shared.ranges if part.source == 0)
+    assert shared.frame.stat().st_size == framed <= size
+
+
+async def test_restore_point_holds_no_tensor_that_its_version_has(world: World, make: Make) -> None:
+    saved = await trained(world, make)
+    for point in (saved.present, *saved.restore_points.values()):
+        assert point.assembly is not None
+        assert point.assembly.frame.size < 0.1 * point.weights.size
+    names = world.blobs.areas(POINTER)
+    bytes_stored = sum(
+        path.stat().st_size
+        for name in names
+        for path in (world.folder / "blobs" / "areas" / POINTER / name / "sha256").rglob("*")
+        if path.is_file() and path.name in set(saved.blobs())
+    )
+    assert bytes_stored == sum_bytes([saved.present, *saved.restore_points.values()])
+
+
+async def test_state_that_stores_whole_weights_is_continued(
+    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(saving, "share_weights", lambda folder: None)
+        earlier.setattr(opening, "share_weights", lambda folder: None)
+        old = await trained(world, make)
+        assert old.present.assembly is None
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(100, 104)))
+    new = saved_of(await world.run(make()))
+    assert new.steps == old.steps + 1
+    assert new.present.assembly is not None
+    assert new.restore_points.items() >= old.restore_points.items()
+
+
+@pytest.mark.parametrize("points", [3, 12])
+@pytest.mark.parametrize("room", [1, 5, 8])
+async def test_restore_points_keep_to_their_bytes_and_the_needed_ones_stay(
+    world: World, make: Make, points: int, room: int
+) -> None:
+    size = sum_bytes([(await trained(world, make)).present])
+    memory: dict[str, Any] = {"restore_points": points, "restore_points_bytes": room * size}
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(200, 240)))
+    saved = saved_of(await world.run(make(memory=memory, max_staleness=40)))
+    needed = {saved.versions[0].version, saved.head, *saved.promoted}
+    kept = saved.restore_points
+    assert kept.keys() >= needed
+    assert len(kept) <= max(points, len(needed))
+    assert kept.keys() == needed or sum_bytes([saved.present, *kept.values()]) <= room * size
+    assert len(kept) == min(points, max(len(needed), room)) or room == 1 or points == 12
+    newest = [published.version for published in saved.versions if published.version in kept]
+    assert newest[-1] == saved.head
+    assert stored(world) >= set(saved.blobs())
+    assert LineageStore(world.blobs, "main").read() == saved
+    assert saved_of(await world.run(make(memory=memory, max_staleness=40))) == saved, "it is continued from there"
+
+
+async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_path: Path, make: Make) -> None:
+    with small_disk(tmp_path / "disk", 48) as disk:
+        world = World(disk.path)
+        await world.run(make())
+        version = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(8)))
+        ballast = disk.path / "ballast"
+        ballast.write_bytes(bytes(disk.free_bytes - 2_000_000))  # above what is written next, below what stays free
+        left = disk.free_bytes
+        trainer = world.trainer(make())
+        running = asyncio.create_task(trainer.run())
+        async with asyncio.timeout(60):
+            while trainer.room.trouble is None:  # noqa: ASYNC110 (it has no event)
+                await asyncio.sleep(0.01)
+        assert str(trainer.paused).startswith("training is paused: disk: ")
+        assert f"free on {disk.path}/blobs" in str(trainer.paused)
+        assert not running.done()
+        assert world.bus.fates == {}
+        assert disk.free_bytes >= left - 100_000, "nothing is written meanwhile"
+        ballast.unlink()
+        await asyncio.gather(running, return_exceptions=True)
+        assert trainer.paused is None
+        assert set(world.bus.fates.values()) == {"trained"}
+        assert len(world.bus.fates) == 8
+
+
+def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
+    assert BlobStore("memory://restore-points").room_trouble(1 << 60, None) is None
