@@ -28,6 +28,7 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.consumer import Table
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.processor import Handler, Processor, ProcessorLimits
@@ -38,6 +39,7 @@ from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Tra
 
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
+_BOUND_INTERVAL_S = 30.0
 
 
 async def run(common: Common, settings: RegistrySettings) -> None:
@@ -104,7 +106,10 @@ class _Registry:
             answers,
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
-        garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
+        garbage = GarbageCollector(
+            blobs, self._processor, self._lease, settings.retired_for_s, settings.versions_bytes_max
+        )
+        self._garbage = garbage
         made = RegistryChanges(self._processor, self._lease, self._director.wake.set)
         self._api = RegistryApi(common, database, clock, self._replicas.rows.values, made)
         self._rollouts = RolloutApi(common, settings.rollout, database, made)
@@ -137,6 +142,7 @@ class _Registry:
             group.create_task(self._director.run())
             group.create_task(self._reconcile())
             group.create_task(self._prune())
+            group.create_task(self._keep_bound())
 
     def _watch(self, wanted: bool) -> bool:
         if wanted:
@@ -162,6 +168,14 @@ class _Registry:
         while True:
             await asyncio.sleep(self._settings.poll_s)
             await self._reconciler.tick()
+
+    async def _keep_bound(self) -> None:
+        while True:
+            await asyncio.sleep(_BOUND_INTERVAL_S)
+            try:
+                await disk.with_room(self._garbage.keep_bound)
+            except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # nothing goes, and the next round tries
+                log.warning("versions_not_bounded", error=str(error))
 
     async def _prune(self) -> None:
         while True:

@@ -112,5 +112,9 @@ class RegistrySettings(ServiceSettings):
     candidates; less than `inference.versions_max`, so that what is trained finds room."""
     retired_for_s: Annotated[float, Field(ge=0)] = 3600.0
     """How long a version has to be retired before its files may be collected."""
+    versions_bytes_max: Annotated[int, Field(ge=1)] | None = None
+    """Bytes that the files of all versions may take. Beyond it the registry retires and removes trained versions that
+    nothing needs, those that never served first, the oldest first; manifests, labelled versions and two former
+    champions of each model stay. None: 4 GiB, or ten times the largest version where that is more."""
     retry_s: Positive = 60.0
     """How long bus or database may be away before the process gives up and is restarted."""

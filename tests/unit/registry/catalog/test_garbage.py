@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from headrace_registry.garbage import collector, lineages
+from headrace_registry.garbage import bound, collector, lineages
+from headrace_registry.records import VersionRecord
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas.blobs import BlobRef
@@ -227,3 +230,64 @@ def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
     ref = blobs.put(state.model_dump_json().encode())
     pointer = Pointer(epoch=0, owner="", state=ref, epochs={})
     blobs.set_pointer("lineages/main", pointer.model_dump_json().encode())
+
+
+async def bounded(desk: Desk, bytes_max: int) -> tuple[str, ...]:
+    rig = desk.rig
+    return await collector.GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, bytes_max).keep_bound()
+
+
+async def test_versions_beyond_the_bytes_go_and_rollback_targets_stay(desk: Desk) -> None:
+    names = await desk.rig.crowned(0, 1, 2, 3, 4, 5)
+    save_lineage(desk.rig.blobs, "main", names[0], names[5])
+    assert await bounded(desk, 1 << 20) == ()
+    assert await bounded(desk, 1) == (names[1], names[2])
+    assert [there(desk, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
+    assert await bounded(desk, 1) == (), "the rest is needed"
+    await collect(desk)
+    entries = (await desk.get("audit")).json()["data"]
+    assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[2:0:-1]]
+    assert "registry.versions_bytes_max" in entries[0]["why"]
+
+
+async def test_unreadable_lineage_keeps_all_versions_beyond_the_bytes(desk: Desk) -> None:
+    names = await desk.rig.crowned(0, 1, 2, 3, 4)
+    desk.rig.blobs.area("lineages/main/0000000001").put(b"x")
+    assert Records(desk.rig.blobs, "lineages/main").append(0, b"{")
+    with pytest.raises(Refused, match="lineage main cannot be read"):
+        await bounded(desk, 1)
+    assert all(there(desk, f"weights {n}") for n in range(len(names)))
+
+
+def _record(number: int, state: str, **fields: object) -> VersionRecord:
+    values: dict[str, object] = {field.name: None for field in dataclasses.fields(VersionRecord)}
+    at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number)
+    values |= {"number": number, "version": f"m@{number}", "model": "m", "state": state, "changed": at, "trained": True}
+    return VersionRecord(**{**values, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_bound_of_versions_holds_or_only_needed_ones_are_left(seed: int) -> None:
+    chance = random.Random(seed)
+    states = ["registered", "probing", "rejected", "skipped", "withdrawn", "promoted", "promoted"]
+    records = [
+        _record(n, chance.choice(states), trained=chance.random() < 0.9, label=chance.choice([None, None, None, "v1"]))
+        for n in range(chance.randint(1, 20))
+    ]
+    blobs = {
+        one.version: {f"shared {chance.randrange(3)}": 5, f"own {one.number}": chance.randint(1, 50)} for one in records
+    }
+    needed = {one.version for one in records if chance.random() < 0.2}
+    bytes_max = chance.randint(0, 400)
+    chosen = bound.versions_beyond(records, blobs, needed, bytes_max)
+    left = [one for one in records if one.version not in chosen]
+    total = sum({digest: size for one in left for digest, size in blobs[one.version].items()}.values())
+    champions = [one.version for one in records if one.state == "promoted"][-1 - bound.ROLLBACK_TARGETS :]
+    assert not set(chosen) & {*needed, *champions}
+    gone = [one for one in records if one.version in chosen]
+    assert all(one.trained and not one.label and one.state not in ("registered", "probing") for one in gone)
+    free = {one.version for one in left if one.trained and not one.label} - {*needed, *champions}
+    free -= {one.version for one in left if one.state in ("registered", "probing")}
+    assert total <= bytes_max or not free, f"seed {seed}"
+    order = [(one.state == "promoted", one.number) for name in chosen for one in records if one.version == name]
+    assert order == sorted(order)
