@@ -27,9 +27,10 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing, Record
-from headrace_schemas import Event
+from headrace_schemas import Event, Reward
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope
+from headrace_schemas.sources import giver_of
 from tests.support.migrated import make_tables
 
 E = TypeVar("E", bound=Event)
@@ -91,6 +92,12 @@ class Service:
     limits: ProcessorLimits = field(default_factory=lambda: ProcessorLimits(retry_s=10.0))
 
 
+def _producer(event: Event) -> str:
+    """The service that sends such rewards, and for all other events a producer of our own."""
+    giver = giver_of(event.source) if isinstance(event, Reward) else None
+    return f"headrace/{giver or 'test'}"
+
+
 @dataclass
 class Bench:
     """One running service. `log` is the bus: what has been produced, per topic and partition, also undelivered."""
@@ -104,14 +111,22 @@ class Bench:
         """Append to the bus and deliver nothing yet."""
         return [self.append(event.topic, event.to_json(), event, partition=partition) for event in events]
 
-    def append(self, topic: str, value: bytes | None, event: Event | None = None, *, partition: int = 0) -> Record:
-        """Append raw bytes; `event`, when given, supplies key and headers."""
+    def append(
+        self,
+        topic: str,
+        value: bytes | None,
+        event: Event | None = None,
+        *,
+        partition: int = 0,
+        producer: str | None = None,
+    ) -> Record:
+        """Append raw bytes; `event`, when given, supplies key and headers, and `producer` who sent it."""
         records = self.log[topic][partition]
         dataref = None
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
             ref = self.processor.blobs.put(value)
             value, dataref = ref.model_dump_json().encode(), ref.uri
-        headers = Envelope.of(event, "headrace/test", dataref=dataref).headers() if event else ()
+        headers = Envelope.of(event, producer or _producer(event), dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]

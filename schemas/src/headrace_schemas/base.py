@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace_schemas.bounds import check_text
+from headrace_schemas.bounds import STORED, check_text
 from headrace_schemas.errors import InvalidEvent
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterValidator(check_text)]
@@ -95,8 +95,20 @@ class Event(Model):
 
         Raises `InvalidEvent`, with the offending fields named but never their values (they may be user text).
         """
+        return cls._read(value, {})
+
+    @classmethod
+    def from_stored(cls, value: bytes) -> Self:
+        """Read a value from a database of our own, where an older release may have stored text that is refused today.
+
+        Such characters are replaced. Raises `InvalidEvent` for everything else that breaks a rule of today.
+        """
+        return cls._read(value, {STORED: True})
+
+    @classmethod
+    def _read(cls, value: bytes, context: dict[str, bool]) -> Self:
         try:
-            return cls.model_validate_json(value, extra="ignore")
+            return cls.model_validate_json(value, extra="ignore", context=context)
         except ValidationError as error:
             problems = error.errors(include_input=False, include_url=False, include_context=False)
             reason = "invalid_json" if problems[0]["type"] == "json_invalid" else "invalid_event"

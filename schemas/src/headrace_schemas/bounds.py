@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from headrace_schemas.text import is_storable
+from headrace_schemas.text import is_storable, storable
 
 SCORE_MAX = 1e6
 """Largest absolute value that one source may give: rewards, ratings, ends of scales, parts, criteria."""
@@ -34,6 +34,10 @@ JSON_VALUES_MAX = 32_768
 """Most values in free JSON, names of fields not counted."""
 JSON_CHARACTERS_MAX = 1_048_576
 """Most characters in the strings and names of free JSON together."""
+STORED = "stored"
+"""Key of the validation context of events that are read from our own database."""
+PROMPT_MESSAGES_MAX = 8191
+"""Most messages of one call: with the answer they fit a dialogue."""
 CONTEXT_KEYS_MAX = 64
 """Most names in one context, also where the contexts of several feedbacks become one."""
 
@@ -42,11 +46,22 @@ def _refusal(kind: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("bound", "{problem}", {"problem": problem, "kind": kind})
 
 
-def check_text(value: str) -> str:
-    """Return `value`. Raise a pydantic error if UTF-8 or PostgreSQL cannot hold it."""
+def is_stored(info: ValidationInfo) -> bool:
+    """Return whether the value comes from our own database, where an older release may have stored it."""
+    return bool(info.context and info.context.get(STORED))
+
+
+def check_text(value: str, info: ValidationInfo) -> str:
+    """Return `value`, cleaned where it was stored before. Raise a pydantic error if nothing can hold it."""
     if is_storable(value):
         return value
-    raise _refusal("text", "must not contain NUL or lone surrogates; remove these characters")
+    if is_stored(info):
+        return storable(value)
+    raise _text_refusal()
+
+
+def _text_refusal() -> PydanticCustomError:
+    return _refusal("text", "must not contain NUL or lone surrogates; remove these characters")
 
 
 def _check_size(value: float, largest: float) -> float:
@@ -106,13 +121,13 @@ def check_json(value: object) -> None:
         values += 1
         match item:
             case str():
-                characters += len(check_text(item))
+                characters += _length(item)
             case float() if not math.isfinite(item):
                 raise _refusal("number", "must hold finite numbers only; JSON has no NaN and no infinity")
             case int() if not -INT64_MAX - 1 <= item <= UINT64_MAX:
                 raise _refusal("number", "must hold whole numbers of at most 64 bits; send longer ones as text")
             case Mapping():
-                characters += sum(len(check_text(name)) for name in item)
+                characters += sum(map(_length, item))
                 todo += [(inner, depth + 1) for inner in item.values()]
             case list() | tuple():
                 todo += [(inner, depth + 1) for inner in item]
@@ -124,12 +139,34 @@ def check_json(value: object) -> None:
             raise _refusal("json", f"must hold at most {JSON_CHARACTERS_MAX} characters of text and names")
 
 
-def _checked(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _length(text: str) -> int:
+    if not is_storable(text):
+        raise _text_refusal()
+    return len(text)
+
+
+def _checked(value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+    if is_stored(info):
+        return {storable(name): _cleaned(inner) for name, inner in value.items()}
     check_json(value)
     return value
 
 
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_checked)]
+JSON_BOUNDS = AfterValidator(_checked)
+"""Bounds of a JSON object, for a field with a type of its own."""
+
+
+def _cleaned(value: JsonValue) -> JsonValue:
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, list):
+        return [_cleaned(inner) for inner in value]
+    if isinstance(value, dict):
+        return {storable(name): _cleaned(inner) for name, inner in value.items()}
+    return value
+
+
+JsonObject = Annotated[dict[str, JsonValue], JSON_BOUNDS]
 """A JSON object that is passed on as it came, within the bounds of this module."""
 
 

@@ -36,6 +36,15 @@ def owner_of(source: str) -> str | None:
     return RESERVED.get(_split(source)[0])
 
 
+def giver_of(source: str) -> str | None:
+    """Return the service that alone sends rewards of `source`; None: other producers send them.
+
+    That are the reserved sources, and `feedback` with its metrics, which the scorer computes from feedback.
+    """
+    word = _split(source)[0]
+    return "scorer" if word == FROM_FEEDBACK else RESERVED.get(word)
+
+
 def refusal_of(name: str, *, whole_word: bool = True) -> str | None:
     """Return why callers must not use `name`; None if they may.
 

@@ -81,6 +81,8 @@ class Experience(Event):
     reward: Total | None = None
     no_reward: NoReward | None = None
     parts: tuple[RewardPart, ...] = Field(default=(), max_length=64)
+    parts_left_out: tuple[Text, ...] = Field(default=(), max_length=64)
+    """Sources that scored the branch and do not count in `reward`, because `parts` is full: the first 64 by name."""
     turn_rewards: tuple[TurnReward, ...] = Field(default=(), max_length=4096)
     edits: tuple[Edit, ...] = Field(default=(), max_length=256)
     """With one of these or of `preferences` the branch is there also where there is no reward."""

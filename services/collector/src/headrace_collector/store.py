@@ -19,9 +19,12 @@ from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Turn
 
+log = get_logger(__name__)
 _CLOSED_MAX = 1000
 _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
@@ -116,7 +119,7 @@ async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Tur
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
     rows = await tx.execute(query)
     shared: dict[int, int] = {}
-    return [_light(Turn.from_json(payload), shared) for payload in rows.scalars() if payload is not None]
+    return [_light(Turn.from_stored(payload), shared) for payload in rows.scalars() if payload is not None]
 
 
 def _light(turn: Turn, shared: dict[int, int]) -> Turn:
@@ -158,8 +161,21 @@ async def feedback_of_session(
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
     columns = feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
-    found = [OrderedFeedback(Feedback.from_json(row.payload), row.source_offset, row.turns_until) for row in rows]
-    return sorted((one for one in found if one.event.tenant == tenant), key=lambda one: one.place)
+    found = []
+    for row in rows:
+        event = read_feedback(row.payload)
+        if event is not None and event.tenant == tenant:
+            found.append(OrderedFeedback(event, row.source_offset, row.turns_until))
+    return sorted(found, key=lambda one: one.place)
+
+
+def read_feedback(payload: bytes) -> Feedback | None:
+    """None for feedback that an older release accepted and that breaks a rule of today: it does not count."""
+    try:
+        return Feedback.from_stored(payload)
+    except InvalidEvent as error:
+        log.warning("stored_feedback_left_out", error=str(error))
+        return None
 
 
 async def close(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: str, now: datetime) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
-
-from pydantic import JsonValue
 
 from headrace_collector.branches import branches
 from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
+from headrace_schemas.bounds import merge_contexts
 from headrace_schemas.events.trajectory import EndReason, LeftOutReason
 from headrace_schemas.ids import derived_id
 
-_CONTEXT_KEYS_MAX = 64
 _TOOLS_MAX = 1024
 
 
@@ -67,7 +65,7 @@ def trajectory(
         end_reason=reason,
         started_at=first.started_at,
         turns_from=turns_from,
-        context=_context(feedback),
+        context=merge_contexts(one.context for one in feedback),
     )
 
 
@@ -94,12 +92,3 @@ def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -
 def _tools(turns: Sequence[Turn]) -> tuple[Tool, ...]:
     """Every tool that the run was offered; of several definitions the last."""
     return tuple({tool.function.name: tool for turn in turns for tool in turn.tools}.values())[:_TOOLS_MAX]
-
-
-def _context(feedback: Sequence[Feedback]) -> Mapping[str, JsonValue]:
-    merged: dict[str, JsonValue] = {}
-    for one in feedback:
-        for name in one.context:
-            merged.pop(name, None)  # so that the newest are last, and stay when there are too many
-        merged |= one.context
-    return dict(list(merged.items())[-_CONTEXT_KEYS_MAX:])

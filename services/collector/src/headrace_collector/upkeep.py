@@ -78,7 +78,7 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: CollectorSe
     rows: Sequence[RowMapping] = (await tx.execute(in_order)).mappings().all()
 
     async def look(row: RowMapping) -> list[Event]:
-        event = Feedback.from_json(row["payload"])
+        event = Feedback.from_stored(row["payload"])
         if await _has_target(tx, event):
             await tx.execute(update(feedback).where(feedback.c.event_id == row["event_id"]).values(resolved=True))
             return []

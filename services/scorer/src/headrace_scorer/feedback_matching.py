@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
+from headrace_schemas.bounds import merge_contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,9 @@ class FeedbackSet:
 
     def context(self, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """The facts that reward functions may read. Facts of feedback replace those of the trajectory, and of those
-        what is said of a session, or lists turns, replaces what is said of more."""
-        merged = dict(given)
-        for one in (*self.of_task, *self.general, *self.listing):
-            merged |= one.context
-        return merged
+        what is said of a session, or lists turns, replaces what is said of more. Bounded like one context."""
+        feedback = (*self.of_task, *self.general, *self.listing)
+        return merge_contexts([given, *(one.context for one in feedback)])
 
 
 def feedback_for(

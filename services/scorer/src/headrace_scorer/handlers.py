@@ -13,7 +13,7 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.isolation import each
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
-from headrace_scorer import feedback_rewards, ingest_check, ledger, store
+from headrace_scorer import feedback_rewards, ingest_check, ledger, provenance, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.learned.store import keep_thumbs
@@ -78,7 +78,11 @@ class Scorer:
         return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
-        """Enter a reward of another source. Raises `InvalidEvent` when a trajectory has too many sources."""
+        """Enter a reward of another source.
+
+        Raises `InvalidEvent` for a reward in the name of another service, and when a trajectory has too many sources.
+        """
+        provenance.check(reward, handling.received.envelope.source)
         if not await ledger.receive(handling.tx, handling.now, reward):
             return []
         score = await self.scores.open(handling.tx, reward.trajectory_id)

@@ -13,7 +13,10 @@ from typing import Literal
 from headrace_schemas import RewardPart
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.reward import Outcome
-from headrace_scorer.patterns import fits
+from headrace_scorer.patterns import fits, fits_any
+
+PARTS_MAX = 64
+"""Most sources that count in one reward: an experience holds as many parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class BranchReward:
     reward: float | None
     no_reward: NoReward | None
     parts: tuple[RewardPart, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Sources with a weight and a score that do not count, because there are more than `PARTS_MAX`; by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,9 @@ class RewardPolicy:
             return BranchReward(None, "withdrawn" if rewarded else "no_reward")
         if not _each_fits(self.required, values):
             return BranchReward(None, "withdrawn" if rewarded else "required_source_missing")
-        return BranchReward(_total(parts), None, parts)
+        counted = {part.source for part in parts}
+        left_out = tuple(source for source in sorted(values) if self.weight(source) and source not in counted)
+        return BranchReward(_total(parts), None, parts, left_out[:PARTS_MAX])
 
     def turn_reward(self, source_rewards: Sequence[SourceReward], turn_id: str) -> float | None:
         """What the sources that judge this turn by itself amount to, by the same weights; None when none does."""
@@ -87,13 +94,17 @@ class RewardPolicy:
         return _total(parts) if parts else None
 
     def _parts(self, values: Mapping[str, float]) -> tuple[RewardPart, ...]:
-        """The share of each source that counts, by name. In a mean the weights add up to 1."""
-        weights = {source: self.weight(source) for source in sorted(values)}
+        """The share of each source that counts, by name. In a mean the weights add up to 1.
+
+        Of more than `PARTS_MAX` those that are required count first, then those with the largest weight.
+        """
+        weights = {source: weight for source in sorted(values) if (weight := self.weight(source))}
+        if len(weights) > PARTS_MAX:
+            first = sorted(weights, key=lambda source: (not fits_any(self.required, source), -weights[source], source))
+            weights = {source: weights[source] for source in sorted(first[:PARTS_MAX])}
         total = sum(weights.values()) if self.combine == "mean" else 1.0
         return tuple(
-            RewardPart(source=source, value=values[source], weight=weight / total)
-            for source, weight in weights.items()
-            if weight
+            RewardPart(source=source, value=values[source], weight=weight / total) for source, weight in weights.items()
         )
 
     def _values(self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str]) -> dict[str, float]:

@@ -188,6 +188,7 @@ def experience(
         reward=reward.reward,
         no_reward=reward.no_reward,
         parts=reward.parts,
+        parts_left_out=reward.left_out,
         turn_rewards=said.turn_rewards,
         edits=said.edits,
         preferences=said.preferences,
@@ -197,6 +198,8 @@ def experience(
 def _state(made: Experience) -> str:
     """A digest of the fields that a later revision could change. Without remarks it is that of the first releases."""
     text = made.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
+    if made.parts_left_out:
+        text += made.model_dump_json(include={"parts_left_out"})
     if made.turn_rewards or made.edits or made.preferences:
         text += made.model_dump_json(include={"turn_rewards", "edits", "preferences"})
     return sha256(text.encode()).hexdigest()[:16]

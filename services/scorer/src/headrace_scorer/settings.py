@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from headrace_runtime.program_environment import VariableName
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
-from headrace_schemas.base import Finite, Text
+from headrace_schemas.base import Text
+from headrace_schemas.bounds import WEIGHT_MAX, Score
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
@@ -18,7 +19,7 @@ from headrace_scorer.patterns import fits
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.service import INFO
 
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 
 
 class ScorerSettings(ServiceSettings):
@@ -56,7 +57,7 @@ class ScorerSettings(ServiceSettings):
     combine: Literal["mean", "sum"] = "mean"
     """Whether a reward is the weighted mean of its sources or their weighted sum. Metrics and `parts` of feedback are
     sources, too: `feedback:tone`."""
-    labels: dict[Text, Finite] = Field(default_factory=dict)
+    labels: dict[Text, Score] = Field(default_factory=dict)
     """The value of each label that feedback may carry, e.g. `{ good = 1.0, bad = 0.0 }`. Other labels are kept and
     abstain."""
     unrewarded_branches: bool = False

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Feedback, Trajectory
@@ -20,6 +21,7 @@ from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
 
+log = get_logger(__name__)
 _CACHED_MAX = 256
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 
@@ -43,7 +45,7 @@ class TrajectoryCache:
             payload = await tx.scalar(query)
             if payload is None:
                 return None
-            found = Trajectory.from_json(payload)
+            found = Trajectory.from_stored(payload)
             self.keep(found)
         return found
 
@@ -153,8 +155,9 @@ async def feedback_about(
         feedback.c.tenant == tenant,
         or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
     )
-    found = [PlacedFeedback(Feedback.from_json(payload), *places) for payload, *places in await tx.execute(query)]
-    return [one for one in found if one.event.msg_ids], [one for one in found if not one.event.msg_ids]
+    found = [_placed(*row) for row in await tx.execute(query)]
+    kept = [one for one in found if one is not None]
+    return [one for one in kept if one.event.msg_ids], [one for one in kept if not one.event.msg_ids]
 
 
 async def feedback_about_task(
@@ -166,7 +169,19 @@ async def feedback_about_task(
     query = select(table.payload, table.place).where(
         table.tenant == tenant, table.task_id == task_id, table.partition == own, table.task_id.is_not(None)
     )
-    return [PlacedFeedback(Feedback.from_json(payload), place) for payload, place in await tx.execute(query)]
+    found = [_placed(*row) for row in await tx.execute(query)]
+    return [one for one in found if one is not None]
+
+
+def _placed(
+    payload: bytes, place: int, turns_until: int | None = None, trajectories_until: int | None = None
+) -> PlacedFeedback | None:
+    """None for feedback that an older release accepted and that breaks a rule of today: it does not count."""
+    try:
+        return PlacedFeedback(Feedback.from_stored(payload), place, turns_until, trajectories_until)
+    except InvalidEvent as error:
+        log.warning("stored_feedback_left_out", place=place, error=str(error))
+        return None
 
 
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:

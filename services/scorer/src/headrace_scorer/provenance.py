@@ -1,0 +1,22 @@
+"""Who may give rewards as which source: the services of Headrace alone give those with reserved names."""
+
+from __future__ import annotations
+
+from headrace_runtime.errors import InvalidEvent
+from headrace_schemas import Reward
+from headrace_schemas.sources import giver_of
+from headrace_schemas.text import printable
+
+_REVISION_MAX = 1_000_000_000
+"""Highest revision of other producers. The revisions that a service gives afterwards still fit the database."""
+
+
+def check(reward: Reward, producer: str) -> None:
+    """Raise `InvalidEvent` if `producer`, the source of the envelope, must not give this reward."""
+    giver = giver_of(reward.source)
+    if giver is not None:
+        if producer != f"headrace/{giver}":
+            text = f"source: {printable(reward.source)!r} is reserved for the {giver}; give rewards as another source"
+            raise InvalidEvent("reserved_source", text)
+    elif reward.revision > _REVISION_MAX:
+        raise InvalidEvent("invalid_event", f"revision: {reward.revision} is more than {_REVISION_MAX}; count from 0")

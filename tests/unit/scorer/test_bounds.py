@@ -1,0 +1,156 @@
+"""What a door acknowledged fits every event that the scorer makes of it, however much comes together."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import update
+
+from headrace_schemas import DeadLetter, Experience, Feedback, Reward, Trajectory
+from headrace_schemas.bounds import CONTEXT_KEYS_MAX, SCORE_MAX, TOTAL_MAX, WEIGHT_MAX
+from headrace_scorer import schema
+from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
+from tests.support.trajectories import closed
+from tests.support.turns import ask, feedback, user
+from tests.unit.scorer.conftest import Open, half
+from tests.unit.scorer.test_scorer import reward
+
+
+def many_parts(session: str, first: int, value: float = 1.0, count: int = 32, **fields: Any) -> Feedback:
+    return feedback(
+        session=session, value=None, parts={f"metric-{n:03d}": value for n in range(first, first + count)}, **fields
+    )
+
+
+async def test_more_sources_than_an_experience_holds_are_counted_by_a_fixed_rule_and_named(open_scorer: Open) -> None:
+    async with open_scorer(half, weights={"function:*": 2.0, "*": 1.0}) as rig:
+        run = closed(ask([user("q")], session="s"))
+        await rig.deliver(many_parts("s", 0), many_parts("s", 32), run)
+        await rig.deliver(reward(run, "judge:tone", 0.25), reward(run, "other"))
+        assert rig.stream.sent(DeadLetter) == [] or {one.reason for one in rig.stream.sent(DeadLetter)} == {
+            "too_many_sources"
+        }
+        last = rig.stream.sent(Experience)[-1]
+        assert len(last.parts) == PARTS_MAX
+        assert last.parts[-1].source == "function:half" or "function:half" in {part.source for part in last.parts}
+        assert len(last.parts_left_out) == 1
+        assert last.parts_left_out[0] == "feedback:metric-063"
+        assert last.reward == pytest.approx(sum(part.value * part.weight for part in last.parts))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.floats(-SCORE_MAX, SCORE_MAX)), min_size=1, max_size=150),
+    st.dictionaries(st.sampled_from(["s-1*", "s-2*", "s-00*"]), st.floats(0, WEIGHT_MAX), max_size=3),
+    st.sampled_from(["mean", "sum"]),
+    st.randoms(use_true_random=False),
+)
+def test_a_reward_of_any_sources_fits_an_experience_in_any_order(
+    values: list[tuple[int, float]], weights: dict[str, float], combine: Any, order: random.Random
+) -> None:
+    policy = RewardPolicy({**weights, "*": 1.0}, required=["s-199"] if len(values) > 99 else (), combine=combine)
+    sources = [SourceReward(f"s-{n:03d}", None, "scored", value) for n, value in dict(values).items()]
+    made = policy.branch_reward(sources, ["t"], rewarded=False)
+    order.shuffle(sources)
+    assert policy.branch_reward(sources, ["t"], rewarded=False) == made
+    if made.reward is None:
+        return
+    assert abs(made.reward) <= TOTAL_MAX
+    counted = [part.source for part in made.parts]
+    assert len(counted) <= PARTS_MAX
+    weighty = {one.source for one in sources if policy.weight(one.source)}
+    assert len(weighty - set(counted)) == max(0, len(weighty) - PARTS_MAX)
+    assert set(made.left_out) <= weighty - set(counted)
+    assert bool(made.left_out) == bool(weighty - set(counted))
+    least = min(policy.weight(source) for source in counted)
+    assert all(policy.weight(source) <= least for source in weighty - set(counted) - {"s-199"})
+    assert made.reward == pytest.approx(math.fsum(part.value * part.weight for part in made.parts), abs=1e-3)
+
+
+@pytest.mark.parametrize("combine", ["mean", "sum"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+async def test_scores_at_their_bounds_become_experiences(open_scorer: Open, combine: str, sign: float) -> None:
+    async with open_scorer(combine=combine, weights={"*": WEIGHT_MAX}) as rig:
+        said = [feedback(session="s", value=sign * SCORE_MAX, rater=f"r-{n}") for n in range(5)]
+        await rig.deliver(*said, many_parts("s", 0, sign * SCORE_MAX, rater="a"), closed(ask([user("q")], session="s")))
+        await rig.pass_time(700)
+        (made,) = rig.stream.sent(Experience)
+        assert made.reward is not None
+        assert math.copysign(1.0, made.reward) == sign
+        assert rig.stream.sent(DeadLetter) == []
+
+
+def context_keys(trajectory: Trajectory, context: dict[str, Any]) -> dict[str, float]:
+    return {"value": float(len(context)), "newest": float(context["k-7-7"])}
+
+
+async def test_the_facts_of_many_feedbacks_stay_within_one_context(open_scorer: Open) -> None:
+    async with open_scorer(context_keys) as rig:
+        for n in range(8):
+            facts = {f"k-{n}-{m}": n * 10 + m for m in range(60)}
+            await rig.deliver(feedback(session="s", value=None, context={**facts, "k-7-7": n}))
+        await rig.deliver(closed(ask([user("q")], session="s")))
+        (made,) = rig.stream.sent(Reward)
+        assert (made.value, made.criteria) == (float(CONTEXT_KEYS_MAX), {"newest": 7.0})
+
+
+@pytest.mark.parametrize(
+    "source", ["judge:tone", "function:half", "learned:thumbs", "feedback", "feedback:tone", "Judge"]
+)
+@pytest.mark.parametrize("producer", ["headrace/gateway", "somebody", "headrace/judge2", "HEADRACE/judge"])
+async def test_nobody_else_gives_rewards_in_the_name_of_a_service(
+    open_scorer: Open, source: str, producer: str
+) -> None:
+    async with open_scorer(half) as rig:
+        run = closed()
+        await rig.deliver(run)
+        forged = reward(run, source, 1.0, revision=7)
+        await rig.stream.deliver(rig.stream.append("rewards", forged.to_json(), forged, producer=producer))
+        (letter,) = rig.stream.sent(DeadLetter)
+        assert letter.reason == "reserved_source"
+        assert [made.reward for made in rig.stream.sent(Experience)] == [0.5]
+
+
+async def test_a_revision_that_leaves_no_room_for_later_ones_is_refused(open_scorer: Open) -> None:
+    async with open_scorer() as rig:
+        run = closed()
+        await rig.deliver(run, reward(run, "other", 1.0, revision=2**31 - 1), reward(run, "other", 0.5, revision=3))
+        assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["invalid_event"]
+        await rig.pass_time(700)
+        assert rig.stream.sent(Experience)[-1].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [{"value": 1e7}, {"value": 1.7e308}, {"source": "judge:tone"}, {"context": {"x": [0] * 40_000}}]
+)
+async def test_feedback_that_an_older_release_stored_against_the_rules_of_today_does_not_stop_its_run(
+    open_scorer: Open, change: dict[str, Any]
+) -> None:
+    async with open_scorer() as rig:
+        old, good = feedback(session="s", value=1.0), feedback(session="s", value=0.25, rater="b")
+        await rig.deliver(old, good)
+        payload = json.dumps({**json.loads(old.to_json()), **change}).encode()
+        table = schema.feedback
+        async with rig.stream.processor.database.transaction() as tx:
+            await tx.execute(update(table).where(table.c.event_id == old.event_id).values(payload=payload))
+        await rig.deliver(closed(ask([user("q")], session="s")))
+        await rig.pass_time(700)
+        expected = 0.25 if "context" not in change else 0.625
+        assert [made.reward for made in rig.stream.sent(Experience)] == [expected]
+
+
+async def test_stored_text_that_is_refused_today_is_cleaned(open_scorer: Open) -> None:
+    async with open_scorer() as rig:
+        old = feedback(session="s", value=1.0, comment="a comment")
+        await rig.deliver(old)
+        payload = old.to_json().replace(b"a comment", b"a\\u0000comment")
+        async with rig.stream.processor.database.transaction() as tx:
+            await tx.execute(update(schema.feedback).values(payload=payload))
+        await rig.deliver(closed(ask([user("q")], session="s")))
+        (made,) = rig.stream.sent(Reward)
+        assert (made.value, made.reason) == (1.0, "a\ufffdcomment")
