@@ -16,6 +16,8 @@ from headrace_schemas import DeadLetter, Turn
 from headrace_schemas.base import utcnow
 
 log = get_logger(__name__)
+_NAME_LENGTH_MAX, _LENGTH_MAX = 512, 1_048_576
+"""Characters of a name and of a text in an event."""
 _RAW_BYTES_MAX = 1_500_000
 """What fits into a dead letter's value after base64."""
 
@@ -77,9 +79,13 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
 
 
 def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
+    """Texts that an event cannot hold as a whole are cut: the tokens are the record of what was sampled."""
     calls = [
-        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-        for _, call in sorted(choice.calls.items())
+        {
+            "id": call.id[:_NAME_LENGTH_MAX] or f"call_{number}",
+            "function": {"name": call.name[:_NAME_LENGTH_MAX] or "(none)", "arguments": call.arguments[:_LENGTH_MAX]},
+        }
+        for number, call in sorted(choice.calls.items())
     ]
     return {
         "index": index,
@@ -88,8 +94,8 @@ def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
         "finish_reason": choice.finish_reason,
         "message": {
             "role": "assistant",
-            "content": "".join(choice.content) or None,
-            "reasoning_content": "".join(choice.reasoning) or None,
+            "content": "".join(choice.content)[:_LENGTH_MAX] or None,
+            "reasoning_content": "".join(choice.reasoning)[:_LENGTH_MAX] or None,
             "tool_calls": calls or None,
         },
     }

@@ -12,6 +12,7 @@ from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs, recorded
 from headrace_schemas.base import Finite, Model, Text
+from headrace_schemas.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change what is sampled. Any value is accepted."""
@@ -67,7 +68,7 @@ class ChatRequest(Model):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Text
-    messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
+    messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -77,10 +78,10 @@ class ChatRequest(Model):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0), SAMPLING] | None = None
+    top_k: Annotated[int, Field(ge=-1), INT32] | None = None
+    max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(_stop)] = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
@@ -89,9 +90,9 @@ class ChatRequest(Model):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
     """vLLM's extension: token ids in the answer."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """vLLM's extension: arguments of the chat template, e.g. `enable_thinking`."""
-    metadata: dict[str, JsonValue] | None = None
+    metadata: JsonObject | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -136,7 +137,7 @@ class ChatRequest(Model):
 
 def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
     """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""
-    check_values(body, values_max)
+    check_values(body, values_max, "gateway.json_values_max sets the bound")
     request = parse(ChatRequest, body)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value)

@@ -10,6 +10,8 @@ from typing import Any, Required
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
+from headrace_schemas.text import is_storable, storable
+
 
 class EngineModel(BaseModel):
     """Tolerant: engines add fields with every release."""
@@ -49,6 +51,10 @@ class EngineFunction(EngineModel):
     name: str | None = None
     arguments: str | None = None
 
+    def model_post_init(self, _context: Any) -> None:
+        self.name = self.name and storable(self.name)
+        self.arguments = self.arguments and storable(self.arguments)
+
 
 class EngineToolCall(EngineModel):
     """A tool call, or what is added to one: `index` says to which when streaming."""
@@ -73,6 +79,10 @@ class EngineMessage(EngineModel):
     def model_post_init(self, _context: Any) -> None:
         if self.reasoning is not None and self.reasoning_content is None:
             self.reasoning_content = self.reasoning
+        for name in ("content", "reasoning_content"):
+            text = getattr(self, name)
+            if text is not None and not is_storable(text):  # a model may sample NUL, and its client will send it back
+                setattr(self, name, storable(text))
 
 
 class EngineChoice(EngineModel):

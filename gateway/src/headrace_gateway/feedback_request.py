@@ -8,8 +8,18 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
 from headrace_schemas import Message
-from headrace_schemas.base import Finite, LongText, Model, Text
-from headrace_schemas.events.opinion import ChoiceIndex, ComparedAnswer, Kind, Level, Metric, Preference, broken
+from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.bounds import CONTEXT_KEYS_MAX, JSON_BOUNDS, Score
+from headrace_schemas.events.opinion import (
+    CHOICE_MAX,
+    ChoiceIndex,
+    ComparedAnswer,
+    Kind,
+    Level,
+    Metric,
+    Preference,
+    broken,
+)
 from headrace_schemas.names import NAME
 
 TARGETS_MAX = 4095
@@ -47,8 +57,8 @@ def _answer(value: Any) -> Any:
     return {"role": "assistant", **value}
 
 
-Number = Annotated[Finite, BeforeValidator(_number)]
-Value = Annotated[Finite | None, BeforeValidator(_number_or_thumb)]
+Number = Annotated[Score, BeforeValidator(_number)]
+Value = Annotated[Score | None, BeforeValidator(_number_or_thumb)]
 Id = Annotated[str, BeforeValidator(_label), StringConstraints(pattern=NAME)]
 """An id; numbers become text, as Trinity's clients send run ids either way."""
 
@@ -60,7 +70,11 @@ class AnswerOfResponse(Model):
     choice: ChoiceIndex = 0
 
 
-Side = Annotated[StrictInt, Field(ge=0)] | Annotated[str, StringConstraints(pattern=NAME)] | AnswerOfResponse
+Side = (
+    Annotated[StrictInt, Field(ge=0, le=CHOICE_MAX)]
+    | Annotated[str, StringConstraints(pattern=NAME)]
+    | AnswerOfResponse
+)
 """One answer of a preference: a choice of `response_id`, the first answer of another response, or any answer of one."""
 
 
@@ -101,7 +115,9 @@ class FeedbackRequest(Model):
     task_id: Id | None = None
     run_id: Id | None = None
     comment: LongText | None = None
-    context: dict[Text, JsonValue] = Field(default_factory=dict, max_length=64)
+    context: Annotated[dict[Text, JsonValue], Field(max_length=CONTEXT_KEYS_MAX), JSON_BOUNDS] = Field(
+        default_factory=dict
+    )
     ends_session: bool = False
     withdrawn: bool = False
     kind: Kind | None = None
@@ -176,7 +192,7 @@ class TrinityFeedback(Model):
     model_config = ConfigDict(extra="ignore")
 
     msg_ids: tuple[Id, ...] = Field(max_length=TARGETS_MAX)
-    reward: Annotated[Finite, BeforeValidator(_number)]
+    reward: Number
     task_id: Id | None = None
     run_id: Id | None = None
 
@@ -188,7 +204,7 @@ class TrinityCommit(Model):
 
     task_id: Id | None = None
     run_id: Id | None = None
-    time_threshold: float | str | None = None
+    time_threshold: float | Text | None = None
 
     @property
     def before(self) -> datetime | None:
@@ -198,5 +214,5 @@ class TrinityCommit(Model):
             return None
         if isinstance(threshold, str):
             parsed = datetime.fromisoformat(threshold)
-            return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+            return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).astimezone(UTC)
         return datetime.fromtimestamp(threshold / 1000 if threshold >= _EPOCH_MS_FROM else threshold, UTC)

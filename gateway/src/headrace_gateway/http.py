@@ -50,9 +50,10 @@ def application(parts: Parts) -> ASGIApp:
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     relay = Relay(parts.engines, parts.replica_set, placement, parts.settings.upstream, parts.clock)
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
+    aside = Aside(parts.settings.parse_threads)
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
-    sessions = SessionsApi(parts.admission, sticky_versions, parts.clock, parts.settings.feedback, parts.known)
+    sessions = SessionsApi(parts.admission, sticky_versions, parts.clock, parts.settings.feedback, aside, parts.known)
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher
     starlette = web.app(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import ValidationError
+from pydantic_core import from_json
 
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
@@ -18,20 +19,21 @@ _PLAIN = frozenset({"foreign_session_key", "no_branches", "invalid_id"})
 Lookup = Callable[[str], Awaitable[Known]]
 """What is known about models, with the vocabulary of the one that is named."""
 
-_OBJECT: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
-
-async def trajectory_of(body: bytes, tenant: str, now: datetime, known: Lookup) -> Trajectory:
+def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
     """One `Trajectory` in JSON. What the caller cannot know better than we is filled in: tenant, session key, time.
+    In any thread.
 
     Raises `ApiError`: 400 for what is not JSON, 403 for somebody else's tenant, 422 with the field at fault.
     """
     try:
-        fields = _OBJECT.validate_json(body)
-    except ValidationError as error:
-        raise refusal_of(error, Trajectory, 422) from None
+        fields = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(422, "invalid_value", "the body must be a JSON object: one trajectory")
     session_id = fields.get("session_id")
-    defaults: dict[str, JsonValue] = {"tenant": tenant, "end_reason": "ingest", "time": now.isoformat()}
+    defaults: dict[str, object] = {"tenant": tenant, "end_reason": "ingest", "time": now.isoformat()}
     if isinstance(session_id, str):
         defaults["session_key"] = ids.session_key(tenant, session_id)
     given = set(fields)
@@ -44,11 +46,15 @@ async def trajectory_of(body: bytes, tenant: str, now: datetime, known: Lookup) 
         raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
     if "time" not in given and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
         trajectory = trajectory.model_copy(update={"time": trajectory.started_at})
-    found = objection(trajectory, await known(trajectory.model))
+    return trajectory
+
+
+def check(trajectory: Trajectory, known: Known) -> None:
+    """Raises `ApiError` 422 for a trajectory that must not come from outside, or of an unknown model or version."""
+    found = objection(trajectory, known)
     if found is not None:
         code = "invalid_value" if found.code in _PLAIN else found.code
         raise ApiError(422, code, str(found), found.field)
-    return trajectory
 
 
 async def nothing_known(_model: str) -> Known:

@@ -59,10 +59,10 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
             return b"".join(chunks)
 
 
-def check_values(body: bytes, values_max: int) -> None:
+def check_values(body: bytes, values_max: int, remedy: str = "send less at once") -> None:
     """Raises `ApiError` 413 when `body` holds more JSON values than are parsed here."""
     if more_values_than(body, values_max):
-        message = f"the request body holds more than {values_max} JSON values (gateway.json_values_max)"
+        message = f"the request body holds more than {values_max} JSON values; {remedy}"
         raise ApiError(413, "too_many_values", message)
 
 

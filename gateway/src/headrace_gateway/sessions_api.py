@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,15 +13,17 @@ from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.feedback import events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
-from headrace_gateway.ingest import Lookup, nothing_known, trajectory_of
+from headrace_gateway.ingest import Lookup, check, nothing_known, trajectory_of
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.requests import parse
+from headrace_gateway.requests import check_values, parse
 from headrace_gateway.settings import FeedbackSettings
 from headrace_gateway.sticky_versions import StickyVersions
+from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_runtime.topics import catalogue
-from headrace_schemas import Event, Feedback, SessionEnd, ids
+from headrace_schemas import Event, Feedback, SessionEnd, Trajectory, ids
 
+T = TypeVar("T")
 _TRINITY_OK = {"status": "success"}
 """What Trinity answers; its clients want a JSON object with any 2xx."""
 _PARTITIONS = catalogue()[SessionEnd.topic].partitions
@@ -35,13 +38,12 @@ class SessionsApi:
     sticky_versions: StickyVersions
     clock: Clock
     bounds: FeedbackSettings
+    aside: Aside
     known: Lookup = nothing_known
 
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            said = parse(FeedbackRequest, admitted.body)
-            copies = _PARTITIONS if said.level == "task" else 1
-            events = self._events(admitted, said, copies)
+            events, copies = await self._read(admitted, Feedback.values_max, self._feedback)
             await self.admission.publish_many(admitted.caller, events, copies=copies)
             for event in events:
                 if event.ends_session:
@@ -67,7 +69,11 @@ class SessionsApi:
 
     async def trajectories(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "admin") as admitted:
-            event = await trajectory_of(admitted.body, admitted.caller.tenant, self.clock.now(), self.known)
+            now = self.clock.now()
+            event = await self._read(
+                admitted, Trajectory.values_max, lambda request: trajectory_of(request.body, request.caller.tenant, now)
+            )
+            check(event, await self.known(event.model))
             admitted.caller.check_session(event.session_id, "session_id")
             if not admitted.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
@@ -76,15 +82,15 @@ class SessionsApi:
 
     async def trinity_feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            body = parse(TrinityFeedback, admitted.body)
-            if body.msg_ids:
-                await self.admission.publish_many(admitted.caller, self._events(admitted, from_trinity(body)))
+            events = await self._read(admitted, Feedback.values_max, self._trinity_feedback)
+            if events:
+                await self.admission.publish_many(admitted.caller, events)
             return JSONResponse(_TRINITY_OK)
 
     async def trinity_commit(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             admitted.caller.check_unbound("a commit")
-            body = parse(TrinityCommit, admitted.body.strip() or b"{}")
+            body = await self._read(admitted, SessionEnd.values_max, _commit)
             try:
                 before = body.before
             except (ValueError, OverflowError, OSError):
@@ -97,8 +103,31 @@ class SessionsApi:
             await self.admission.publish_many(admitted.caller, [end], copies=_PARTITIONS)
             return JSONResponse(_TRINITY_OK)
 
+    async def _read(self, admitted: AdmittedRequest, values_max: int, read: Callable[[AdmittedRequest], T]) -> T:
+        """Read the body beside the event loop. Raises `ApiError`, 413 for more than `values_max` JSON values."""
+
+        def checked() -> T:
+            check_values(admitted.body, values_max)
+            return read(admitted)
+
+        return await self.aside.run(len(admitted.body), checked)
+
+    def _feedback(self, admitted: AdmittedRequest) -> tuple[list[Feedback], int]:
+        """Return the events of a feedback and how often each is sent."""
+        request = parse(FeedbackRequest, admitted.body)
+        copies = _PARTITIONS if request.level == "task" else 1
+        return self._events(admitted, request, copies), copies
+
+    def _trinity_feedback(self, admitted: AdmittedRequest) -> list[Feedback]:
+        request = parse(TrinityFeedback, admitted.body)
+        return self._events(admitted, from_trinity(request)) if request.msg_ids else []
+
     def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:
         return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
+
+
+def _commit(admitted: AdmittedRequest) -> TrinityCommit:
+    return parse(TrinityCommit, admitted.body.strip() or b"{}")
 
 
 def _accepted(events: Sequence[Event], **more: str) -> Response:

@@ -11,9 +11,10 @@ from headrace_runtime import damage, tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
+from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.envelope import Envelope, Headers
+from headrace_schemas.envelope import Envelope, Headers, is_own
 from headrace_schemas.records import carried
 from headrace_schemas.text import storable
 
@@ -101,10 +102,11 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     model, value = carried(topic or record.topic, record.value, record.headers)
     if isinstance(value, BlobRef):
         value = await _fetch(model.type, value, blobs)
+    values_max = None if is_own(record.headers) else model.values_max
     if len(value) > PAYLOAD_BYTES_MAX:  # long enough to be felt by everything else in this event loop
-        event: Event = await asyncio.to_thread(model.from_json, value)
+        event = await asyncio.to_thread(_parse, model, value, values_max)
     else:
-        event = model.from_json(value)
+        event = _parse(model, value, values_max)
     try:
         envelope = Envelope.read(record.headers, event)
     except ValueError:  # `derived_id` refuses it
@@ -142,6 +144,13 @@ class Patience:
             return await decode(record, blobs, topic=topic)
         except MissingBlob as error:
             raise InvalidEvent("missing_blob", str(error)) from error
+
+
+def _parse(model: type[Event], value: bytes, values_max: int | None) -> Event:
+    if values_max is not None and more_values_than(value, values_max):
+        text = f"{model.type}: the record holds more than {values_max} JSON values; send arrays of numbers in base64"
+        raise InvalidEvent("too_many_values", text)
+    return model.from_json(value)
 
 
 async def _fetch(kind: str, ref: BlobRef, blobs: BlobStore) -> bytes:

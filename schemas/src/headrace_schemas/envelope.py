@@ -16,6 +16,8 @@ Headers = tuple[tuple[str, bytes], ...]
 _OFFSET = re.compile(r"^[0-9]{1,18}$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _HEADER_BYTES_MAX = 1024
+OWN_SOURCE = "headrace/"
+"""What the sources of Headrace's own services begin with."""
 DATAREF_HEADER = "ce_dataref"
 """Beside a value that is a `BlobRef` and stands for the event (the CloudEvents claim check)."""
 SEQUENCE_HEADER = "ce_sequence"
@@ -110,6 +112,12 @@ def _number(value: str | None) -> int | None:
 def type_of(headers: Iterable[tuple[str, bytes | None]]) -> str | None:
     """The `ce_type` of a raw record, None when the producer sent none."""
     return next((_text(value) for name, value in headers if name == "ce_type" and value is not None), None)
+
+
+def is_own(headers: Iterable[tuple[str, bytes | None]]) -> bool:
+    """Whether a raw record says that a service of Headrace sent it."""
+    source = next((value for name, value in headers if name == "ce_source" and value is not None), b"")
+    return source.startswith(OWN_SOURCE.encode())
 
 
 def sequence_of(headers: Iterable[tuple[str, bytes | None]]) -> int | None:

@@ -13,6 +13,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_gateway.responses_api.items import Item, Json, MessageItem, messages_of
 from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.bounds import JsonObject
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
@@ -63,7 +64,7 @@ class FunctionTool(Model):
     type: Literal["function"]
     name: Text
     description: LongText | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -73,7 +74,7 @@ class TextFormat(Model):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
     description: LongText | None = None
-    schema_: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -109,8 +110,8 @@ class ResponsesRequest(Model):
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: tuple[Text, ...] | None = None
-    metadata: dict[str, JsonValue] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    metadata: JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
     """vLLM's extension, as in chat."""
 
     @property
@@ -120,7 +121,7 @@ class ResponsesRequest(Model):
 
 def parse_responses(body: bytes, choices_max: int, values_max: int) -> tuple[ResponsesRequest, ChatRequest]:
     """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""
-    check_values(body, values_max)
+    check_values(body, values_max, "gateway.json_values_max sets the bound")
     request = parse(ResponsesRequest, body)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value)

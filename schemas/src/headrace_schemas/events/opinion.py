@@ -18,7 +18,8 @@ Kind = Literal["value", "edit", "preference"]
 Level = Literal["response", "turn", "session", "task"]
 Metric = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f:*]{1,64}$")]
 """What is judged, e.g. `tone`. It becomes a part of a source's name, so it has no `:` and no `*`."""
-ChoiceIndex = Annotated[int, Field(ge=0, le=1023)]
+CHOICE_MAX = 1023
+ChoiceIndex = Annotated[int, Field(ge=0, le=CHOICE_MAX)]
 _SOURCE_LENGTH_MAX = 512
 
 

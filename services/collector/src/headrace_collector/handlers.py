@@ -21,9 +21,7 @@ from headrace_runtime.processor import Handling
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Event, Feedback, SessionEnd, Turn
 from headrace_schemas.arrays import MAX_LENGTH
-
-_MESSAGES_MAX = 8191
-"""With its answer a turn's conversation must fit a dialogue."""
+from headrace_schemas.bounds import PROMPT_MESSAGES_MAX
 
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 """What an end must not overtake. Feedback may say which turns are one run, so an end waits for it, too."""
@@ -120,7 +118,7 @@ def _check_size(turn: Turn) -> None:
     longest = len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices)
     if longest > MAX_LENGTH:
         raise InvalidEvent("too_long", f"prompt and answer have {longest} tokens, a branch holds {MAX_LENGTH}")
-    if len(turn.messages) > _MESSAGES_MAX:
+    if len(turn.messages) > PROMPT_MESSAGES_MAX:
         raise InvalidEvent(
-            "too_long", f"{len(turn.messages)} messages, a dialogue holds {_MESSAGES_MAX} and the answer"
+            "too_long", f"{len(turn.messages)} messages, a dialogue holds {PROMPT_MESSAGES_MAX} and the answer"
         )

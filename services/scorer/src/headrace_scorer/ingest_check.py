@@ -9,12 +9,11 @@ from pydantic import ValidationError
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.wire import Received
 from headrace_schemas import Trajectory
+from headrace_schemas.envelope import OWN_SOURCE
 from headrace_schemas.ingest import OWN_END_REASON, Known, objection
 
 Lookup = Callable[[str], Awaitable[Known]]
 """Returns the known models, with the vocabulary of the named one. May raise `Unavailable`."""
-
-_OURS = "headrace/"
 
 
 async def nothing_known(_model: str) -> Known:
@@ -24,7 +23,7 @@ async def nothing_known(_model: str) -> Known:
 
 async def check(trajectory: Trajectory, received: Received, known: Lookup) -> None:
     """Raises `InvalidEvent` with the field at fault. Trajectories that our own collector made pass unchecked."""
-    ours = received.envelope.source.startswith(_OURS)
+    ours = received.envelope.source.startswith(OWN_SOURCE)
     if ours and trajectory.end_reason != OWN_END_REASON:
         return
     if not ours:

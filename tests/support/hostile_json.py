@@ -1,0 +1,136 @@
+"""Requests that are valid, nearly valid and hostile, for every route of the gateway that takes a body.
+
+`requests(random)` yields a route and a body for ever: a valid body with one or two places replaced, repeated or added
+to. Equal seeds give equal requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headrace_schemas import ids
+from tests.support.trajectories import closed
+from tests.support.turns import ask, user
+
+SESSION = "s"
+KEY = ids.session_key("default", SESSION)
+RESPONSES = [ids.response_id(KEY) for _ in range(3)]
+
+TEXTS = (
+    "", "\0", "a\0b", "\x1b[31m\x9b", "\u202eabc\u200b", "é" * 600, "x" * 18_432, "a-" * 9000, "judge:x", "Function",
+    "learned：y", "NaN", "1e999", "\n", "chatcmpl-" + KEY + "-" + "0" * 32,
+)  # fmt: skip
+NUMBERS = (
+    0, -1, 1, 0.5, 1e6, 1e6 + 1, -1e6, 1e39, 3.5e38, 1.7e308, -1.7e308, 1e-39, 1e-320, float("nan"), float("inf"),
+    float("-inf"), 2**31 - 1, 2**31, 2**53, 2**63, 2**64, 10**400, True,
+)  # fmt: skip
+LENGTHS = (0, 2, 31, 32, 33, 64, 65, 128, 1024)
+
+EDIT = {"role": "assistant", "content": "better", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 7}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA, "strict": True}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+MESSAGES = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "q"}], "name": "n"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+    {"role": "tool", "tool_call_id": "c", "content": "found"},
+    {"role": "user", "content": "hello"},
+]
+ASKED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 7, "stop": ["end"], "n": 1, "presence_penalty": 0.0}
+
+
+def _trajectory() -> dict[str, Any]:
+    turn = ask([user("q")], session=f"other-{random.random()}", turn_id=f"t-{random.random()}")
+    fields: dict[str, Any] = json.loads(closed(turn, end_reason="ingest").to_json())
+    fields["branches"] = [{"token_ids": [1, 2, 3, 4], "spans": [{**span, "logprobs": [-0.5, -1.0], "start": 1}]}
+                          for branch in fields["branches"] for span in branch["spans"]]  # fmt: skip
+    fields["trajectory_id"] = f"t-{random.random()}"
+    return {**fields, "context": {"expected": "42"}, "tools": [TOOL], "task_id": "task"}
+
+
+def bases() -> list[tuple[str, dict[str, Any]]]:
+    """A valid body of each form of each route."""
+    said = {"session_id": SESSION, "source": "user", "rater": "r", "comment": "c", "context": {"a": [1, {"b": "x"}]}}
+    named = {"response_id": RESPONSES[0], "task_id": "task", "run_id": 7, "feedback_id": "f"}
+    chat = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "max_tokens": 4, **ASKED, "user": "u"}
+    again = {"metadata": {"session_id": SESSION, "task_id": "task"}, "chat_template_kwargs": {"a": {"b": [1]}}}
+    return [
+        ("/v1/feedback", {**said, "value": 1.0, "metric": "tone"}),
+        ("/v1/feedback", {**said, "rating": 4, "scale": [1, 5]}),
+        ("/v1/feedback", {**said, "parts": {"tone": 0.5, "facts": 1}}),
+        ("/v1/feedback", {**said, "label": "good"}),
+        ("/v1/feedback", {**named, "edit": EDIT}),
+        ("/v1/feedback", {**named, "value": True, "level": "response", "choice": 0}),
+        ("/v1/feedback", {"preference": {"chosen": RESPONSES[0], "rejected": {"response_id": RESPONSES[1]}}}),
+        ("/v1/feedback", {"level": "task", "task_id": "task", "value": 0.5, "context": {"a": 1}}),
+        ("/v1/feedback", {"msg_ids": RESPONSES, "value": 0.25, "context": {"facts": ["x"]}}),
+        ("/feedback", {"msg_ids": RESPONSES, "reward": 1.0, "task_id": "task", "run_id": 3}),
+        ("/commit", {"time_threshold": 1_700_000_000, "task_id": "task"}),
+        ("/v1/trajectories", _trajectory()),
+        ("/v1/chat/completions", {**chat, **again}),
+        ("/v1/chat/completions", {**chat, "response_format": FORMAT}),
+        ("/v1/responses", {"model": "tiny", "input": "hello", "temperature": 1.0, "max_output_tokens": 4, **again}),
+    ]  # fmt: skip
+
+
+def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*place, name)
+        yield from _places(inner, (*place, name))
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"x": value}
+    return value
+
+
+def _planted(chance: random.Random) -> Any:
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: chance.choice(TEXTS),
+        lambda: chance.choice(NUMBERS),
+        lambda: _nested(chance.choice((63, 64, 65, 150, 190, 250))),
+        lambda: [chance.choice((0, "x", {}))] * chance.choice((*LENGTHS, 20_000)),
+        lambda: {f"k{n}": chance.choice(NUMBERS[:8]) for n in range(chance.choice(LENGTHS))},
+        lambda: None,
+    )
+    return chance.choice(kinds)()
+
+
+def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """A copy with one or two hostile places, or as it was."""
+    body = copy.deepcopy(body)
+    for _ in range(chance.choice((0, 1, 1, 1, 2))):
+        *path, last = chance.choice([*_places(body)])
+        target: Any = body
+        for name in path:
+            target = target[name]
+        value = target[last]
+        match chance.randrange(4):
+            case 0 | 1 if isinstance(value, bool | int | float):
+                target[last] = chance.choice(NUMBERS)
+            case 0 | 1 if isinstance(value, str):
+                target[last] = chance.choice(TEXTS)
+            case 2 if isinstance(value, list) and value:
+                target[last] = [*itertools.islice(itertools.cycle(value), chance.choice(LENGTHS))]
+            case 2 if isinstance(value, dict):
+                value[chance.choice(TEXTS)] = _planted(chance)
+            case _:
+                target[last] = _planted(chance)
+    return body
+
+
+def requests(chance: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Routes and bodies for ever."""
+    while True:
+        route, body = chance.choice(bases())
+        yield route, json.dumps(mutated(body, chance)).encode()

@@ -1,0 +1,163 @@
+"""What a door accepts fits every event that follows from it; what does not is refused by name, on every route alike."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_gateway.settings import LimitSettings
+from headrace_schemas import (
+    DeadLetter,
+    Event,
+    Experience,
+    Feedback,
+    Reward,
+    SessionEnd,
+    TrainingMetrics,
+    TrainingOutcome,
+    Trajectory,
+    Turn,
+)
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import Gateway, gateway, until
+from tests.support.hostile_json import KEY, RESPONSES, bases, requests
+from tests.support.streams import START
+from tests.support.turns import ask, user
+from tests.unit.collector.conftest import collector, pass_time
+from tests.unit.scorer.conftest import half, scorer
+
+WIDE = LimitSettings(requests_per_s=1e6, burst=1_000_000)
+KINDS: tuple[type[Event], ...] = (Turn, Feedback, SessionEnd, Trajectory)
+EXPECTED = {200, 202, 400, 403, 404, 413, 422}
+
+
+async def ready(served: Gateway) -> None:
+    await until(lambda: served.publisher.connected)
+
+
+def seed() -> int:
+    chosen = int(os.environ.get("DOOR_SEED", random.randrange(10**6)))
+    print(f"DOOR_SEED={chosen}")
+    return chosen
+
+
+@pytest.mark.parametrize(("route", "body"), bases(), ids=lambda value: value if isinstance(value, str) else "")
+async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+    replica = FakeReplica(grammars=("response_format",))
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await ready(served)
+        answer = await served.client.post(route, json=body)
+        assert answer.status_code in (200, 202), answer.text
+        assert any(served.bus.events(kind) for kind in KINDS)
+
+
+async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_that_every_reader_takes(
+    tmp_path: Path, database_url: str
+) -> None:
+    chance = random.Random(seed())
+    replica = FakeReplica(grammars=("response_format",))
+    codes: Counter[tuple[str, int]] = Counter()
+    async with (
+        replica.running(),
+        gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE) as served,
+    ):
+        await ready(served)
+        for route, body in itertools.islice(requests(chance), 700):
+            answer = await served.client.post(route, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code in EXPECTED, (route, body[:2000], answer.text)
+            codes[route, answer.status_code // 100] += 1
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}, (route, body[:2000])
+        assert (await served.chat()).status_code == 200
+        events = {kind: served.bus.events(kind) for kind in KINDS}
+        assert served.bus.events(DeadLetter) == [], "a call that was answered was not captured"
+    for route in {route for route, _ in codes}:
+        assert codes[route, 2], f"{route} accepted nothing"
+        assert codes[route, 4], f"{route} refused nothing"
+    await _follow(tmp_path, database_url, events)
+
+
+async def _follow(tmp_path: Path, url: str, events: dict[type[Event], list[Any]]) -> None:
+    """Give what was accepted to collector, scorer and a trainer's account, with turns that all of it is about."""
+    messages = [user("q")]
+    turns = [ask(messages, text, session="s", turn_id=name) for text, name in zip("abc", RESPONSES, strict=True)]
+    assert {turn.session_key for turn in turns} == {KEY}
+    async with collector(url, tmp_path / "collector") as stream:
+        await stream.deliver(*turns, *events[Turn])
+        await stream.deliver(*events[Feedback])
+        await stream.deliver(*events[SessionEnd])
+        await pass_time(stream, 3000)
+        assert {one.reason for one in stream.sent(DeadLetter)} <= {"unknown_target"}
+        trajectories = stream.sent(Trajectory)
+        assert {turn.turn_id for turn in turns} <= {name for one in trajectories for name in one.turn_ids}
+    async with scorer(url, tmp_path / "scorer", half, labels={"good": 1.0}) as rig:
+        for feedback in events[Feedback]:
+            await rig.stream.deliver(feedback)
+        await rig.deliver(*trajectories, *events[Trajectory])
+        await rig.pass_time(3000)
+        assert {one.reason for one in rig.stream.sent(DeadLetter)} <= {"turn_taken"}, rig.stream.sent(DeadLetter)
+        assert rig.stream.sent(Reward)
+        made = rig.stream.sent(Experience)
+    assert {KEY} <= {one.session_key for one in made}
+    outcomes = tuple(
+        TrainingOutcome(experience_id=one.experience_id, revision=one.revision, turn_ids=one.turn_ids) for one in made
+    )
+    account = TrainingMetrics(time=START, model="tiny", lineage="l", step=1, verdicts=outcomes)
+    assert TrainingMetrics.from_json(account.to_json()) == account
+
+
+HEAVY = {
+    "values": lambda: b'{"session_id": "s", "context": {"x": [' + b"{}," * 2_600_000 + b"{}]}}",
+    "deep": lambda: b'{"session_id": "s", "context": {"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+    "names": lambda: json.dumps({"session_id": "s", "context": {"x": {f"k{n}": n for n in range(400_000)}}}).encode(),
+    "ids": lambda: b'{"value": 1, "msg_ids": [' + b'"x",' * 1_500_000 + b'"x"]}',
+    "text": lambda: json.dumps({"session_id": "s", "value": 1, "context": {"x": "\\" * 2_000_000}}).encode(),
+    "tokens": lambda: b'{"branches": [{"token_ids": [' + b"1," * 3_000_000 + b"1]}]}",
+}
+
+
+@pytest.mark.parametrize("route", ["/v1/feedback", "/feedback", "/commit", "/v1/trajectories", "/v1/responses"])
+@pytest.mark.parametrize("kind", HEAVY)
+async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, route: str, kind: str) -> None:
+    body = HEAVY[kind]()
+    longest_s = 0.0
+    done = asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while not done.is_set():
+            began = time.perf_counter()
+            await asyncio.sleep(0.005)
+            longest_s = max(longest_s, time.perf_counter() - began)
+
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        watching = asyncio.create_task(watch())
+        answers = await asyncio.gather(*(served.client.post(route, content=body) for _ in range(2)))
+        done.set()
+        await watching
+        assert {answer.status_code for answer in answers} <= {400, 413, 422}
+        assert served.bus.records == []
+    assert longest_s < 1.0, "the event loop was blocked"
+
+
+async def test_a_body_at_the_bound_of_values_is_taken(tmp_path: Path) -> None:
+    def body(count: int) -> bytes:
+        return json.dumps({"session_id": "s", "context": {"x": [0] * count}}).encode()
+
+    room = Feedback.values_max - 4  # the object, its two names, the context
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        assert (await served.client.post("/v1/feedback", content=body(room))).status_code == 202
+        refused = await served.client.post("/v1/feedback", content=body(room + 8))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
