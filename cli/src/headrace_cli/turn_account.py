@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from headrace_cli.untaught_feedback import CapturedTurn, UntaughtFeedback
 from headrace_schemas import (
     DeadLetter,
     Event,
     Experience,
+    Feedback,
     Restored,
     TrainingMetrics,
     TrainingOutcome,
@@ -27,7 +29,7 @@ from headrace_schemas import (
     Undone,
 )
 
-TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Turn))
+TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Feedback, Turn))
 """What the account reads, effects before their causes: end offsets taken in this order make a consistent cut."""
 
 PROBLEMS_MAX = 100
@@ -51,6 +53,8 @@ class TurnAccount:
     problems_total: int
     lineages: Mapping[str, str]
     """Model to the lineage that was counted. A model that no trainer trains has none."""
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    """Feedback that trained nothing, because its turns cannot be trained: by the reasons of those turns."""
 
     @property
     def consistent(self) -> bool:
@@ -62,6 +66,7 @@ class _Turn:
     """What the topics say about one turn."""
 
     model: str = ""
+    session_key: str = ""
     captured: bool = False
     eval: bool = False
     trajectory: str | None = None
@@ -81,6 +86,7 @@ class _Trajectory:
 
     event_id: str
     tenant: str
+    session_key: str
     model: str
     turn_ids: tuple[str, ...]
     left_out: Mapping[str, str]
@@ -130,6 +136,7 @@ class TurnAccountBuilder:
         """The last verdict that was, by revision."""
         self._latest: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
+        self._feedback = UntaughtFeedback()
         self._problems: list[str] = []
         self._problems_total = 0
 
@@ -138,7 +145,7 @@ class TurnAccountBuilder:
         match event:
             case Turn():
                 turn = self._turns[event.tenant, event.turn_id]
-                turn.captured, turn.model = True, event.model
+                turn.captured, turn.model, turn.session_key = True, event.model, event.session_key
                 turn.eval = turn.eval or event.purpose == "eval"
                 turn.untrained = turn.untrained or event.untrained
             case Trajectory():
@@ -147,6 +154,8 @@ class TurnAccountBuilder:
                 self._add_experience(event)
             case TrainingMetrics():
                 self._add_report(event)
+            case Feedback():
+                self._feedback.add(event)
             case DeadLetter():
                 if (event.service, event.source_topic) in _ENDS_HERE:
                     self._refused.add(event.source_id)
@@ -161,6 +170,7 @@ class TurnAccountBuilder:
         self._arrived[event.trajectory_id] = _Trajectory(
             event.event_id,
             event.tenant,
+            event.session_key,
             event.model,
             event.turn_ids,
             left_out,
@@ -185,7 +195,7 @@ class TurnAccountBuilder:
                 turn.untrained = turn.untrained or one.untrained
                 turn.eval = turn.eval or one.eval
                 if one.ingested or (name in refused and not turn.captured):  # made elsewhere, and captured here
-                    turn.captured, turn.model = True, one.model
+                    turn.captured, turn.model, turn.session_key = True, one.model, one.session_key
 
     def _add_experience(self, event: Experience) -> None:
         found = self._experiences.get(event.experience_id)
@@ -280,6 +290,13 @@ class TurnAccountBuilder:
             problems=tuple(self._problems),
             problems_total=self._problems_total,
             lineages=lineages,
+            untaught=self._feedback.count(
+                {
+                    name: CapturedTurn(turn.session_key, "eval" if turn.eval else turn.untrained or turn.left_out)
+                    for name, turn in self._turns.items()
+                    if turn.captured
+                }
+            ),
         )
 
     def _standing(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_connection import ClientConnection
 from headrace_gateway.identity import RequestMetadata, identify
 from headrace_gateway.model_catalog import ModelCatalog, Target
+from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import ApiError, overloaded
 from headrace_gateway.relay import Relay
 from headrace_gateway.settings import GatewaySettings
@@ -57,6 +58,7 @@ class Chat:
     relay: Relay
     clock: Clock
     aside: Aside
+    recent: RecentTurns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
@@ -175,3 +177,4 @@ class Chat:
                 size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
             )
             await self.admission.publish(event)
+        self.recent.note(call.identity.tenant, call.response_id, event)

@@ -17,6 +17,7 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.models_api import ModelsApi
 from headrace_gateway.placement import Placement
 from headrace_gateway.prefixes import Prefixes
+from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
 from headrace_gateway.replica_set import ReplicaSet
@@ -50,10 +51,12 @@ def application(parts: Parts) -> ASGIApp:
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     relay = Relay(parts.engines, parts.replica_set, placement, parts.settings.upstream, parts.clock)
-    aside = Aside(parts.settings.parse_threads)
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside)
+    aside, recent = Aside(parts.settings.parse_threads), RecentTurns()
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
-    sessions = SessionsApi(parts.admission, sticky_versions, parts.clock, parts.settings.feedback, aside, parts.known)
+    sessions = SessionsApi(
+        parts.admission, sticky_versions, parts.clock, parts.settings.feedback, aside, recent, parts.known
+    )
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher
     starlette = web.app(

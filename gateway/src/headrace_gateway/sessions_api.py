@@ -14,6 +14,7 @@ from headrace_gateway.feedback import events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
 from headrace_gateway.ingest import Lookup, check, nothing_known, trajectory_of
+from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse
 from headrace_gateway.settings import FeedbackSettings
@@ -39,6 +40,7 @@ class SessionsApi:
     clock: Clock
     bounds: FeedbackSettings
     aside: Aside
+    recent: RecentTurns
     known: Lookup = nothing_known
 
     async def feedback(self, request: Request) -> Response:
@@ -48,7 +50,8 @@ class SessionsApi:
             for event in events:
                 if event.ends_session:
                     self.sticky_versions.drop(event.tenant, event.session_key)
-            return _accepted(events if copies == 1 else [], feedback_id=events[0].feedback_id)
+            more = {"feedback_id": events[0].feedback_id, **self._teaching(events)}
+            return _accepted(events if copies == 1 else [], **more)
 
     async def end(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
@@ -85,7 +88,8 @@ class SessionsApi:
             events = await self._read(admitted, Feedback.values_max, self._trinity_feedback)
             if events:
                 await self.admission.publish_many(admitted.caller, events)
-            return JSONResponse(_TRINITY_OK)
+            said = self._teaching(events)
+            return JSONResponse(_TRINITY_OK if said.get("teaches", True) else {**_TRINITY_OK, **said})
 
     async def trinity_commit(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
@@ -122,6 +126,11 @@ class SessionsApi:
         request = parse(TrinityFeedback, admitted.body)
         return self._events(admitted, from_trinity(request)) if request.msg_ids else []
 
+    def _teaching(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
+        """Return the fields of the answer that say whether the feedback can train anything; none if it is unknown."""
+        teaching = self.recent.teaching(events) if events else None
+        return {} if teaching is None else teaching.fields()
+
     def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:
         return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
 
@@ -130,5 +139,5 @@ def _commit(admitted: AdmittedRequest) -> TrinityCommit:
     return parse(TrinityCommit, admitted.body.strip() or b"{}")
 
 
-def _accepted(events: Sequence[Event], **more: str) -> Response:
+def _accepted(events: Sequence[Event], **more: bool | str) -> Response:
     return JSONResponse({"event_ids": [event.event_id for event in events], **more}, 202)

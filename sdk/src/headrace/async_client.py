@@ -12,6 +12,7 @@ from headrace.retries import Retries, checked
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
+    FeedbackId,
     FeedbackOptions,
     Identity,
     Purpose,
@@ -59,11 +60,10 @@ class AsyncClient:
         """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    async def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
+    async def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
         """Send feedback about a session, a task or responses, at any time, also again. Returns its id."""
         body = feedback_body(options)
-        await self._post("/v1/feedback", body)
-        return str(body["feedback_id"])
+        return FeedbackId.of(body, await self._post("/v1/feedback", body))
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -11,6 +11,7 @@ from headrace.retries import Retries, answered
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
+    FeedbackId,
     FeedbackOptions,
     Identity,
     Purpose,
@@ -60,11 +61,13 @@ class Client:
         """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Send feedback about a session, a task or responses, at any time, also again. Returns its id."""
+    def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
+        """Send feedback about a session, a task or responses, at any time, also again. Returns its id.
+
+        See `FeedbackId` for what the gateway knows about its effect.
+        """
         body = feedback_body(options)
-        self._post("/v1/feedback", body)
-        return str(body["feedback_id"])
+        return FeedbackId.of(body, self._post("/v1/feedback", body))
 
     def trajectory(self, session_id: str, *, bus: str = "127.0.0.1:9092", timeout_s: float = 30.0) -> Trajectory:
         """The newest trajectory of a session that has ended, from the bus. Needs the extra `headrace[topics]`."""

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from headrace_schemas.ids import uuid7
 
 if TYPE_CHECKING:
+    import httpx2
     from pydantic import JsonValue
 
 Purpose = Literal["train", "eval"]
@@ -108,6 +109,28 @@ class FeedbackOptions(FeedbackDetails, total=False):
     msg_ids: Sequence[str]
     task_id: str | None
     run_id: str | None
+
+
+class FeedbackId(str):
+    """The id of accepted feedback, and whether it can train anything as far as the gateway knows.
+
+    `teaches` is None when the gateway does not know: for sessions and tasks, and for responses of another gateway or
+    from before its last start. `reason` names why it is False, e.g. `truncated_sampling`.
+    """
+
+    teaches: bool | None = None
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, JsonValue], answer: httpx2.Response) -> FeedbackId:
+        """Return the id in the request's `body` with what the answer says."""
+        made = cls(body["feedback_id"])
+        try:
+            fields = answer.json()
+        except ValueError:  # what lies between may answer 2xx without a body
+            return made
+        made.teaches, made.reason = fields.get("teaches"), fields.get("reason")
+        return made
 
 
 def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:

@@ -56,6 +56,8 @@ def feedback(
     with Client(url, api_key=api_key) as client:
         feedback_id = client.feedback(**said)
     console().print(f"accepted as {feedback_id}")
+    if feedback_id.teaches is False:
+        console().print(f"[yellow]it trains nothing: the turn is left out of training ({feedback_id.reason})[/]")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -148,6 +148,9 @@ def _print_account(account: TurnAccount) -> None:
     rows += [("dropped", reason, str(count)) for reason, count in account.dropped.items()]
     names = ", ".join(f"{model} in lineage {lineage}" for model, lineage in account.lineages.items())
     out.print(table(["turns", "", "count>"], rows, f"account {f'({names})' if names else ''}".strip()))
+    if account.untaught:
+        untaught = [(reason, str(count)) for reason, count in account.untaught.items()]
+        out.print(table(["feedback about turns that cannot be trained", "count>"], untaught))
     if account.consistent:
         out.print("[green]it adds up[/]")
         return

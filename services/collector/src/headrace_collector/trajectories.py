@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from headrace_collector.branches import branches
-from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
+from headrace_schemas import Feedback, Tool, Trajectory, Turn
 from headrace_schemas.bounds import merge_contexts
 from headrace_schemas.events.trajectory import EndReason, LeftOutReason
 from headrace_schemas.ids import derived_id
+from headrace_schemas.left_out import left_out, left_out_reason
 
 _TOOLS_MAX = 1024
 
@@ -32,8 +33,8 @@ def trajectory(
     Raises pydantic's `ValidationError` when the run does not fit an event; the bounds in settings keep it from that.
     """
     ordered, first = turns, turns[0]
-    left_out = {turn.turn_id: why for turn in ordered if (why := _left_out(turn, given_up))}
-    spoken = [turn for turn in ordered if left_out.get(turn.turn_id) in (None, "truncated_sampling")]
+    reasons = {turn.turn_id: cause for turn in ordered if (cause := _left_out_reason(turn, given_up))}
+    spoken = [turn for turn in ordered if reasons.get(turn.turn_id) in (None, "truncated_sampling")]
     graph, dialogues = branches(spoken)
     feedback = [*about_session, *about_run]
     return Trajectory(
@@ -49,16 +50,7 @@ def trajectory(
         branches=tuple(graph),
         dialogues=tuple(dialogues),
         tools=_tools(ordered),
-        left_out=tuple(
-            LeftOut(
-                turn_id=turn.turn_id,
-                reason=left_out[turn.turn_id],
-                version=turn.version,
-                detail=_detail(turn, left_out[turn.turn_id]),
-            )
-            for turn in ordered
-            if turn.turn_id in left_out
-        ),
+        left_out=tuple(left_out(turn, reasons[turn.turn_id]) for turn in ordered if turn.turn_id in reasons),
         untrained=next((turn.untrained for turn in ordered if turn.untrained), None),
         shadow_of=next((turn.shadow_of for turn in ordered if turn.shadow_of), None),
         parts=max([1, *(one.run_sessions for one in about_run)]) * models,
@@ -69,19 +61,8 @@ def trajectory(
     )
 
 
-def _left_out(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
-    if turn.turn_id in given_up:
-        return "retried"
-    if not turn.delivered:
-        return "undelivered"
-    if not any(choice.token_ids for choice in turn.choices):
-        return "empty"
-    return None if turn.sampling.untruncated else "truncated_sampling"
-
-
-def _detail(turn: Turn, reason: LeftOutReason) -> str | None:
-    """More than one thing truncates: what a grammar held is named, as the client may not have asked for less."""
-    return "grammar" if reason == "truncated_sampling" and turn.sampling.grammar is not None else None
+def _left_out_reason(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
+    return "retried" if turn.turn_id in given_up else left_out_reason(turn)
 
 
 def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:

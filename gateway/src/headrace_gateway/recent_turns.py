@@ -1,0 +1,61 @@
+"""Which of the last responses can be trained, so that an answer to feedback can say when it teaches nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace_schemas import DeadLetter, Feedback, Turn
+from headrace_schemas.left_out import untaught_reason
+
+TURNS_MAX = 65_536
+"""Responses that are remembered, about 15 MB; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Whether feedback can train anything, and the reason why not, in the words of the account."""
+
+    teaches: bool
+    reason: str | None = None
+
+    def fields(self) -> dict[str, bool | str]:
+        """Return the fields of an answer."""
+        return {"teaches": self.teaches} if self.reason is None else {"teaches": self.teaches, "reason": self.reason}
+
+
+class RecentTurns:
+    """The last responses of this process. Those of other gateways and of earlier processes are unknown."""
+
+    def __init__(self) -> None:
+        self._reasons: OrderedDict[tuple[str, str], str | None] = OrderedDict()
+
+    def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
+        """Remember what became of a response."""
+        self._reasons[tenant, response_id] = untaught_reason(event) if isinstance(event, Turn) else "dead_letter"
+        if len(self._reasons) > TURNS_MAX:
+            self._reasons.popitem(last=False)
+
+    def teaching(self, events: Sequence[Feedback]) -> Teaching | None:
+        """Return whether the events of one feedback can train anything; None if that is unknown.
+
+        A preference needs both of its answers. All other feedback teaches if one of its responses can be trained.
+        Feedback about a session or a task is unknown: turns that follow may be trained.
+        """
+        first = events[0]
+        if not first.says or not any(event.msg_ids for event in events):
+            return None
+        names = {name for event in events for name in event.msg_ids}
+        if first.preference is not None:
+            names = {answer.turn_id for answer in first.preference.pair}
+        known = [self._reasons[first.tenant, name] for name in sorted(names) if (first.tenant, name) in self._reasons]
+        reasons = [reason for reason in known if reason is not None]
+        all_known = len(known) == len(names)
+        if first.preference is not None:
+            taught, untaught = all_known and not reasons, bool(reasons)
+        else:
+            taught, untaught = None in known, all_known and len(reasons) == len(names)
+        if untaught:
+            return Teaching(False, ", ".join(sorted(set(reasons))))
+        return Teaching(True) if taught else None

@@ -1,0 +1,53 @@
+"""Feedback about turns that cannot be trained is counted, by reason, from the topics alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_cli.turn_account import turn_account_of
+from headrace_schemas import Feedback
+from tests.support.account_events import KEY, START, trajectory, turn
+
+
+def said(name: str, *turn_ids: str, tenant: str = "default", **more: Any) -> Feedback:
+    fields = {"value": 1.0} if not {"edit", "preference", "comment", "withdrawn"} & set(more) else {}
+    given = {"time": START, "feedback_id": name, "session_key": KEY, "tenant": tenant, "msg_ids": turn_ids}
+    return Feedback.model_validate({**given, **fields, **more})
+
+
+def test_feedback_about_turns_that_cannot_be_trained_is_counted_by_their_reasons() -> None:
+    turns = [turn("a"), turn("b"), turn("c", purpose="eval", session_key="pppppppppppppppp"), turn("d")]
+    run = trajectory("t", ("a",), left_out={"b": "truncated_sampling", "d": "undelivered"})
+    sides = {"chosen": {"turn_id": "a"}, "rejected": {"turn_id": "b"}}
+    judged = [
+        said("taught", "a"),
+        said("both", "a", "b"),
+        said("session"),
+        said("unknown", "x"),
+        said("half known", "b", "x"),
+        said("task", level="task", task_id="t"),
+        said("only a fact", "b", comment="why"),
+        said("withdrawn", "b", withdrawn=True),
+        said("of another tenant", "b", tenant="other"),
+        said("thumb", "b"),
+        said("edit", "b", edit={"role": "assistant", "content": "better"}),
+        said("two reasons", "b", "d"),
+        said("evaluation", "c"),
+        said("session of an evaluation", session_key="pppppppppppppppp"),
+        said("one side", "a", "b", preference=sides),
+    ]
+    account = turn_account_of([*turns, run, *judged, *judged])
+    assert account.untaught == {"eval": 2, "truncated_sampling": 3, "truncated_sampling, undelivered": 1}
+    assert account.consistent
+
+
+def test_feedback_in_several_sessions_teaches_if_one_of_them_is_trained() -> None:
+    other = "pppppppppppppppp"
+    turns = [turn("a"), turn("b", session_key=other)]
+    runs = [
+        trajectory("t", ("a",)),
+        trajectory("u", left_out={"b": "empty"}, session_key=other),
+    ]
+    judged = [said("f", "a", sessions=2), said("f", "b", sessions=2, session_key=other)]
+    assert turn_account_of([*turns, *runs, *judged]).untaught == {}
+    assert turn_account_of([*turns, *runs, judged[1]]).untaught == {"empty": 1}
