@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace_gateway.settings import LimitSettings
+from headrace_runtime.blobs import BlobStore
 from headrace_schemas import (
     DeadLetter,
     Event,
@@ -27,6 +28,8 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.records import carried
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
@@ -42,6 +45,17 @@ EXPECTED = {200, 202, 400, 403, 404, 413, 422}
 
 async def ready(served: Gateway) -> None:
     await until(lambda: served.publisher.connected)
+
+
+def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
+    """The events on the bus; the value of a large one is in the blob store."""
+    blobs = BlobStore((folder / "blobs").as_uri())
+    found = []
+    for record in served.bus.records:
+        if record.topic == kind.topic:
+            _, value = carried(record.topic, record.value, record.headers)
+            found.append(kind.from_json(blobs.get(value) if isinstance(value, BlobRef) else value))
+    return found
 
 
 def seed() -> int:
@@ -79,7 +93,7 @@ async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_t
                 error = answer.json()["error"]
                 assert set(error) == {"message", "type", "param", "code"}, (route, body[:2000])
         assert (await served.chat()).status_code == 200
-        events = {kind: served.bus.events(kind) for kind in KINDS}
+        events = {kind: events_of(served, kind, tmp_path) for kind in KINDS}
         assert served.bus.events(DeadLetter) == [], "a call that was answered was not captured"
     for route in {route for route, _ in codes}:
         assert codes[route, 2], f"{route} accepted nothing"
@@ -146,8 +160,9 @@ async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, r
         answers = await asyncio.gather(*(served.client.post(route, content=body) for _ in range(2)))
         done.set()
         await watching
-        assert {answer.status_code for answer in answers} <= {400, 413, 422}
-        assert served.bus.records == []
+        ignored = route == "/commit" and kind == "text"  # unknown fields of a commit are passed over, as Trinity does
+        assert {answer.status_code for answer in answers} <= ({200} if ignored else {400, 413, 422})
+        assert ignored or served.bus.records == []
     assert longest_s < 1.0, "the event loop was blocked"
 
 
