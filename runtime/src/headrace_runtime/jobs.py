@@ -122,6 +122,10 @@ class Jobs:
         """Let somebody try again from `due` on, unless it is somebody else's already."""
         await tx.execute(update(self._table).where(self._is_ours(job)).values(due_ms=epoch_ms(due)))
 
+    async def count_of(self, tx: AsyncConnection, kind: str, limit: int = COUNTED_MAX) -> int:
+        """Return how many jobs of exactly this kind wait, up to `limit`: those of one tenant."""
+        return await count_some(tx, self._table.c.kind == kind, self._table, limit)
+
     def _of(self, kind: str) -> ColumnElement[bool]:
         return (self._table.c.kind == kind) | self._table.c.kind.startswith(f"{kind}/", autoescape=True)
 

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge import verdict_cache
-from headrace_judge.breaker import Breaker
+from headrace_judge.breaker import TenantBreakers
 from headrace_judge.call_budget import CallBudget
 from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
 from headrace_judge.endpoint import Endpoint
@@ -21,10 +21,11 @@ from headrace_judge.rubric import load_all
 from headrace_judge.settings import EndpointSettings, JudgeSettings
 from headrace_judge.tables import STREAM
 from headrace_judge.trajectory_handler import TrajectoryHandler
-from headrace_judge.worker import JudgeWorker
+from headrace_judge.worker import JudgeWorker, drop
 from headrace_runtime import stream_service
 from headrace_runtime.errors import SettingError
-from headrace_runtime.jobs import Jobs
+from headrace_runtime.isolation import each
+from headrace_runtime.jobs import Job, Jobs
 from headrace_runtime.processor import Processor, ProcessorLimits, Unfinished
 from headrace_runtime.settings import Common
 from headrace_runtime.sources import Sources
@@ -63,11 +64,11 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
 
     async def work(processor: Processor) -> None:
         endpoint = Endpoint(settings.endpoint, key, settings.retry.retry_after_max_s)
-        breaker = Breaker(processor.clock, settings.retry.backoff_s)
-        model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breaker)
+        breakers = TenantBreakers(processor.clock, settings.retry.backoff_s)
+        model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breakers)
         try:
             await JudgeWorker(
-                settings, rubrics, judged_by, jobs, pairwise, processor, model_judge, breaker, sources
+                settings, rubrics, judged_by, jobs, pairwise, processor, model_judge, breakers, sources
             ).run()
         finally:
             await endpoint.close()
@@ -76,13 +77,15 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         return (work(processor),)
 
     async def deadlines(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        rewards: list[Reward] = []
-        lease = timedelta(seconds=settings.lease_s)
-        leased = await jobs.lease(tx, DEADLINE_JOB, now, lease, _DEADLINES_AT_ONCE_MAX)
-        for job in leased:
-            rewards += await pairwise.deadline(tx, now, job, judged_by)
-        for reward in rewards:
-            OUTCOMES.labels(reward.source, reward.outcome).inc()
+        leased = await jobs.lease(tx, DEADLINE_JOB, now, timedelta(seconds=settings.lease_s), _DEADLINES_AT_ONCE_MAX)
+
+        async def end_wait(job: Job) -> Sequence[Reward]:
+            rewards = await pairwise.deadline(tx, now, job, judged_by)
+            for reward in rewards:
+                OUTCOMES.labels(reward.source, reward.outcome).inc()
+            return rewards
+
+        rewards = await each(tx, "judge.deadlines", leased, end_wait, lambda job, reason: drop(tx, jobs, job, reason))
         return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
     async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:

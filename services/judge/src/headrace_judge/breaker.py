@@ -1,11 +1,17 @@
-"""A circuit breaker: while the endpoint fails, waiting jobs are not tried, so that an outage uses up no retries."""
+"""Circuit breakers: while the endpoint fails, waiting jobs are not tried, so that an outage uses up no retries.
+
+Each tenant has its own: runs that the endpoint cannot take close the way for their tenant alone.
+"""
 
 from __future__ import annotations
+
+from collections import OrderedDict
 
 from headrace_judge.metrics import ENDPOINT_UP
 from headrace_runtime.clock import Clock
 
 _PAUSE_MAX_S = 30.0
+_TENANTS_MAX = 1_000
 
 
 class Breaker:
@@ -39,3 +45,21 @@ class Breaker:
         self._failures = 0
         self._closed_until_s = 0.0
         ENDPOINT_UP.set(1)
+
+
+class TenantBreakers:
+    """The breakers of the tenants that were judged lately."""
+
+    def __init__(self, clock: Clock, pause_s: float) -> None:
+        self._clock = clock
+        self._pause_s = pause_s
+        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
+
+    def of(self, tenant: str) -> Breaker:
+        breaker = self._breakers.get(tenant)
+        if breaker is None:
+            breaker = self._breakers[tenant] = Breaker(self._clock, self._pause_s)
+        self._breakers.move_to_end(tenant)
+        if len(self._breakers) > _TENANTS_MAX:
+            self._breakers.popitem(last=False)
+        return breaker

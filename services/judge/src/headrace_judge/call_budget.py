@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -15,6 +15,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 
 _KEPT = timedelta(days=2)
+_LENGTHS = {"day": timedelta(days=1), "hour": timedelta(hours=1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Reservation:
 
     at: datetime
     tokens: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +33,64 @@ class BudgetLimit:
 
     setting: str
     limit: int
+    tenants: int = 1
+    """How many share it."""
 
     def __str__(self) -> str:
-        return f"the budget is spent: judge.budget.{self.setting} = {self.limit}"
+        part = f"; this tenant's part of it, one of {self.tenants}" if self.tenants > 1 else ""
+        return f"the budget is spent: judge.budget.{self.setting} = {self.limit}{part}"
 
 
 class CallBudget:
-    """All methods run in the caller's transaction."""
+    """All methods run in the caller's transaction.
+
+    Where several tenants were judged in a period or the one before, each may spend its equal part of the limit.
+    """
 
     def __init__(self, budget: BudgetSettings) -> None:
         self._limits = {name: limit for name, limit in budget.model_dump().items() if limit is not None}
 
-    async def reserve(self, tx: AsyncConnection, now: datetime, tokens: int) -> Reservation | BudgetLimit:
+    async def reserve(
+        self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str = ""
+    ) -> Reservation | BudgetLimit:
         """Count one call of about `tokens` tokens, or return the limit that forbids it."""
         for period, start_ms in _periods(now):
             await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends what is left
         for setting, left in (await self.left(tx, now)).items():
             if left < (1 if setting.startswith("calls") else tokens):
                 return BudgetLimit(setting, self._limits[setting])
+        limit = await self._share_spent(tx, now, tokens, tenant) if self._limits and tenant else None
+        if limit is not None:
+            return limit
         await _add(tx, now, 1, tokens)
-        return Reservation(now, tokens)
+        if self._limits and tenant:
+            for period, start_ms in _periods(now):
+                await _touch(tx, f"{period}/{tenant}", start_ms)
+            await _add(tx, now, 1, tokens, tenant)
+        return Reservation(now, tokens, tenant if self._limits else "")
+
+    async def _share_spent(self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str) -> BudgetLimit | None:
+        """Return the limit whose part the tenant has spent, None while there is none."""
+        for period, start_ms in _periods(now):
+            before_ms = start_ms - round(_LENGTHS[period].total_seconds() * 1000)
+            theirs = SPENDING.c.period.startswith(f"{period}/", autoescape=True) & (SPENDING.c.start_ms >= before_ms)
+            tenants = {tenant, *_tenants((await tx.execute(select(SPENDING.c.period).where(theirs))).scalars())}
+            own = (
+                (await tx.execute(select(SPENDING).where(_is(f"{period}/{tenant}", start_ms)))).mappings().one_or_none()
+            )
+            for unit, more in (("calls", 1), ("tokens", tokens)):
+                setting = f"{unit}_per_{period}"
+                limit = self._limits.get(setting)
+                if limit is not None and len(tenants) > 1 and (own[unit] if own else 0) + more > limit / len(tenants):
+                    return BudgetLimit(setting, limit, len(tenants))
+        return None
 
     async def correct(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
         """Replace the estimate by the tokens that the call took. None: they are not known, and the estimate stays."""
         if tokens is not None:
             await _add(tx, reservation.at, 0, tokens - reservation.tokens)
+            if reservation.tenant:
+                await _add(tx, reservation.at, 0, tokens - reservation.tokens, reservation.tenant)
 
     async def left(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
         """What is left of each limit; may be below zero."""
@@ -84,8 +119,13 @@ async def _touch(tx: AsyncConnection, period: str, start_ms: int) -> None:
     await tx.execute(select(SPENDING).where(_is(period, start_ms)).with_for_update())
 
 
-async def _add(tx: AsyncConnection, at: datetime, calls: int, tokens: int) -> None:
-    for period, start_ms in _periods(at):
+def _tenants(periods: Iterable[str]) -> set[str]:
+    return {period.partition("/")[2] for period in periods}
+
+
+async def _add(tx: AsyncConnection, at: datetime, calls: int, tokens: int, tenant: str = "") -> None:
+    for name, start_ms in _periods(at):
+        period = f"{name}/{tenant}" if tenant else name
         more = {"calls": SPENDING.c.calls + calls, "tokens": SPENDING.c.tokens + tokens}
         await tx.execute(update(SPENDING).where(_is(period, start_ms)).values(more))
 

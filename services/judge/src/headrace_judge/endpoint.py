@@ -16,6 +16,7 @@ from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import key_of_response, uuid7
+from headrace_schemas.text import storable
 
 OWN_SESSIONS = "headrace-judge-"
 """How the sessions of the judge's own calls begin when the endpoint is a gateway; each call is one."""
@@ -159,7 +160,7 @@ def _completion(response: _Response) -> Completion:
         TOKENS.labels("prompt").inc(usage.prompt_tokens)
         TOKENS.labels("completion").inc(usage.completion_tokens)
     return Completion(
-        text=choice.message.content or "",
+        text=storable(choice.message.content or ""),
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
         tokens=usage.prompt_tokens + usage.completion_tokens if usage else None,
     )

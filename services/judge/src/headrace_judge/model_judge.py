@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from headrace_judge import scoring, verdict_cache
-from headrace_judge.breaker import Breaker
+from headrace_judge.breaker import TenantBreakers
 from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
 from headrace_judge.metrics import ASKED_AGAIN, CACHE_HITS
@@ -42,32 +42,32 @@ class ModelJudge:
         budget: CallBudget,
         processor: Processor,
         endpoint: Endpoint,
-        breaker: Breaker,
+        breakers: TenantBreakers,
     ) -> None:
         self._settings = settings
         self._prompts = prompts
         self._budget = budget
         self._processor = processor
         self._endpoint = endpoint
-        self._breaker = breaker
+        self._breakers = breakers
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def single(self, rubric: Rubric, run: RunTranscript) -> Judgement:
-        return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run)))
+    async def single(self, rubric: Rubric, run: RunTranscript, tenant: str) -> Judgement:
+        return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run), tenant))
 
-    async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> Judgement:
+    async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript, tenant: str) -> Judgement:
         """The judgement for the `first` run. Both orders are asked; for equal transcripts none is."""
         if first.entries == second.entries:
             return scoring.equal(rubric)
-        forth = await self._readings(rubric, self._prompts.pair(rubric, first, second))
-        back = await self._readings(rubric, self._prompts.pair(rubric, second, first))
+        forth = await self._readings(rubric, self._prompts.pair(rubric, first, second), tenant)
+        back = await self._readings(rubric, self._prompts.pair(rubric, second, first), tenant)
         return scoring.pair(rubric, forth, back)
 
-    async def _readings(self, rubric: Rubric, messages: list[ChatMessage]) -> list[Reading]:
+    async def _readings(self, rubric: Rubric, messages: list[ChatMessage], tenant: str) -> list[Reading]:
         read = reader(rubric)
-        return [await self._reading(messages, read, sample) for sample in range(self._settings.samples)]
+        return [await self._reading(messages, read, sample, tenant) for sample in range(self._settings.samples)]
 
-    async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int) -> Reading:
+    async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int, tenant: str) -> Reading:
         question = verdict_cache.question_digest(self._endpoint.body(messages), sample)
         lock = self._asking.setdefault(question, asyncio.Lock())
         async with lock:  # equal runs often come together: the second one finds the verdict in the cache
@@ -75,51 +75,51 @@ class ModelJudge:
             if known is not None:
                 CACHE_HITS.inc()
                 return known
-            reading = await self._ask(messages, read)
+            reading = await self._ask(messages, read, tenant)
             if isinstance(reading, Verdict):
                 verdict = reading
                 await transact(self._processor, lambda tx, now: verdict_cache.keep(tx, now, question, verdict))
             return reading
 
-    async def _ask(self, messages: list[ChatMessage], read: Reader) -> Reading:
-        completion = await self._call(messages)
+    async def _ask(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:
+        completion = await self._call(messages, tenant)
         reading = _read(completion, read)
         if isinstance(reading, Verdict):
             return reading
         ASKED_AGAIN.inc()
         quoted: ChatMessage = {"role": "assistant", "content": completion.text[:_QUOTED_CHARS_MAX] or "(nothing)"}
         try:
-            return _read(await self._call([*messages, quoted, self._prompts.again(str(reading))]), read)
+            return _read(await self._call([*messages, quoted, self._prompts.again(str(reading))], tenant), read)
         except BudgetSpent:
             return reading
 
-    async def _call(self, messages: list[ChatMessage]) -> Completion:
+    async def _call(self, messages: list[ChatMessage], tenant: str) -> Completion:
         body = self._endpoint.body(messages)
         for _ in range(self._settings.retry.timeouts_max - 1):
             try:
-                return await self._call_once(messages, body)
+                return await self._call_once(messages, body, tenant)
             except CallTimedOut:
                 continue
-        return await self._call_once(messages, body)
+        return await self._call_once(messages, body, tenant)
 
-    async def _call_once(self, messages: list[ChatMessage], body: Mapping[str, object]) -> Completion:
-        reservation = await self._reserve(body)
+    async def _call_once(self, messages: list[ChatMessage], body: Mapping[str, object], tenant: str) -> Completion:
+        reservation = await self._reserve(body, tenant)
         try:
             completion = await self._endpoint.complete(messages)
         except EndpointAway as error:
-            self._breaker.failed(error.wait_s)
+            self._breakers.of(tenant).failed(error.wait_s)
             await self._correct(reservation, None if error.billed else 0)
             raise
         except CallRefused:
             await self._correct(reservation, 0)
             raise
-        self._breaker.succeeded()
+        self._breakers.of(tenant).succeeded()
         await self._correct(reservation, completion.tokens)
         return completion
 
-    async def _reserve(self, body: Mapping[str, object]) -> Reservation:
+    async def _reserve(self, body: Mapping[str, object], tenant: str) -> Reservation:
         tokens = len(str(body).encode()) // _BYTES_PER_TOKEN + self._settings.endpoint.max_tokens
-        answer = await transact(self._processor, lambda tx, now: self._budget.reserve(tx, now, tokens))
+        answer = await transact(self._processor, lambda tx, now: self._budget.reserve(tx, now, tokens, tenant))
         if isinstance(answer, BudgetLimit):
             raise BudgetSpent(str(answer))
         return answer

@@ -109,7 +109,7 @@ class BudgetSettings(Section):
 
     Hours and days are those of UTC. When a limit is reached the judge abstains and says which. A call is counted
     before it is made with an estimate of its tokens, and corrected afterwards, so a limit is overrun by no more than
-    what calls in progress were underestimated.
+    what calls in progress were underestimated. Tenants that were judged in a period or the one before share its limit.
     """
 
     COMMON: ClassVar = ("calls_per_day",)

@@ -15,10 +15,12 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import transcript_of
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.jobs import Jobs
+from headrace_runtime.jobs import Jobs, of_tenant
 from headrace_runtime.processor import Handling
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id
+
+_TENANTS_MAX = 64
 
 
 class TrajectoryHandler:
@@ -73,7 +75,7 @@ class TrajectoryHandler:
             return "the trajectory has nothing to judge: no message or call of the model is among what the rubric shows"
         if rubric.mode == "pair" and trajectory.task_id is None:
             return "the trajectory has no task_id, so there is nothing to compare it with"
-        if await self._full(handling.tx):
+        if await self._full(handling.tx, trajectory.tenant):
             return f"the queue is full (judge.queue_max = {self._settings.queue_max})"
         SHORTENED.labels(rubric.source).inc(run.shortened)
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
@@ -82,16 +84,26 @@ class TrajectoryHandler:
             await self._pairwise.enter(handling.tx, handling.now, case, trajectory)
         else:
             job_id = derived_id("judge-verdict", rubric.name, trajectory.trajectory_id)
-            await self._jobs.enqueue(handling.tx, job_id, VERDICT_JOB, SingleTask(case=case).to_json(), handling.now)
+            kind = of_tenant(VERDICT_JOB, trajectory.tenant)
+            await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
         return None
 
-    async def _full(self, tx: AsyncConnection) -> bool:
-        """Counts the queue once per transaction, and then adds what this transaction queues."""
+    async def _full(self, tx: AsyncConnection, tenant: str) -> bool:
+        """Return whether nothing more of the tenant fits. A queue full of others has room for its part all the same.
+
+        Counts the queue once per transaction, and then adds what this transaction queues.
+        """
+        queue_max = self._settings.queue_max
         if tx is not self._counted_in:
             self._counted_in = tx
-            self._waiting = await self._jobs.count(tx, VERDICT_JOB, self._settings.queue_max)
+            self._waiting = await self._jobs.count(tx, VERDICT_JOB, 2 * queue_max)
         self._waiting += 1
-        return self._waiting > self._settings.queue_max
+        if self._waiting <= queue_max or self._waiting > 2 * queue_max:
+            return self._waiting > queue_max
+        tenants = {tenant, *await self._jobs.tenants(tx, VERDICT_JOB, "", _TENANTS_MAX)}
+        full = await self._jobs.count_of(tx, of_tenant(VERDICT_JOB, tenant)) >= queue_max // len(tenants)
+        self._waiting -= full
+        return full
 
     def _is_our_own(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory is made of the judge's own calls. Judging it would never end."""

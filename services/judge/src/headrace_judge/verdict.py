@@ -9,6 +9,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN, Rubric
+from headrace_schemas.text import storable
 
 REASON_CHARS_MAX = 4_000
 _ANSWER_CHARS_MAX = 65_536
@@ -83,7 +84,8 @@ def _verdict(names: list[str], numbers: dict[str, int] | None, reason: str) -> V
 
 
 def shorten(reason: str) -> str:
-    """The reason, cut to a bounded length, with the number of characters that were left out."""
+    """Return the reason as a database can store it, cut to a bounded length, with the number of characters cut."""
+    reason = storable(reason)
     surplus = len(reason) - REASON_CHARS_MAX
     return reason if surplus <= 0 else f"{reason[:REASON_CHARS_MAX]} [... {surplus} characters left out]"
 

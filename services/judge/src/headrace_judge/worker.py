@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_judge.breaker import Breaker
+from headrace_judge.breaker import TenantBreakers
 from headrace_judge.cases import TASK, VERDICT_JOB, PairTask, Task
 from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointAway
 from headrace_judge.metrics import IN_PROGRESS, OUTCOMES, RETRIES, TIES_BY_ORDER
@@ -26,15 +26,18 @@ from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings, RetrySettings
 from headrace_judge.transactions import transact
 from headrace_runtime import tracing
-from headrace_runtime.errors import HeadraceError
-from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.isolation import each, is_fatal, reason_of
+from headrace_runtime.jobs import Job, Jobs, of_tenant
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.processor import Processor, StepFailed
 from headrace_runtime.sources import RETRIED, Sources
-from headrace_schemas import Reward
+from headrace_runtime.wire import Record
+from headrace_schemas import Event, Reward
 
 log = get_logger(__name__)
 _POLL_S = 0.25
+_TENANTS_MAX = 32
 _GROWTH = 4.0
 
 
@@ -50,7 +53,7 @@ class JudgeWorker:
         pairwise: PairwiseComparisons,
         processor: Processor,
         model_judge: ModelJudge,
-        breaker: Breaker,
+        breakers: TenantBreakers,
         sources: Sources,
     ) -> None:
         self._settings = settings
@@ -60,7 +63,8 @@ class JudgeWorker:
         self._pairwise = pairwise
         self._processor = processor
         self._model_judge = model_judge
-        self._breaker = breaker
+        self._breakers = breakers
+        self._last_tenant = ""
         self._sources = sources
         self._lease = timedelta(seconds=settings.lease_s)
         self._running: set[Job] = set()
@@ -75,7 +79,7 @@ class JudgeWorker:
                 jobs = await self._take()
                 for job in jobs:
                     self._running.add(job)
-                    group.create_task(self._work(job))
+                    group.create_task(self._work_alone(job))
                 IN_PROGRESS.set(len(self._running))
                 if not jobs:
                     with contextlib.suppress(TimeoutError):
@@ -83,12 +87,26 @@ class JudgeWorker:
                             await self._freed.wait()
 
     async def _take(self) -> list[Job]:
-        limit = self._breaker.admits(len(self._running), self._settings.endpoint.concurrency)
+        limit = self._settings.endpoint.concurrency - len(self._running)
         if limit < 1:
             return []
-        return await transact(
-            self._processor, lambda tx, now: self._jobs.lease(tx, VERDICT_JOB, now, self._lease, limit)
-        )
+        return await transact(self._processor, lambda tx, now: self._lease_in_turn(tx, now, limit))
+
+    async def _lease_in_turn(self, tx: AsyncConnection, now: datetime, limit: int) -> list[Job]:
+        """Lease jobs of the tenants in turn, each its part of the room, where its breaker admits any."""
+        leased: list[Job] = []
+        tenants = await self._jobs.tenants(tx, VERDICT_JOB, self._last_tenant, _TENANTS_MAX)
+        for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):
+            part = math.ceil((limit - len(leased)) / left)
+            if not part:
+                break
+            kind = of_tenant(VERDICT_JOB, tenant)
+            running = sum(job.kind == kind for job in self._running)
+            admitted = min(part, self._breakers.of(tenant).admits(running, running + part))
+            if admitted > 0:
+                self._last_tenant = tenant
+                leased += await self._jobs.lease(tx, kind, now, self._lease, admitted)
+        return leased
 
     async def _renew(self) -> None:
         async def renew(tx: AsyncConnection, now: datetime) -> None:
@@ -100,8 +118,21 @@ class JudgeWorker:
             if self._running:
                 await transact(self._processor, renew)
 
+    async def _work_alone(self, job: Job) -> None:
+        """`_work`, in which a step that fails is tried again when the lease runs out."""
+        try:
+            await self._work(job)
+        except StepFailed as error:
+            log.error("judging_postponed", job_id=job.job_id, kind=type(error.__cause__).__name__)
+
     async def _work(self, job: Job) -> None:
-        task = TASK.validate_json(job.payload)
+        try:
+            task = TASK.validate_json(job.payload)
+        except ValueError as error:
+            self._running.discard(job)
+            reason = reason_of(error)
+            await self._processor.step(lambda tx, _now: drop(tx, self._jobs, job, reason))
+            return
         with tracing.span(task.traceparent):
             try:
                 result = await self._try(job, task)
@@ -123,12 +154,12 @@ class JudgeWorker:
             return Judgement(outcome="failed", reason=f"given up: {limit} tries ended without a result")
         wait_s: float | None = None
         try:
-            return await self._judge(task)
+            return await self._judge(task, job.kind.partition("/")[2])
         except EndpointAway as error:
             reason, wait_s = str(error), error.wait_s
-        except (HeadraceError, SQLAlchemyError):
-            raise
-        except Exception as error:  # noqa: BLE001 (one task must not stop all others; it is tried again, then failed)
+        except Exception as error:  # one task must not stop all others; it is tried again, then failed
+            if is_fatal(error):
+                raise
             reason = f"internal error: {type(error).__name__}"
             frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message may quote the run
             log.error("judging_failed", kind=type(error).__name__, frames=frames)
@@ -138,17 +169,17 @@ class JudgeWorker:
         self._sources.note(f"judge:{task.rubric}", RETRIED, reason)
         return timedelta(seconds=backoff_s(self._settings.retry, job.attempts, wait_s))
 
-    async def _judge(self, task: Task) -> Judgement:
+    async def _judge(self, task: Task, tenant: str) -> Judgement:
         rubric = self._rubrics.get(task.rubric)
         if rubric is None or rubric.mode != task.kind:
             return Judgement(outcome="abstained", reason=f"there is no rubric {task.rubric!r} of this mode any more")
         try:
             if not isinstance(task, PairTask):
-                return await self._model_judge.single(rubric, task.case.run)
+                return await self._model_judge.single(rubric, task.case.run, tenant)
             runs = await transact(self._processor, lambda tx, _now: self._pairwise.runs(tx, task))
             if runs is None:
                 return Judgement(outcome="abstained", reason="the pair is no longer there")
-            return await self._model_judge.pair(rubric, runs[0].run, runs[1].run)
+            return await self._model_judge.pair(rubric, runs[0].run, runs[1].run, tenant)
         except BudgetSpent as error:
             return Judgement(outcome="abstained", reason=str(error))
         except CallTimedOut as error:
@@ -161,21 +192,39 @@ class JudgeWorker:
         judged_by = self._judged_by.get(task.rubric, self._settings.endpoint.model)
         rewards: list[Reward] = []
 
-        async def finish(tx: AsyncConnection, now: datetime) -> Sequence[Reward]:
+        async def finish(tx: AsyncConnection, now: datetime, judged: Judgement) -> Sequence[Reward]:
             rewards.clear()
             if await self._jobs.finish(tx, job):
                 if isinstance(task, PairTask):
-                    rewards.extend(await self._pairwise.decide(tx, now, task, judgement, judged_by))
+                    rewards.extend(await self._pairwise.decide(tx, now, task, judged, judged_by))
                 else:
-                    rewards.append(task.case.subject.reward(judgement, now, judged_by))
+                    rewards.append(task.case.subject.reward(judged, now, judged_by))
             return rewards
 
-        await self._processor.step(finish)
+        async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            return await each(
+                tx,
+                "judge.finish",
+                [judgement],
+                lambda judged: finish(tx, now, judged),
+                lambda _, reason: finish(tx, now, Judgement(outcome="failed", reason=reason)),
+                lambda _, reason: drop(tx, self._jobs, job, reason),
+            )
+
+        await self._processor.step(step)
         self._sources.note(f"judge:{task.rubric}", judgement.outcome, judgement.reason)
         for reward in rewards:
             OUTCOMES.labels(reward.source, reward.outcome).inc()
         if rewards and isinstance(task, PairTask) and judgement.reason == "order":
             TIES_BY_ORDER.labels(rewards[0].source).inc()
+
+
+async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequence[Event]:
+    """End a job that can have no reward, and dead-letter what it holds."""
+    if not await jobs.finish(tx, job):
+        return ()
+    record = Record("trajectories", -1, -1, None, job.payload, (("ce_id", job.job_id.encode()),))
+    return [dead_letter("judge", record, "judging_failed", reason)]
 
 
 def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
