@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,4 +27,4 @@ class Summary:
 
     def quantile(self, share: float) -> float:
         """The smallest value that `share` of all do not exceed."""
-        return self.values[min(len(self.values) - 1, int(share * len(self.values)))]
+        return self.values[max(0, math.ceil(share * len(self.values) - 1e-9) - 1)]

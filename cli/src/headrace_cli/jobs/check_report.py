@@ -82,7 +82,7 @@ class CheckReport:
         if not self.lengths:
             return {}
         ordered = sorted(self.lengths)
-        cuts = quantiles(ordered, n=20) if len(ordered) > 1 else ordered * 19
+        cuts = quantiles(ordered, n=20, method="inclusive") if len(ordered) > 1 else ordered * 19
         return {"least": ordered[0], "median": round(cuts[9]), "95 of 100": round(cuts[18]), "most": ordered[-1]}
 
     def check(self, skip_bad: int) -> None:
