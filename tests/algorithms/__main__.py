@@ -18,11 +18,12 @@ import torch
 import transformers
 
 from headrace_trainer.algorithms.presets import ALGORITHMS
-from tests.algorithms import advantages, losses, stream, weights
+from tests.algorithms import advantages, losses, strays, stream, weights
 from tests.algorithms.planted import BOUND, FAULTS, caught
 from tests.support import tiny_model
 
 SEEDS = 20
+LOST = strays.LOSS_MAX
 DIVERGENCES = ("k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
 
 
@@ -85,6 +86,26 @@ def of_weights(base: Path) -> Iterator[Line]:
     yield Line("dpo: slope at the base", weights.slope_beside_the_gradient(base))
 
 
+def of_strays(seeds: int) -> Iterator[Line]:
+    """One reward in another unit, and honest rewards that are not to be mistaken for it."""
+    for label, lost in strays.every(range(min(seeds, 6))):
+        yield Line(f"one stray reward, {label}: speed lost over {strays.RUNS} runs", lost, -LOST, LOST)
+        wrong = max(strays.pushed_down(label, 100.0, seed) for seed in range(min(seeds, 6)))
+        yield Line(f"one stray reward, {label}: right answers of its batch pushed down for it", wrong, high=0.0)
+    yield Line("stray rewards that the trainer does not name", float(strays.unnamed(0)), high=0.0)
+    for before, after in ((1.0, 100.0), (100.0, 1.0), (10.0, 1.0), (1.0, 10.0)):
+        runs = max(strays.runs_to_adapt(seed, before, after) for seed in range(min(seeds, 4)))
+        yield Line(f"runs to adapt from 0/{before:g} to 0/{after:g}", float(runs), high=strays.ADAPTED_MAX)
+    for kind in strays.HEAVY:
+        yield Line(f"honest rewards winsorised, {kind}", strays.flattened(kind, 0), high=strays.FLATTENED_MAX)
+    plain = strays.speed_lost("reinforce++", 1e4, 0, 0.5, **strays.PLAIN)
+    yield Line("caught when planted: the plain deviation", plain, 0.5, 1.0)
+    pushed = strays.pushed_down("grpo", 100.0, strays.SEED_OF_GROUPS, **strays.PLAIN)
+    yield Line("caught when planted: plain rewards in a group", pushed, 1.0, 1e9)
+    zealous = strays.flattened("Pareto, index 2", 0, stray_factor=0.5)
+    yield Line("caught when planted: bounds that are too narrow", zealous, 0.02, 1.0)
+
+
 def of_faults(base: Path) -> Iterator[Line]:
     for fault in FAULTS:
         yield Line(f"caught when planted: {fault.name}", float(caught(fault, base)), 1.0, 1.0)
@@ -103,7 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="headrace-algorithms-") as scratch:
         base = tiny_model.build(Path(scratch) / "base", layers=1)
         parts = (of_losses(given.seeds), of_advantages(given.seeds), of_streams(base, given.seeds), of_weights(base),
-                 of_faults(base))  # fmt: skip
+                 of_strays(given.seeds), of_faults(base))  # fmt: skip
         for part in parts:
             for line in part:
                 lines.append(line)

@@ -63,7 +63,10 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "room": lambda: trainer.room.trouble or True,
         "learner": lambda: trainer.learner_failure or True,
     }
-    notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}
+    notes: dict[str, web.Check] = {
+        "training": lambda: trainer.stopped or True,
+        "rewards": lambda: trainer.stray_rewards or True,
+    }
     routes = [resume_route(trainer, common), settings_route("trainer", settings, common)]
     async with web.serve(web.app(checks, routes, common, notes=notes), settings, common.security) as port:
         log.info("listening", port=port)

@@ -105,6 +105,14 @@ class Trainer:
         return None if stop is None else f"training is stopped: {stop.reason}"
 
     @property
+    def stray_rewards(self) -> str | None:
+        """Return a sentence about the last rewards that were far outside the usual values of their sources."""
+        strays = self.lineage.state.baselines.ranges.strays if self.lineage is not None else ()
+        if not strays:
+            return None
+        return f"{'; '.join(map(str, strays[-3:]))}. Send this source's rewards in a single unit; see docs/guides/rewards.md"
+
+    @property
     def saves(self) -> bool:
         """Whether something is being saved, or is saved and not announced yet."""
         return self._saving is not None

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from headrace_schemas.base import Finite, Model
+from headrace_trainer.algorithms.reward_ranges import Bounds, RangeLimits, RewardRanges
 
 _ROUNDING = 1e-6
+_SPREADS_MAX = 2.0
+"""Largest standard deviation of winsorised rewards, in units of their spread, which a normal distribution's is half."""
 
 
 class Mean(Model):
@@ -42,6 +45,12 @@ class Mean(Model):
         """Age by the new weight, then add it."""
         aged = self.aged(new.weight, decay)
         return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
+
+    def winsorised(self, bounds: Bounds) -> Mean:
+        """Return the mean with its value within `bounds`."""
+        if self.weight <= _ROUNDING or bounds.winsorise(self.value) == self.value:
+            return self
+        return self.model_copy(update={"total": bounds.winsorise(self.value) * self.weight})
 
     def aged(self, runs: float, decay: float) -> Mean:
         """What is left of it after so many runs more."""
@@ -79,6 +88,8 @@ class Baselines(Model):
     """Of what rewards differ from their baselines by."""
     runs: dict[str, Own] = Field(default_factory=dict)
     """The one absorbed longest ago first."""
+    ranges: RewardRanges = RewardRanges()
+    """Of reward sources, by which stray values are winsorised."""
 
     def task(self, name: str) -> Mean:
         return self.tasks.get(name, Mean())
@@ -87,6 +98,31 @@ class Baselines(Model):
         """False when at least so many tasks are known and most of them were seen only once."""
         once = sum(mean.weight <= 1.0 + _ROUNDING for mean in self.tasks.values())
         return len(self.tasks) < tasks_min or 2 * once <= len(self.tasks)
+
+    def repaired(self, ranges: RewardRanges, limits: RangeLimits, rewards: Mapping[str, Sequence[float]]) -> Baselines:
+        """Return the baselines with `ranges`, and without what these refute.
+
+        A mean outside the bounds of the last rewards becomes the nearest reward within them. A deviation of more
+        than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of a task is only examined where
+        `rewards` has its rewards of this batch, and all of these are within the bounds.
+        """
+        bounds = ranges.total(limits)
+        if bounds is None:
+            return self.model_copy(update={"ranges": ranges})
+        means = {
+            name: self.tasks[name].winsorised(bounds)
+            for name, values in rewards.items()
+            if name in self.tasks and all(bounds.winsorise(value) == value for value in values)
+        }
+        overall, squares = self.overall.winsorised(bounds), self.squares
+        if squares.weight > _ROUNDING and squares.value > (_SPREADS_MAX * bounds.spread) ** 2:
+            squares = squares.model_copy(update={"total": ranges.variance * squares.weight})
+        update: dict[str, object] = {"ranges": ranges}
+        if squares != self.squares or overall != self.overall or any(self.tasks[name] != means[name] for name in means):
+            tasks_kept = {name: means.get(name, mean) for name, mean in self.tasks.items()}
+            # The shares of single runs are parts of the sums that have just been replaced.
+            update |= {"tasks": tasks_kept, "overall": overall, "squares": squares, "runs": {}}
+        return self.model_copy(update=update)
 
 
 class Decay(Model):
@@ -126,7 +162,7 @@ class Decay(Model):
         runs = {name: own for name, own in runs.items() if own.task is None or own.task in tasks}
         for name in list(runs)[: max(0, len(runs) - self.runs_max)]:
             del runs[name]
-        return Baselines(tasks=tasks, overall=overall, squares=squares, runs=runs)
+        return Baselines(tasks=tasks, overall=overall, squares=squares, runs=runs, ranges=old.ranges)
 
     def _own(self, own: Own | None, tasks: Mapping[str, Mean], overall: Mean) -> tuple[Mean, Mean]:
         if own is None:

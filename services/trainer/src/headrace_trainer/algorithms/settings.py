@@ -11,6 +11,7 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
+from headrace_trainer.algorithms.reward_ranges import RangeLimits
 from headrace_trainer.algorithms.signals import Signals
 
 Positive = Annotated[float, Field(gt=0)]
@@ -42,6 +43,10 @@ class AdvantageSettings(Section):
     the unit of rewards."""
     reward_max: Positive = 1e6
     """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
+    stray_factor: Annotated[float, Field(ge=0)] = 6.0
+    """A value of a source beyond the median of its last 128 values by more than this many times their usual largest
+    distance from it is a stray in another unit. It counts as the largest (or least) usual value, and `headrace status`
+    names it. 0 lets all values count in full."""
     equal_groups: Literal["train", "drop"] = "train"
     """What becomes of a group whose runs all have one reward: it is trained, with advantages of 0 and a part in the
     mean over tokens, or dropped with `equal_rewards` (`dapo`)."""
@@ -56,6 +61,11 @@ class AdvantageSettings(Section):
     def estimator(self) -> Estimator:
         """What `kind` names."""
         return ESTIMATORS.get(self.kind)
+
+    @property
+    def range_limits(self) -> RangeLimits:
+        """Return which values are strays."""
+        return RangeLimits(self.stray_factor, self.scale_min)
 
     @property
     def signals(self) -> Signals:

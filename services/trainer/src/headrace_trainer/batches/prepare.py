@@ -44,8 +44,8 @@ def prepare(
     due = [(item, one) for item in items for one in state.due(item)]
     pairs = met([(item.experience.experience_id, one.example) for item, one in due if one.new])
     trainable = [(item, one) for item, one in due if _goes(item, one, pairs)]
-    new = [item for item, one in trainable if one.missing is None]
-    found, baselines = _advantages(new, state, settings, decay)
+    past, new = _winsorised([item for item, one in trainable if one.missing is None], state, settings)
+    found, baselines = _advantages(new, past, state, settings, decay)
     first = {
         item.experience.experience_id: _first(item, index, found, state, settings) for index, item in enumerate(new)
     }
@@ -82,10 +82,31 @@ def _first(
     return replace(one, turns=bounded, turn_terms=terms if terms[1] else None)
 
 
+def _winsorised(
+    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings
+) -> tuple[Baselines, list[Waiting]]:
+    """Return the baselines with the ranges of the batch's rewards in them, and `items` with winsorised rewards.
+
+    The ranges see the whole batch before any of its rewards is compared with them.
+    """
+    limits = settings.range_limits
+    if not items or not limits.factor:
+        return state.baselines, list(items)
+    experiences = [(run_of(item.experience), item.experience) for item in items]
+    ranges = state.baselines.ranges.absorb(experiences, limits)
+    bounded = [item.model_copy(update={"experience": ranges.bound(item.experience, limits)}) for item in items]
+    rewards: dict[str, list[float]] = {}
+    for item in bounded:
+        task, reward = task_of(item.experience), item.experience.reward
+        if task is not None and reward is not None:
+            rewards.setdefault(task, []).append(reward)
+    return state.baselines.repaired(ranges, limits, rewards), bounded
+
+
 def _advantages(
-    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings, decay: Decay
+    items: Sequence[Waiting], past: Baselines, state: LineageState, settings: AdvantageSettings, decay: Decay
 ) -> tuple[Advantages, Baselines]:
-    past, worth = state.baselines, state.limits.rules.worth
+    worth = state.limits.rules.worth
     if not items:
         return Advantages((), (), ()), past
     experiences_B = [item.experience for item in items]

@@ -29,6 +29,7 @@ from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
+from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.algorithms.signals import REWARDS, Signals
 from headrace_trainer.experiences.due import Due, Terms, due
 from headrace_trainer.experiences.edits import EditWriter
@@ -59,6 +60,8 @@ class AdmissionLimits:
     replies: ReplyReader | None = None
     """Reads what users said next, where that is trained."""
     examples_max: int = 64
+    ranges: RangeLimits = NO_LIMITS
+    """Which rewards are strays."""
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
         """What of it is trained; of its answers those that a sequence has room for."""
@@ -106,6 +109,7 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         write=EditWriter(Path(settings.base)) if signals.edits else None,
         replies=_reader(settings) if signals.replies else None,
         examples_max=settings.memory.examples,
+        ranges=advantage.range_limits,
     )
 
 

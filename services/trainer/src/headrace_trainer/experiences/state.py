@@ -162,10 +162,13 @@ class LineageState:
         """Decide about an experience that arrived, and record it. `place` is its partition and offset on the bus."""
         name = experience.experience_id
         entry = self.window.get(name)
-        decision = decide(experience, entry, self.history, self.steps, self.limits)
+        decision = decide(self.bounded(experience), entry, self.history, self.steps, self.limits)
         if decision.fate == "ignore":
             DUPLICATES.inc()
             return decision
+        ranges = self.baselines.ranges.note(experience, self.limits.ranges)
+        if ranges is not self.baselines.ranges:
+            self.baselines = self.baselines.model_copy(update={"ranges": ranges})
         versions = versions_of(experience)
         self.window.see(name, experience.revision, versions, place if experience.branch is not None else None, now)
         replaced = self._waiting.get(name) if decision.replaces else None
@@ -191,7 +194,16 @@ class LineageState:
     def due(self, item: Waiting) -> tuple[Due, ...]:
         """What of it is to be trained."""
         entry = self.window.get(item.experience.experience_id)
-        return due_of(item.experience, entry, self.history, self.steps, self.limits)
+        return due_of(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
+
+    def bounded(self, experience: Experience) -> Experience:
+        """Return the experience with its stray rewards winsorised, as it is trained.
+
+        A reward beyond `reward_max` stays as it is, and the experience is dropped for it.
+        """
+        if abs(experience.reward or 0.0) > self.limits.reward_max:
+            return experience
+        return self.baselines.ranges.bound(experience, self.limits.ranges)
 
     def open_answers(self, item: Waiting) -> tuple[Example, ...]:
         """The answers of it that can only be trained with another one. One that was trained needs none: it is
@@ -245,7 +257,7 @@ class LineageState:
             assert entry is not None, "nothing is evicted between two saves"
             again = None
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
-                reason = objection(experience, entry, self.history, self.steps, self.limits)
+                reason = objection(self.bounded(experience), entry, self.history, self.steps, self.limits)
                 tried = len({one.step for one in entry.contributions if one.revision == experience.revision})
                 # Only once: a version that was trained on the same experiences may be refused for the same reason.
                 if reason is None and name not in self._waiting and tried <= 1:
@@ -280,7 +292,7 @@ class LineageState:
         """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
-            found = expired(item.experience, entry, self.history, self.steps, self.limits)
+            found = expired(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
             if found is not None:
                 self.drop(item, found.reason, found.detail)
 
