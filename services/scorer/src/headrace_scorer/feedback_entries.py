@@ -103,7 +103,7 @@ def _said(
         if one.about != "value":
             continue
         targets = list(_targets(one, answers))
-        for source, value in _values(one, labels):
+        for source, value in values_of(one, labels):
             for turn_id, choice in targets:
                 words = said[EntryKey.reward(source, turn_id, choice)]
                 words.pop(one.rater or "", None)  # so that the words stand in the order of the log
@@ -111,7 +111,7 @@ def _said(
     return said
 
 
-def _values(one: Feedback, labels: Mapping[str, float]) -> Iterator[tuple[str, float | None]]:
+def values_of(one: Feedback, labels: Mapping[str, float]) -> Iterator[tuple[str, float | None]]:
     """Each source under which it says something, with the value. What only brings facts says nothing."""
     if one.withdrawn:
         yield one.metric_source, None

@@ -14,7 +14,7 @@ from headrace_runtime.isolation import each
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_scorer import feedback_rewards, ingest_check, ledger, provenance, store
-from headrace_scorer.feedback_entries import thumbs_of
+from headrace_scorer.feedback_entries import thumbs_of, values_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.learned.store import keep_thumbs
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
@@ -56,7 +56,12 @@ class Scorer:
         return events
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store it for later trajectories, and match it with those that are here."""
+        """Store it for later trajectories, and match it with those that are here.
+
+        Raises `InvalidEvent` when a value is outside the declared range of its source.
+        """
+        for source, value in values_of(feedback, self.settings.labels):
+            self._check_range(source, value)
         tx, now, partition = handling.tx, handling.now, handling.received.record.partition
         after = handling.received.envelope.after or {}
         placed = PlacedFeedback(feedback, handling.received.place, after.get("turns"), after.get("trajectories"))
@@ -80,11 +85,13 @@ class Scorer:
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
         """Enter a reward of another source.
 
-        Raises `InvalidEvent` for a reward in the name of another service, and when a trajectory has too many sources.
+        Raises `InvalidEvent` for a reward in the name of another service, when a trajectory has too many sources, and
+        when the value is outside its declared range.
         """
         provenance.check(reward, handling.received.envelope.source)
         if not await ledger.receive(handling.tx, handling.now, reward):
             return []
+        self._check_range(reward.source, reward.value)
         score = await self.scores.open(handling.tx, reward.trajectory_id)
         if score is None or score.trajectory.tenant != reward.tenant:
             return []
@@ -95,6 +102,11 @@ class Scorer:
                 f"{reward.source}: a trajectory has {limit} sources at most (scorer.sources_max)",
             )
         return await self.scores.emit_if_ready(handling.tx, handling.now, score, self.scoring.policy)
+
+    def _check_range(self, source: str, value: float | None) -> None:
+        violation = self.settings.violation(source, value)
+        if violation is not None:
+            raise InvalidEvent("out_of_range", violation)
 
     async def _feedback_changed(self, tx: AsyncConnection, now: datetime, trajectory_id: str) -> list[Event]:
         score = await self.scores.open(tx, trajectory_id)

@@ -158,10 +158,18 @@ class Scoring:
 
     async def _call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         try:
-            return await self._pool.call(call, trajectory)
+            return self._in_range(f"function:{call.function}", await self._pool.call(call, trajectory))
         except Exception as error:
             log.exception("call_failed", function=call.function)
             return Outcome.failed(reason_of(error))
+
+    def _in_range(self, source: str, outcome: Outcome) -> Outcome:
+        """Return the outcome, a failure in its place where a value is outside the declared range of the source."""
+        values = (outcome.value, *outcome.turns.values())
+        violation = next(filter(None, (self._settings.violation(source, value) for value in values)), None)
+        if violation is None:
+            return outcome
+        return Outcome.failed(violation).model_copy(update={"judged_by": outcome.judged_by})
 
     async def _collect(self, processor: Processor) -> None:
         if processor.database.sqlite:  # one file, one process: the process that had the leases is dead

@@ -12,6 +12,7 @@ from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_schemas.base import Text
 from headrace_schemas.bounds import WEIGHT_MAX, Score
+from headrace_schemas.text import printable
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
@@ -48,6 +49,9 @@ class ScorerSettings(ServiceSettings):
     """With several scorers on one database: how long after a scorer died another one makes its calls."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
     """Weight of each source in the reward: that of the first pattern that fits. A source without one does not count."""
+    ranges: dict[Text, tuple[Score, Score]] = Field(default_factory=dict)
+    """The least and the largest value of sources, e.g. `{ feedback = [0, 1] }`; the first pattern that fits counts.
+    Feedback and rewards of other services outside it are dead-lettered, and a reward function's call has failed."""
     required: tuple[str, ...] = ()
     """Sources without whose score there is no reward."""
     expected: tuple[str, ...] = ()
@@ -71,6 +75,23 @@ class ScorerSettings(ServiceSettings):
     """How long a trajectory and its rewards are kept for revisions."""
     learned: LearnedSettings = LearnedSettings()
     drift: DriftSettings = DriftSettings()
+
+    @model_validator(mode="after")
+    def _ranges_have_room(self) -> Self:
+        for pattern, (low, high) in self.ranges.items():
+            if low >= high:
+                raise ValueError(f"ranges.{pattern} = [{low:g}, {high:g}]: the first number must be below the second")
+        return self
+
+    def violation(self, source: str, value: float | None) -> str | None:
+        """Return why `source` must not give `value`; None when it may."""
+        limits = next((limits for pattern, limits in self.ranges.items() if fits(pattern, source)), None)
+        if value is None or limits is None or limits[0] <= value <= limits[1]:
+            return None
+        return (
+            f"{printable(source)} = {value:g}: must be from {limits[0]:g} to {limits[1]:g} (scorer.ranges); send it in "
+            "this unit, or change the range"
+        )
 
     @model_validator(mode="after")
     def _required_sources_count(self) -> Self:

@@ -110,7 +110,8 @@ class Trainer:
         strays = self.lineage.state.baselines.ranges.strays if self.lineage is not None else ()
         if not strays:
             return None
-        return f"{'; '.join(map(str, strays[-3:]))}. Send this source's rewards in a single unit; see docs/guides/rewards.md"
+        named = "; ".join(map(str, strays[-3:]))
+        return f"{named}. Send the rewards of a source in a single unit; see docs/guides/rewards.md"
 
     @property
     def saves(self) -> bool:
