@@ -30,6 +30,8 @@ class ModelState(Model):
     aliases: dict[AliasName, Version] = Field(default_factory=dict)
     """Those that operators set."""
     revision: int
+    trouble: Annotated[str, Field(max_length=4096)] | None = None
+    """Why no replica serves the model, in the words of the replica that refuses; None while some replica serves it."""
 
 
 class ModelList(Model):

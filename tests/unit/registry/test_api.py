@@ -51,6 +51,26 @@ async def test_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.A
     assert len(VersionList.model_validate_json(limited.content).data) == 1
 
 
+async def test_model_without_a_replica_or_with_a_refused_base_has_a_trouble(rig: Rig, http: httpx2.AsyncClient) -> None:
+    async def trouble() -> str | None:
+        return ModelState.model_validate_json((await http.get(f"/v1/models/{MODEL}")).content).trouble
+
+    base = await rig.checkpoint(0)
+    await rig.ticks()
+    assert "no replica is alive" in str(await trouble())
+    rig.say("r1", loaded(base, "failed", error="tensor model.norm.weight is missing"))
+    assert "replica r1: tensor model.norm.weight is missing" in str(await trouble())
+    await rig.ticks()
+    refused = str(await trouble())
+    assert refused.startswith(f"no version serves, {base} was rejected: ")
+    assert "tensor model.norm.weight is missing" in refused
+    (champion,) = await rig.crowned(1)
+    assert await trouble() is None
+    rig.say("r1", loaded(champion, passed=False, error="probe refused"))
+    assert await trouble() == f"no replica serves the champion {champion}: replica r1: probe refused"
+    assert ModelList.model_validate_json((await http.get("/v1/models")).content).data[0].trouble == await trouble()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "code"),
     [

@@ -33,6 +33,17 @@ def test_silent_and_stopping_replicas_do_not_count() -> None:
     assert [one.replica_id for one in probe.live(replicas, START + timedelta(seconds=5))] == ["fresh"]
 
 
+def test_model_that_no_replica_serves_has_each_replicas_reason() -> None:
+    refused = replica("a", loaded(V, "failed", error="no memory"))
+    unprobed = replica("b", loaded(V, passed=False, error="probe refused"))
+    waiting = replica("c", LoadedVersion(version=V, state="loading", error="disk: 1.0 MB are free on /data"))
+    reason = "replica a: no memory; replica b: probe refused; replica c: loading: disk: 1.0 MB are free on /data"
+    assert probe.unserved(V, [refused, unprobed, waiting]) == reason
+    assert probe.unserved(V, [refused, replica("d", loaded(V))]) is None
+    assert probe.unserved(V, [replica("e")]) == "replica e: not loaded yet"
+    assert probe.unserved(V, []) == "no replica is alive"
+
+
 def test_all_ready_with_passed_probes() -> None:
     found = probe.result(V, [replica("a", loaded(V)), replica("b", loaded(V))])
     assert found.state == "passed"

@@ -56,6 +56,7 @@ def status(
     else:
         if state is not None:
             _print_unwatched(state, data_dir)
+        _print_unserved(models)
         _print(state, models, found, alive)
         _print_sources(sources)
         for one in learning:
@@ -110,6 +111,14 @@ def _print_unwatched(state: RunState, data_dir: DataDir) -> None:
             f"[red]the supervisor (pid {state.pid}) has not looked for {_age(silent_s)}: it is stopped or stuck. "
             "States are what it saw last, nobody restarts what ends, and only `alive` is true now[/]"
         )
+
+
+def _print_unserved(models: tuple[ModelState, ...]) -> None:
+    """Print first what stops users: models that no replica serves, with the reason that the replica reported."""
+    for model in models:
+        if model.trouble is not None:
+            console().print(f"[red]model {model.id} is not served:[/]", end=" ")
+            console().print(model.trouble, markup=False)
 
 
 def _print_sources(sources: tuple[SourceState, ...]) -> None:

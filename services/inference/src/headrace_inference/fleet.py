@@ -184,6 +184,7 @@ class Fleet:
                 await self._news.wait()
             except Unavailable as error:
                 log.warning("version_waits", version=held.version, error=str(error))
+                self._report_wait(held, str(error))
                 await asyncio.sleep(self._limits.retry_s)
             except NoRoom as error:
                 self._crowd(held, str(error))
@@ -214,7 +215,7 @@ class Fleet:
             await self._engine.unload(held.version)
             return
         _report_tokens_without_row(held.version, tokenizer, self._engine.vocabulary(held.version))
-        held.manifest, held.tokenizer, held.loaded_at_s = manifest, tokenizer, int(time.time())
+        held.manifest, held.tokenizer, held.loaded_at_s, held.error = manifest, tokenizer, int(time.time()), None
         metrics.LOADS.labels("ready").inc()
         log.info("version_ready", version=held.version, max_abs_delta=held.probe.max_abs_delta)
         self._set(held, "ready")
@@ -282,6 +283,12 @@ class Fleet:
         held.state = state
         self._news.set()
         self._changed()
+
+    def _report_wait(self, held: _Held, reason: str) -> None:
+        """Let the next heartbeat name what the version waits for."""
+        if held.error != reason[:_ERROR_LENGTH_MAX]:
+            held.error = reason[:_ERROR_LENGTH_MAX]
+            self._changed()
 
     def _fail(self, held: _Held, error: str) -> None:
         log.error("version_failed", version=held.version, error=error)

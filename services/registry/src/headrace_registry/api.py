@@ -74,11 +74,16 @@ class RegistryApi:
     async def models(self, _request: Request) -> Response:
         async with self._database.transaction() as tx:
             records = [await changes.model(tx, name) for name in await store.model_names(tx)]
-            return http.answer(ModelList(data=tuple([await states.of_model(tx, record) for record in records])))
+            data = [await states.of_model(tx, record, self._alive()) for record in records]
+            return http.answer(ModelList(data=tuple(data)))
 
     async def model(self, request: Request) -> Response:
         async with self._database.transaction() as tx:
-            return http.answer(await states.of_model(tx, await changes.model(tx, request.path_params["name"])))
+            record = await changes.model(tx, request.path_params["name"])
+            return http.answer(await states.of_model(tx, record, self._alive()))
+
+    def _alive(self) -> list[Replica]:
+        return probe.live(self._replicas(), self._clock.now())
 
     async def versions(self, request: Request) -> Response:
         limit = http.limit(request)
@@ -121,7 +126,7 @@ class RegistryApi:
         async def change(transition: Transition, model: ModelRecord, _tx: AsyncConnection) -> None:
             if model.champion is None or model.previous is None:
                 raise Refused(409, "no_previous", f"model {model.model} has no previous version to go back to")
-            alive = probe.live(self._replicas(), self._clock.now())
+            alive = self._alive()
             if alive and not probe.served_by_any(model.previous, alive):
                 raise Refused(409, "previous_not_ready", f"no replica holds {model.previous} ready")
             await transition.roll_back(model, body.reason or "an operator rolled back")

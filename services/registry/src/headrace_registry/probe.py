@@ -9,6 +9,8 @@ from typing import Literal
 
 from headrace_schemas import LoadedVersion, Replica
 
+_REASONS_MAX = 5
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
@@ -47,7 +49,7 @@ def result(version: str, replicas: Sequence[Replica], since: datetime | None = N
         if loaded.probe.parent_max_abs_delta is not None:
             parents.append(loaded.probe.parent_max_abs_delta)
     if pending:
-        return ProbeResult("pending", "; ".join(pending[:5]))
+        return ProbeResult("pending", "; ".join(pending[:_REASONS_MAX]))
     numbers = {"replicas": float(len(replicas)), "max_abs_delta": max(deltas)}
     if parents:
         numbers["parent_max_abs_delta"] = min(parents)
@@ -69,6 +71,19 @@ def refused_by_all(version: str, replicas: Sequence[Replica]) -> str | None:
     return errors[0] if errors and all(errors) else None
 
 
+def unserved(version: str, replicas: Sequence[Replica]) -> str | None:
+    """Return why no live replica serves `version`, with each replica's reason; None while some replica serves it."""
+    if served_by_any(version, replicas):
+        return None
+    if not replicas:
+        return "no replica is alive"
+    reasons = []
+    for replica in replicas:
+        loaded = _loaded(replica, version)
+        reasons.append(f"replica {replica.replica_id}: {(loaded and _objection(loaded)) or _progress(loaded)}")
+    return "; ".join(reasons[:_REASONS_MAX])
+
+
 def _loaded(replica: Replica, version: str) -> LoadedVersion | None:
     return next((loaded for loaded in replica.versions if loaded.version == version), None)
 
@@ -87,4 +102,5 @@ def _objection(loaded: LoadedVersion) -> str | None:
 def _progress(loaded: LoadedVersion | None) -> str:
     if loaded is None:
         return "not loaded yet"
-    return "ready but not probed" if loaded.state == "ready" else loaded.state
+    progress = "ready but not probed" if loaded.state == "ready" else loaded.state
+    return f"{progress}: {loaded.error}" if loaded.error else progress

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import store
+from headrace_registry import probe, store
 from headrace_registry.catalog import queries
 from headrace_registry.records import ModelRecord, VersionRecord
-from headrace_schemas import ModelEvent
+from headrace_schemas import ModelEvent, Replica
 from headrace_schemas.registry_api import ModelState, VersionState
 
+_TROUBLE_LENGTH_MAX = 4096
 
-async def of_model(tx: AsyncConnection, record: ModelRecord) -> ModelState:
+
+async def of_model(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica] | None = None) -> ModelState:
+    """Return the state of a model; `replicas` are those alive, None where it does not matter who serves it."""
     return ModelState(
         id=record.model,
         champion=record.champion,
@@ -25,7 +28,25 @@ async def of_model(tx: AsyncConnection, record: ModelRecord) -> ModelState:
         trials=record.trials,
         aliases=await queries.aliases(tx, record.model),
         revision=record.revision,
+        trouble=None if replicas is None else await _trouble(tx, record, replicas),
     )
+
+
+async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
+    """Return why no replica serves the model. Without a champion that is what keeps the candidate, or what the newest
+    version was refused for."""
+    if record.champion is not None:
+        reason = probe.unserved(record.champion, replicas)
+        return reason and f"no replica serves the champion {record.champion}: {reason}"[:_TROUBLE_LENGTH_MAX]
+    if record.candidate is not None:
+        reason = probe.unserved(record.candidate, replicas) or "its trial is under way"
+        return f"no version serves yet, the candidate is {record.candidate}: {reason}"[:_TROUBLE_LENGTH_MAX]
+    newest = await store.newest(tx, record.model, 1)
+    decided = await store.decisions(tx, [version.version for version in newest])
+    if not decided:
+        return None
+    last = decided[-1]
+    return f"no version serves, {last.version} was {last.decision}: {last.reason or 'no reason'}"[:_TROUBLE_LENGTH_MAX]
 
 
 async def of_versions(tx: AsyncConnection, found: Sequence[VersionRecord]) -> tuple[VersionState, ...]:
