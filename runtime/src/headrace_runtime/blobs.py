@@ -20,13 +20,14 @@ from urllib.parse import unquote
 
 import fsspec
 
-from headrace_runtime import disk
+from headrace_runtime import disk, liveness
 from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, drafted, moved_in, sync_folder
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
 
 _SCRATCH = "scratch"
+_PIECE_BYTES = 4 << 20
 
 
 class BlobStore:
@@ -320,10 +321,13 @@ class BlobStore:
 
 
 def digest_of(path: Path) -> tuple[str, int]:
-    """SHA-256 and size of a file, read in pieces."""
+    """SHA-256 and size of a file, read in pieces, each a sign of life (`liveness.progress`)."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest, file.tell()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            liveness.progress()
+        return digest.hexdigest(), file.tell()
 
 
 def _listed(folder: str) -> list[dict[str, str]]:

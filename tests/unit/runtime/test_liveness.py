@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from headrace_runtime import liveness
+from headrace_runtime.liveness_watch import LivenessWatch
 
 
 def test_the_loop_writes_while_it_turns_and_not_while_it_is_stuck() -> None:
@@ -34,6 +38,44 @@ def test_the_loop_writes_while_it_turns_and_not_while_it_is_stuck() -> None:
     asyncio.run(body())
     os.close(writing)
     os.close(reading)
+
+
+def test_progress_of_a_thread_is_a_sign_of_life_while_the_loop_waits_and_a_hang_gives_none() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    watch = LivenessWatch()
+    watch.reading = reading
+    pipe = liveness.handed_over({liveness.VARIABLE: str(writing)})
+    pieces, hang = threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        while pieces.acquire() and not hang.is_set():
+            liveness.progress()
+
+    async def body() -> None:
+        async with liveness.beating(pipe):
+            await asyncio.sleep(0)
+            thread = threading.Thread(target=work)
+            thread.start()
+            watch.started(0.0)
+            watch.look(0.0)
+            for second in range(1, 4):  # the loop is stuck in here, and pieces are finished beside it
+                time.sleep(liveness.INTERVAL_S)  # noqa: ASYNC251 (that is how it is stuck)
+                pieces.release()
+                assert select.select([reading], [], [], 10)[0], "no sign of life of the thread"
+                watch.look(float(second))
+                assert watch.silent_s == 0.0
+            for second in range(4, 44):  # both are stuck
+                watch.look(float(second))
+            assert watch.silent_s == 40.0
+            hang.set()
+            pieces.release()
+            thread.join()
+
+    asyncio.run(body())
+    liveness.progress()
+    os.close(writing)
+    watch.close()
 
 
 def test_a_reader_that_is_away_stops_nobody() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from headrace_runtime.blobs import BlobStore, digest_of
@@ -18,6 +18,7 @@ from headrace_trainer.lineage import assembly, opening, saving
 from headrace_trainer.lineage.assembly import assemble, share_weights
 from headrace_trainer.lineage.saving import sum_bytes
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.torch_learner import tensors
 from tests.support.full_disk import small_disk
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_store import POINTER, saved_of, stored, trained
@@ -156,3 +157,17 @@ async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_
 
 def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
     assert BlobStore("memory://restore-points").room_trouble(1 << 60, None) is None
+
+
+def test_saved_bytes_are_those_that_the_library_writes() -> None:
+    draw = torch.Generator().manual_seed(3)
+    shapes = ([], [0], [7], [3, 5], [2, 0, 4], [16, 16])
+    weights = {
+        f"ü {number}.{dtype}": torch.rand(shape, generator=draw).to(dtype)
+        for number, shape in enumerate(shapes)
+        for dtype in TYPES
+    }
+    weights["turned"] = torch.rand(4, 6, generator=draw).T
+    about = {"headrace": "training state of lineage main"}
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    assert tensors._bytes(weights, about) == save(contiguous, metadata=about)

@@ -11,16 +11,19 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace_runtime import liveness
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.learner import OPTIMIZER, VERSION, WEIGHTS
+
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
     """The two files of a copy, as bytes (`headrace_trainer.learner.Copy`)."""
 
-    weights: bytes
-    optimizer: bytes
+    weights: bytes | bytearray
+    optimizer: bytes | bytearray
 
 
 class WholeLearner(ABC):
@@ -65,11 +68,19 @@ class WholeCopy:
     version: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     def write(self, folder: Path) -> None:
-        (folder / WEIGHTS).write_bytes(self.frozen.weights)
-        (folder / OPTIMIZER).write_bytes(self.frozen.optimizer)
+        _write(folder / WEIGHTS, self.frozen.weights)
+        _write(folder / OPTIMIZER, self.frozen.optimizer)
         if self.version is not None:
             shutil.copytree(self.version.name, folder / VERSION)
+            liveness.progress()
 
     def drop(self) -> None:
         if self.version is not None:
             self.version.cleanup()
+
+
+def _write(path: Path, content: bytes | bytearray) -> None:
+    with path.open("wb") as file, memoryview(content) as view:
+        for at in range(0, len(view), _PIECE_BYTES):
+            file.write(view[at : at + _PIECE_BYTES])
+            liveness.progress()

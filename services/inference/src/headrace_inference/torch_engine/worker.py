@@ -17,6 +17,7 @@ from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.batch import DecodeBatch, Delivery
 from headrace_inference.torch_engine.probe import compute_control
 from headrace_inference.torch_engine.sequence import Sequence
+from headrace_runtime import liveness
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -123,10 +124,12 @@ class Worker:
             if work is None:
                 return False
             work()
+            liveness.progress()
 
     def _step(self, batch: DecodeBatch) -> News:
         try:
             news = batch.step()
+            liveness.progress()
         except Exception as error:  # noqa: BLE001 (`_recover` logs it)
             metrics.ENGINE_FAILURES.inc()
             return self._recover(batch, error)

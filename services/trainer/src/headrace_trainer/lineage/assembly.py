@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from headrace_runtime import liveness
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File
 from headrace_trainer.learner import VERSION, WEIGHTS
@@ -142,4 +143,5 @@ def _pieces(file: BinaryIO, start: int, size: int) -> Iterator[bytes]:
         piece = file.read(min(_PIECE_BYTES, size - at))
         if not piece:
             raise EOFError(f"{file.name}: ends before byte {start + size}")
+        liveness.progress()
         yield piece

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from headrace_runtime import liveness
 from headrace_runtime.errors import SettingError
 from headrace_trainer.batches.batch import pack
 from headrace_trainer.settings import TrainerSettings
@@ -156,6 +157,7 @@ def _logprobs(policy: Policy, one: Pack) -> Tensor:
 
 def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:
     """Logprobs of one sequence, all of it in one pass, where the mask is set."""
+    liveness.progress()
     ids_T = torch.from_numpy(token_ids_T).long().to(device)
     targets_N = torch.from_numpy(loss_mask_T).nonzero().flatten().to(device)
     inputs = {"input_ids": ids_T[None], "use_cache": False}

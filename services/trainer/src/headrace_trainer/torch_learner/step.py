@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace_runtime import liveness
 from headrace_trainer.algorithms.divergences import DIVERGENCES
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, Sampled
@@ -120,6 +121,7 @@ def _backward(
     correction: bool = False,
 ) -> None:
     """Add this pass's share of the gradient."""
+    liveness.progress()
     if stop.is_set():
         raise Abandoned
     function = settings.function

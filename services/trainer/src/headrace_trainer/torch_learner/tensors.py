@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
+from headrace_runtime import liveness
+from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.stored import Selected
@@ -40,7 +42,8 @@ def random_state(policy: Policy) -> dict[str, Tensor]:
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
     """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's
     state."""
-    return restore(policy, optimizer, load(frozen.weights), load(frozen.optimizer), with_random=with_random)
+    weights, state = load(bytes(frozen.weights)), load(bytes(frozen.optimizer))
+    return restore(policy, optimizer, weights, state, with_random=with_random)
 
 
 def restore(
@@ -63,5 +66,16 @@ def restore(
     return dict(beside)
 
 
-def _bytes(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
-    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=about)
+def _bytes(tensors: dict[str, Tensor], about: dict[str, str]) -> bytearray:
+    """Return the file that `safetensors.torch.save` makes. That keeps the interpreter's lock until all is copied, and
+    copying a tensor does not."""
+    plan = layout(tensors, about)
+    content = bytearray(plan.size)
+    content[: len(plan.header)] = plan.header
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            start, size = plan.starts[name], tensor.numel() * tensor.element_size()
+            target = torch.frombuffer(content, dtype=torch.uint8, count=size, offset=start)
+            target.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            liveness.progress()
+    return content

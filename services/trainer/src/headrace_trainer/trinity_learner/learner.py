@@ -130,7 +130,7 @@ class TrinityLearner(WholeLearner):
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
         with self._disk.appearing(self._disk.folder / "thawed") as draft:
-            unpacked(frozen.weights, draft)
+            unpacked(bytes(frozen.weights), draft)
         weights = self._disk.put_model(files.weights_in(self._disk.folder / "thawed"))
         try:
             about: dict[str, Any] = json.loads(frozen.optimizer.splitlines()[1])

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from headrace_runtime import liveness
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.products import add_product
 from headrace_trainer.torch_learner.model.taught import Taught
@@ -333,7 +334,9 @@ class _Matrix:
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
     tokens, rows = len(hidden_NH), _rows_of(len(weight_VH))
-    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+    for start in range(0, tokens, rows):
+        liveness.progress()
+        yield slice(start, min(start + rows, tokens))
 
 
 def _rows_of(vocabulary: int) -> int:

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from headrace_runtime import liveness
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_runtime.versions import fingerprint_tokens
@@ -251,6 +252,7 @@ class Policy:
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(as_held(parameter, tensors[name]))
+            liveness.progress()
         self.renew()
 
     def renew(self) -> None:
