@@ -50,9 +50,9 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()
         if self._log is None:
-            from rich.console import Console
+            from headrace_cli.terminal import console
 
-            self._console = self._console or Console(stderr=True, soft_wrap=True, highlight=False)
+            self._console = self._console or console(stderr=True)
         if self._console is not None and self._console.is_terminal and self._log is None:
             self._bar = self._opened(self._console)
         else:

@@ -43,7 +43,7 @@ def printable(text: str, length_max: int = LENGTH_MAX) -> str:
 def printable_lines(text: str, length_max: int) -> str:
     """Return `text` as `printable` does, with its line breaks and tabs: for text of several lines on its own."""
     kept = text[:length_max].replace("\r\n", "\n")
-    shown = "".join(character if character in "\n\t" else _visible(character) for character in kept)
+    shown = "\n".join(_visible_line(line) for line in kept.split("\n"))
     if len(text) <= length_max:
         return shown
     return f"{shown}... ({len(text) - length_max} more characters)"
@@ -68,6 +68,12 @@ def storable(text: str) -> str:
 def is_storable(text: str) -> bool:
     """Return whether UTF-8 and PostgreSQL can hold `text`: it has neither NUL nor lone surrogates."""
     return _UNSTORABLE.search(text) is None
+
+
+def _visible_line(line: str) -> str:
+    if line.isascii() and line.isprintable():
+        return line
+    return "".join(character if character == "\t" else _visible(character) for character in line)
 
 
 def _visible(character: str) -> str:

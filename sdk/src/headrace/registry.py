@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
+from urllib.parse import quote
 
+from pydantic import ValidationError
+
+from headrace.errors import Unreachable
 from headrace.retries import Retries, answered
 from headrace_schemas.base import Model
 from headrace_schemas.catalog import WHO_HEADER
@@ -19,11 +23,13 @@ from headrace_schemas.registry_api import (
     VersionState,
     WithdrawRequest,
 )
+from headrace_schemas.text import printable
 
 if TYPE_CHECKING:
     import httpx2
 
 DEFAULT_URL = "http://127.0.0.1:8020"
+_PATH_SAFE = "/?&=:@,+%~"
 M = TypeVar("M", bound=Model)
 
 
@@ -111,7 +117,15 @@ class ModelRegistry:
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
         """Any page of the interface; `headrace_schemas.catalog` and `registry_api` have what they take and answer."""
         content = body.model_dump_json().encode() if body else None
+        safe = quote(path, safe=_PATH_SAFE)
         answer = answered(
-            lambda: self._http.request(method, path, content=content), self._retries, f"{self._url}{path}"
+            lambda: self._http.request(method, safe, content=content), self._retries, f"{self._url}{safe}"
         )
-        return model.model_validate_json(answer.content, extra="ignore")
+        try:
+            return model.model_validate_json(answer.content, extra="ignore")
+        except ValidationError as error:
+            field = printable(".".join(str(part) for part in error.errors()[0]["loc"]))
+            raise Unreachable(
+                f"{self._url}{printable(path)} answered with something else than {model.__name__} (field {field!r}): "
+                "the address may belong to another program, or to a Headrace of another version"
+            ) from None

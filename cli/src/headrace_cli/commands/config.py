@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Commands, command, console, service_names, table
+from headrace_cli.commands.shared import Commands, command, console, echo, service_names, table
 
 if TYPE_CHECKING:
     from headrace_runtime.services import ServiceInfo
@@ -104,7 +104,7 @@ def reference(
     if output is not None:
         output.write_text(text, encoding="utf-8")
     else:
-        typer.echo(text, nl=False)
+        echo(text, end="")
 
 
 def init(
@@ -124,7 +124,7 @@ def init(
             new.write(text)
     except FileExistsError:
         raise UsageError(f"{file} exists; name another file, or remove it first") from None
-    typer.echo(f"{file} is written; `headrace config check {file}` says whether it can start")
+    echo(f"{file} is written; `headrace config check {file}` says whether it can start")
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, progress, running, table
+from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, echo_json, progress, running, table
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _tell(report: Report, out: Path, *, json: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "controls.json").write_text(text + "\n", encoding="utf-8")
     if json:
-        typer.echo(text)
+        echo_json(text)
         return
     rows = [("base", _number(report.base), "", "")]
     rows += [(row.control.name, _number(row.score), row.gain_text, row.verdict) for row in report.rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json as jsonlib
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace_cli.commands import dead_letters_printed as printed
-from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, progress, topic_names
+from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, echo_json, progress, topic_names
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def list_letters(
     newest = heapq.nlargest(limit, found, key=lambda one: (one.letter.time, one.id))
     if json:
         made = {"letters": [as_json(one) for one in newest], "counts": counted(found), "unreadable": at.unreadable}
-        typer.echo(jsonlib.dumps(made, indent=1))
+        echo_json(jsonlib.dumps(made, indent=1))
         return
     printed.listed(newest, counted(found), state)
     printed.unreadable(at)
@@ -131,9 +130,11 @@ def show(
     check_ids(wanted, [one.id for one in found])
     (one,) = found
     if raw:
-        sys.stdout.buffer.write(one.letter.value)
+        from headrace_cli.terminal import write_raw
+
+        write_raw(one.letter.value)
     elif json:
-        typer.echo(jsonlib.dumps(as_json(one, with_value=True), indent=1))
+        echo_json(jsonlib.dumps(as_json(one, with_value=True), indent=1))
     else:
         printed.one_letter(one)
 

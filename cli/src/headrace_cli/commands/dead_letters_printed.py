@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headrace_cli.commands.shared import console, table
+from headrace_cli.commands.shared import console, echo_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,7 @@ def outcome(made: Plan, words: str, json: bool) -> None:
     """Exits with 1 when something that was meant was held back."""
     if json:
         held = [{"id": name, "problem": problem} for name, (_, problem) in made.held_back.items()]
-        typer.echo(jsonlib.dumps({"outcome": words, "ids": list(made.chosen), "held_back": held}, indent=1))
+        echo_json(jsonlib.dumps({"outcome": words, "ids": list(made.chosen), "held_back": held}, indent=1))
     else:
         out = console()
         out.print(f"{len(made.chosen)} dead letters {words}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, console, progress, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
 
 if TYPE_CHECKING:
     from headrace_cli.evaluation.runner import Evaluation
@@ -82,7 +82,7 @@ def evaluate(
     with progress(f"evaluating {version}") as tick:
         result = runner.evaluate(version, found, options, tick)
     if json:
-        typer.echo(json_module.dumps(asdict(result), indent=1))
+        echo_json(json_module.dumps(asdict(result), indent=1))
     else:
         _show(result)
 

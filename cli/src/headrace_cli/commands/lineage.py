@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, console, table
+from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, console, echo_json, table
 
 if TYPE_CHECKING:
     from headrace_cli.lineage.sessions import Where, Whereabouts
@@ -82,7 +82,7 @@ def asdict_of(found: Why | Where) -> dict[str, object]:
 def _print_json(found: dict[str, object]) -> None:
     import json
 
-    typer.echo(json.dumps(found))
+    echo_json(json.dumps(found))
 
 
 def _print_why(found: Why, after: int) -> None:

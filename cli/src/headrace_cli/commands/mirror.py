@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, console, progress, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
 
 if TYPE_CHECKING:
     from headrace_cli.mirror import Mirrored
@@ -41,7 +41,7 @@ def mirror(
     with progress("looking") as tick:
         made = asyncio.run(copy(source, to, without=without or (), replication=replication, report=tick))
     if json:
-        typer.echo(jsonlib.dumps(_as_json(made), indent=1))
+        echo_json(jsonlib.dumps(_as_json(made), indent=1))
     else:
         _print(made, source, to)
     if made.moving:

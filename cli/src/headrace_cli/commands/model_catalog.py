@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.model_options import Name, RegistryOptions, VersionName, Why, find, full_name, parted
-from headrace_cli.commands.shared import AsJson, Config, command, console, table
+from headrace_cli.commands.shared import AsJson, Config, command, console, echo_json, table
 
 if TYPE_CHECKING:
     from headrace_schemas.blobs import BlobRef
@@ -244,7 +244,7 @@ def collect(
     with at.open() as api:
         report = api.ask("POST", "/v1/garbage", GarbageReport, GarbageRequest(dry_run=not really, why=why))
     if json:
-        typer.echo(report.model_dump_json())
+        echo_json(report.model_dump_json())
         return
     rows = [(one.version, str(one.files), f"{one.size_bytes / 1e6:,.1f}", "") for one in report.collected]
     rows += [(one.version, "-", "-", "; ".join(one.needed_by)) for one in report.kept]
@@ -271,7 +271,7 @@ def audit(
     with at.open() as api:
         found = api.ask("GET", f"/v1/audit?{query}", AuditList)
     if json:
-        typer.echo(found.model_dump_json())
+        echo_json(found.model_dump_json())
         return
     rows = [
         (

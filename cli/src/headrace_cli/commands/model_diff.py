@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.model_options import RegistryOptions, find, parted
-from headrace_cli.commands.shared import AsJson, command, console, running, table
+from headrace_cli.commands.shared import AsJson, command, console, echo_json, running, table
 
 if TYPE_CHECKING:
     from headrace_cli.catalog.comparing import Answers, Change
@@ -124,7 +124,7 @@ def _print_json(
         "answers": asdict(apart) if apart else None,
         "prompts": [asdict(pair) for pair in pairs],
     }
-    typer.echo(json.dumps(found))
+    echo_json(json.dumps(found))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ import typer
 from headrace.figures import figure
 from headrace_cli.commands import model_catalog, model_diff
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
-from headrace_cli.commands.shared import AsJson, Commands, command, console, table
+from headrace_cli.commands.shared import AsJson, Commands, command, console, echo_json, table
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -29,7 +29,7 @@ def list_models(*, at: RegistryOptions, json: AsJson = False) -> None:
     with at.open() as api:
         found = api.models()
     if json:
-        typer.echo("[" + ", ".join(model.model_dump_json() for model in found) + "]")
+        echo_json("[" + ", ".join(model.model_dump_json() for model in found) + "]")
         return
     rows = [_model_row(model) for model in found]
     columns = ["model", "champion", "previous", "candidate", "anchor", "trials>", "held", "routing>"]
@@ -50,7 +50,7 @@ def show(
     with at.open() as api:
         model, versions = api.model(name), api.versions(name, limit=limit)
     if json:
-        typer.echo("[" + ", ".join(version.model_dump_json() for version in versions) + "]")
+        echo_json("[" + ", ".join(version.model_dump_json() for version in versions) + "]")
         return
     rows = [_row(model, version) for version in versions]
     columns = ["version", "step>", "state", "audit score>", "gate tasks>", "vs champion", "vs anchor", "why"]

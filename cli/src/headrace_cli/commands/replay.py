@@ -76,6 +76,8 @@ async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int 
 
 def line_of(entry: Entry) -> str:
     """One JSON object without line breaks."""
+    from headrace_cli.terminal import ascii_json
+
     found: dict[str, Any] = {
         "topic": entry.topic,
         "partition": entry.partition,
@@ -84,10 +86,10 @@ def line_of(entry: Entry) -> str:
         "key": entry.key,
     }
     if entry.event is None:
-        return json.dumps({**found, "problem": entry.problem}, ensure_ascii=False)
+        return json.dumps({**found, "problem": entry.problem})
     found |= {"id": entry.event.event_id, "type": entry.event.type}
-    head = json.dumps(found, ensure_ascii=False)
-    return f'{head[:-1]}, "event": {entry.event.to_json().decode()}}}'
+    head = json.dumps(found)
+    return f'{head[:-1]}, "event": {ascii_json(entry.event.to_json().decode())}}}'
 
 
 def add_to(parent: typer.Typer) -> None:

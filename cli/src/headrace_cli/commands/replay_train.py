@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace_cli.commands.ranges import PANEL, RangeOptions
-from headrace_cli.commands.shared import AsJson, BusAddress, Config, DataDir, command, console, progress, running
+from headrace_cli.commands.shared import (
+    AsJson,
+    BusAddress,
+    Config,
+    DataDir,
+    command,
+    console,
+    echo,
+    echo_json,
+    progress,
+    running,
+)
 
 if TYPE_CHECKING:
     from headrace_cli.replay.pipeline import Tick
@@ -209,7 +220,7 @@ def list_(*, place: ReplayBus) -> None:
     from headrace_cli.replay.copying import lineages
 
     for name in asyncio.run(lineages(place.address)):
-        typer.echo(name)
+        echo(name)
 
 
 def remove(lineage: Known, *, place: ReplayBus) -> None:
@@ -263,7 +274,7 @@ def _shown(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bo
     with progress("reading the journal") as tick:
         report = asyncio.run(done(tick))
     if json:
-        typer.echo(as_json(report))
+        echo_json(as_json(report))
     else:
         show(report, planned=planned)
 

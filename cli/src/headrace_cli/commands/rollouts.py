@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
-from headrace_cli.commands.shared import AsJson, Commands, command, console, table
+from headrace_cli.commands.shared import AsJson, Commands, command, console, echo, echo_json, table
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -39,7 +39,7 @@ def list_rollouts(
     with at.open() as api:
         found = Rollouts(api).list(model, limit=limit)
     if json:
-        typer.echo("[" + ", ".join(one.model_dump_json() for one in found) + "]")
+        echo_json("[" + ", ".join(one.model_dump_json() for one in found) + "]")
         return
     columns = ["rollout", "version", "kind", "phase", "share>", "units>", "control>", "watched>", "why"]
     console().print(table(columns, [_row(one) for one in found]))
@@ -62,7 +62,7 @@ def show(
     with at.open() as api:
         found = _get(api, rollout)
     if json:
-        typer.echo(found.model_dump_json())
+        echo_json(found.model_dump_json())
         return
     for event in found.decisions:
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
@@ -71,7 +71,7 @@ def show(
     for line in shadow.lines(found):
         console().print(line)
     console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(found)))
-    typer.echo("\n".join(chart.drawn(found, metric or metric_of(found))))
+    echo("\n".join(chart.drawn(found, metric or metric_of(found))))
     if png is not None:
         _draw(found, metric, png)
 
@@ -187,7 +187,7 @@ def _lines(api: ModelRegistry, found: RolloutState, metric: str | None, every_s:
     while True:
         line = in_a_line(found, metric)
         if line != said:
-            typer.echo(line)
+            echo(line)
             said = line
         if found.phase not in _UNDER_WAY:
             return found

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from headrace_cli.supervisor.state import RunState, ServiceState
 
-_LOG_WIDTH = 200
-
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Where Headrace keeps its data.", metavar="DIR"),
@@ -72,7 +70,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except HeadraceError as error:
-            typer.secho(f"headrace: {error}", err=True, fg=typer.colors.RED)
+            echo(f"headrace: {error}", error=True)
             raise typer.Exit(2 if isinstance(error, UsageError | StartFailed | SettingError) else 1) from None
 
 
@@ -114,12 +112,24 @@ def topic_names() -> list[str]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
+    """Return the console of `headrace_cli.terminal`, which is slow to import."""
+    from headrace_cli import terminal
 
-    made = Console(stderr=stderr, soft_wrap=True, highlight=False)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = _LOG_WIDTH  # a path that is folded cannot be copied out of a log
-    return made
+    return terminal.console(stderr=stderr)
+
+
+def echo(text: str, *, end: str = "\n", error: bool = False) -> None:
+    """Write plain text; see `headrace_cli.terminal`."""
+    from headrace_cli import terminal
+
+    terminal.echo(text, end=end, error=error)
+
+
+def echo_json(text: str) -> None:
+    """Write JSON for programs; see `headrace_cli.terminal`."""
+    from headrace_cli import terminal
+
+    terminal.echo_json(text)
 
 
 @contextlib.contextmanager

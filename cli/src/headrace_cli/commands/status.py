@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, condition, console, folder, progress, running, table
+from headrace_cli.commands.shared import (
+    AsJson,
+    DataDir,
+    command,
+    condition,
+    console,
+    echo_json,
+    folder,
+    progress,
+    running,
+    table,
+)
 
 if TYPE_CHECKING:
     from headrace_cli.guard import Finding
@@ -52,7 +63,7 @@ def status(
     found = _account(address, lineage or []) if account else None
     learning = _learning(address) if account else ()
     if json:
-        typer.echo(jsonlib.dumps(_as_json(state, models, found, alive, sources, learning), indent=1))
+        echo_json(jsonlib.dumps(_as_json(state, models, found, alive, sources, learning), indent=1))
     else:
         if state is not None:
             _print_unwatched(state, data_dir)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, command, progress
+from headrace_cli.commands.shared import AsJson, command, echo_json, progress
 from headrace_cli.commands.train_options import JobPlace, ReadingOptions, TopicRange, TrainingOptions, job_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _look(job: Job, preview: int, *, json: bool) -> None:
     with progress("reading the rows") as tick:
         report = asyncio.run(runner.check(prepared, tick, preview))
     if json:
-        typer.echo(train_report.checked_as_json(report))
+        echo_json(train_report.checked_as_json(report))
     else:
         train_report.show_checked(report)
     if report.bad > job.rows.skip_bad or not report.kept:
@@ -106,7 +106,7 @@ def _run(job: Job, *, json: bool) -> None:
     with progress(job.kind) as tick:
         result = asyncio.run(runner.train(prepared, tick))
     if json:
-        typer.echo(train_report.as_json(result))
+        echo_json(train_report.as_json(result))
     else:
         train_report.show(result)
 
@@ -123,7 +123,7 @@ def _topic(kind: str, wanted: Range, training: TrainingOptions, place: JobPlace,
     if training.offer:
         asyncio.run(from_topics.offer_last(request))
     if json:
-        typer.echo(as_json(report))
+        echo_json(as_json(report))
     else:
         show(report, planned=False)
 
@@ -137,7 +137,7 @@ def _recipe(path: Path, training: TrainingOptions, place: JobPlace, *, json: boo
             recipe.read(path), recipe.StagePlace(place.config, place.bus, place.data_dir), tick, training.offer
         )
     if json:
-        typer.echo(train_report.stages_as_json(results))
+        echo_json(train_report.stages_as_json(results))
     else:
         for result in results:
             train_report.show(result)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Config
+from headrace_cli.commands.shared import Config, echo
 
 
 def config(
@@ -37,6 +37,6 @@ def config(
     if done.returncode:
         raise HeadraceError(f"the trainer could not tell its settings: {done.stderr.strip()[-500:]}")
     if out is None:
-        typer.echo(done.stdout, nl=False)
+        echo(done.stdout, end="")
     else:
         out.write_text(done.stdout, encoding="utf-8")

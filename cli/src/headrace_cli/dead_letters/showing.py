@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace_cli.dead_letters.reading import Letter
+from headrace_schemas.text import printable_lines
 
 _HEX_BYTES_MAX = 4096
 
@@ -58,5 +59,5 @@ def decoded(value: bytes) -> str:
 
 
 def harmless(text: str) -> str:
-    """Control characters written out: what was refused may hold anything, and a terminal obeys escape sequences."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    """Return `text` with control characters written out: what was refused may hold anything."""
+    return printable_lines(text, len(text))

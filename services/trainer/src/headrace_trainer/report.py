@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
+from headrace_schemas.text import printable
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, STOPPED, VERSION_NUMBER
 
@@ -30,6 +32,11 @@ _LINE = {
 REMEDY = "see docs/algorithms.md; POST /resume to the trainer, or change the limit and start it again"
 _DECISIONS = frozenset({"evaluated", "promoted", "rejected", "rolled_back", "withdrawn"})
 _STATISTICS = frozenset({"score", "champion_score", "difference", "standard_error"})
+
+
+def _plain(text: str) -> str:
+    """Return text from outside for the console: no markup, nothing that steers a terminal."""
+    return escape(printable(text, 1_000))
 
 
 class _Board:
@@ -127,7 +134,7 @@ class Reporter:
             log.error("training_stopped", reason=reason, version=version, remedy=REMEDY)
         else:
             self._console.print(
-                f"[bold red]training is stopped[/]: {reason}. The weights are those of {version}; {REMEDY}",
+                f"[bold red]training is stopped[/]: {_plain(reason)}. The weights are those of {version}; {REMEDY}",
                 highlight=False,
             )
 
@@ -138,7 +145,7 @@ class Reporter:
         points = {f"registry/{name}": value for name, value in event.statistics.items() if name in _STATISTICS}
         self._board.points({f"registry/{event.decision}": number, **points}, step)
         if self._console is not None:
-            reason = f": {event.reason}" if event.reason else ""
+            reason = f": {_plain(event.reason)}" if event.reason else ""
             self._console.print(f"[bold]{event.decision}[/] v{number} {event.version}{reason}", highlight=False)
 
     def close(self) -> None:

@@ -1,0 +1,88 @@
+"""The one way to a person's terminal: nothing that came from outside steers it, hides in it or breaks its markup."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.errors import MarkupError
+from rich.segment import Segment
+from rich.text import Text
+
+from headrace_schemas.text import printable_lines
+
+_LOG_WIDTH = 200
+_LENGTH_MAX = 1_000_000
+"""Characters of one piece of output."""
+_TAG = re.compile(r"(\\*)\[([^\[\]]*)\]")
+_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
+_STYLES = frozenset({"bold", "dim", "italic", "on", "white", *_COLOURS, *(f"bright_{name}" for name in _COLOURS)})
+_NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that cleans all text on its way and understands the markup of our own styles alone."""
+    terminal = CleanConsole(stderr=stderr, soft_wrap=True, highlight=False)
+    if not terminal.is_terminal and "COLUMNS" not in os.environ:
+        terminal.width = _LOG_WIDTH  # a path that is folded cannot be copied out of a log
+    return terminal
+
+
+def echo(text: str, *, end: str = "\n", error: bool = False) -> None:
+    """Write plain text of one or more lines, cleaned; an `error` goes to standard error, in red on a terminal."""
+    shown = printable_lines(text, _LENGTH_MAX)
+    if error:
+        typer.secho(shown, err=True, fg=typer.colors.RED, nl=end == "\n")
+    else:
+        typer.echo(shown, nl=end == "\n")
+
+
+def echo_json(text: str) -> None:
+    """Write a JSON text of any length in ASCII: programs read the same values, and a terminal shows the escapes."""
+    typer.echo(ascii_json(text))
+
+
+def ascii_json(text: str) -> str:
+    """Return the same JSON with all but ASCII characters escaped; outside of its strings JSON has no others."""
+    return _NOT_ASCII.sub(lambda match: _escaped(match[0]), text)
+
+
+def write_raw(value: bytes) -> None:
+    """Write bytes as they are, for a program; a terminal gets them cleaned."""
+    if sys.stdout.isatty():
+        echo(value.decode("utf-8", "replace"))
+    else:
+        sys.stdout.buffer.write(value)
+
+
+class CleanConsole(Console):
+    """Rich's console for text that may come from anywhere."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Render `text` with our styles as markup; other brackets, links among them, are text."""
+        plain = printable_lines(text, _LENGTH_MAX)
+        try:
+            return super().render_str(_TAG.sub(_our_tag, plain), **options)
+        except MarkupError:
+            return super().render_str(plain, **{**options, "markup": False})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Clean every piece of text, of tables, bars and progress as well."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable_lines(segment.text, _LENGTH_MAX), segment.style)
+
+
+def _our_tag(match: re.Match[str]) -> str:
+    words = match[2].removeprefix("/").split(" ")
+    ours = match[2] == "/" or (all(words) and set(words) <= _STYLES)
+    return match[0] if ours or match[1] else rf"\{match[0]}"
+
+
+def _escaped(character: str) -> str:
+    return r"\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
