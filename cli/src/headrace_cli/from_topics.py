@@ -34,7 +34,7 @@ async def read_turn_account(
             async for entry in topics.read(Range(topic), progress, ends[topic]):
                 read += 1
                 if entry.event is not None:
-                    builder.add(entry.event)
+                    builder.add_or_note(entry.event, f"{entry.topic}[{entry.partition}]@{entry.offset}")
                 if report is not None and read % _REPORT_EVERY == 0:
                     report(read, total)
             complete = complete and not progress.truncated

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -180,7 +181,8 @@ async def read(topics: Topics) -> tuple[Finding, ...]:
         for topic in (TrainingMetrics.topic, ModelEvent.topic):
             async for entry in topics.read(Range(topic)):
                 if entry.event is not None:
-                    record.add(entry.event)
+                    with suppress(ValueError, ArithmeticError, LookupError, TypeError):  # it shows nothing then
+                        record.add(entry.event)
     except UsageError:  # a bus without one of them: nothing was trained, or nothing measured
         return ()
     return record.findings()

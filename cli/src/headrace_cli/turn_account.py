@@ -364,6 +364,13 @@ class TurnAccountBuilder:
         if self._complete:
             self._problem(text)
 
+    def add_or_note(self, event: Event, place: str) -> None:
+        """`add`, in which an event that breaks the account is one more of its problems."""
+        try:
+            self.add(event)
+        except Exception as error:  # noqa: BLE001 (one record must not hide all others)
+            self._problem(f"{place}: this {type(event).__name__} cannot be accounted for: {type(error).__name__}")
+
     def _problem(self, text: str) -> None:
         self._problems_total += 1
         if len(self._problems) < PROBLEMS_MAX:

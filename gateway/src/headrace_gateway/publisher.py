@@ -16,6 +16,7 @@ from headrace_gateway.stages import in_stages
 from headrace_runtime import tracing
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.isolation import TRIES, is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Outgoing, Record
@@ -196,8 +197,28 @@ class Publisher:
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
         """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
         read = [(_event(item), tracing.span(item.traceparent)) for item in batch]
-        for stage in in_stages(read, lambda one: one[0]):
-            await self._send(producer, stage)
+        try:
+            for stage in in_stages(read, lambda one: one[0]):
+                await self._send(producer, stage)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            log.warning("spool_split", error=reason_of(error), size=len(batch))
+            for item in batch:
+                await self._send_alone(producer, item)
+
+    async def _send_alone(self, producer: EventProducer, item: Spooled) -> None:
+        """Send one spooled event; after three tries its dead letter, so that the spool goes on."""
+        reason = ""
+        for _ in range(TRIES):
+            try:
+                return await self._send(producer, [(_event(item), tracing.span(item.traceparent))])
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                reason = reason_of(error)
+        record = Record(item.topic, -1, -1, None, item.value[:_DAMAGED_BYTES_MAX])
+        return await self._send(producer, [(dead_letter("gateway", record, "unsendable", reason), None)])
 
     async def _send(self, producer: EventProducer, events: Sequence[tuple[Event, Span | None]]) -> None:
         """Each in its span; without one it belongs to the request that is being answered."""
@@ -247,7 +268,10 @@ def _event(item: Spooled) -> Event:
     if item.damage:
         record = Record("spool", -1, -1, None, item.value[:_DAMAGED_BYTES_MAX])
         return dead_letter("gateway", record, "spool_damaged", item.damage)
+    record = Record(item.topic, -1, -1, None, item.value[:_DAMAGED_BYTES_MAX])
     try:
         return EVENTS[item.topic].from_json(item.value)
     except InvalidEvent as error:  # written by a release with another schema
-        return dead_letter("gateway", Record(item.topic, -1, -1, None, item.value), error.reason, str(error))
+        return dead_letter("gateway", record, error.reason, str(error))
+    except Exception as error:  # noqa: BLE001 (the spool must be emptied, whatever it holds)
+        return dead_letter("gateway", record, "undecodable", reason_of(error))

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from headrace_runtime import whole_file
+from headrace_runtime.isolation import reason_of
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Event
-from headrace_schemas.errors import InvalidEvent
 
 log = get_logger(__name__)
 E = TypeVar("E", bound=Event)
@@ -71,7 +71,10 @@ class TableCache(Generic[E]):
             rows = await asyncio.to_thread(self._read)
             for key, row in rows.items():
                 if key not in self._table.rows:
-                    self._update(key, row)
+                    try:
+                        self._update(key, row)
+                    except Exception as error:  # noqa: BLE001 (one row must not keep the others back)
+                        log.warning("row_is_damaged", file=self._path.name, error=reason_of(error))
             self.used = bool(rows)
             log.warning("bus_is_late", topic=self._event.topic, known_from_before=len(rows))
             await self._table.loaded.wait()
@@ -92,8 +95,8 @@ class TableCache(Generic[E]):
         for line in lines:
             try:
                 row = self._event.from_json(line)
-            except InvalidEvent as error:
-                log.warning("row_is_damaged", file=self._path.name, error=str(error))
+            except Exception as error:  # noqa: BLE001 (the file may hold anything)
+                log.warning("row_is_damaged", file=self._path.name, error=reason_of(error))
             else:
                 if self._accepts(row):
                     rows[row.key] = row

@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Patience, Record
@@ -124,14 +125,26 @@ class Table(Generic[E_co]):
             await reader.stop()
 
     async def _apply(self, record: Record) -> None:
+        """Apply one record. One that breaks its reader is refused like one that cannot be decoded."""
         key = decode_name(record.key or b"")
+        before = self.rows.get(key)
+        try:
+            await self._take(record, key)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            if before is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = before
+            log.warning("row_refused", topic=record.topic, offset=record.offset, kind=type(error).__name__)
+            refusal = error if isinstance(error, InvalidEvent) else InvalidEvent("handler_error", reason_of(error))
+            await self._refuse(record, refusal)  # the row stays as it was
+
+    async def _take(self, record: Record, key: str) -> None:
         event: E_co | None = None
         if record.value is not None:
-            try:
-                received = await Patience(SystemClock()).decode(record, self._blobs)
-            except InvalidEvent as error:
-                await self._refuse(record, error)  # the row stays as it was
-                return
+            received = await Patience(SystemClock()).decode(record, self._blobs)
             if not isinstance(received.event, self._event) or not self._accepts(received.event):
                 return
             event = received.event

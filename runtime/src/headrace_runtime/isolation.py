@@ -9,6 +9,7 @@ that would fail again after the restart.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -54,6 +55,51 @@ def _fields(error: ValidationError) -> str:
 def is_fatal(error: Exception) -> bool:
     """Return whether `error` is no item's fault: something is away, or a setting is wrong."""
     return isinstance(error, Unavailable | SettingError) or is_passing(error)
+
+
+class Isolated:
+    """Failures in a row of items that are worked on outside of a step: a model, a rollout, a table's record.
+
+    The item that fails is tried at the next rounds. `run` names it after three tries; the caller goes on in any case.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._failures: Counter[str] = Counter()
+
+    async def run(
+        self,
+        item: str,
+        work: Callable[[], Awaitable[T]],
+        otherwise: T,
+        fail: Callable[[str], Awaitable[object]] | None = None,
+    ) -> T:
+        """Return what `work` returns, or `otherwise` when it raises. `fail` gets the reason of the third failure."""
+        try:
+            outcome = await work()
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            await self._note(item, error, fail)
+            return otherwise
+        self._failures.pop(item, None)
+        return outcome
+
+    async def _note(self, item: str, error: Exception, fail: Callable[[str], Awaitable[object]] | None) -> None:
+        frames = traceback.format_tb(error.__traceback__, limit=-5)
+        log.warning("item_fails", step=self._name, item=item, kind=type(error).__name__, frames=frames)
+        self._failures[item] += 1
+        if self._failures[item] % TRIES:
+            return
+        ITEMS_FAILED.labels(self._name).inc()
+        log.error("item_failed", step=self._name, item=item, tries=TRIES, kind=type(error).__name__)
+        if fail is not None:
+            try:
+                await fail(reason_of(error))
+            except Exception as worse:
+                if is_fatal(worse):
+                    raise
+                log.error("item_not_named", step=self._name, item=item, kind=type(worse).__name__)
 
 
 async def isolate(tx: AsyncConnection, encode: Encode) -> None:
@@ -136,4 +182,4 @@ async def _in_savepoint(
         return events
 
 
-__all__ = ["TRIES", "each", "is_fatal", "isolate", "reason_of"]
+__all__ = ["TRIES", "Isolated", "each", "is_fatal", "isolate", "reason_of"]

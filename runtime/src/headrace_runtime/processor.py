@@ -88,8 +88,8 @@ class Processor:
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Topic to the topics whose end offsets its handler wants to know."""
     after_batch: Step | None = None
-    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it. A timer must
-    run it, too: a batch is not held up by a step that fails."""
+    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it. One
+    that fails with its items isolated is left out, so a timer should run it, too, or it may be missed."""
     ends: Ends | None = None
     """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
     paused: str | None = None

@@ -15,12 +15,14 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import sequence_of
 from headrace_schemas.names import decode_name
 from headrace_schemas.records import carried
+from headrace_schemas.text import printable
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
     from aiokafka.admin import AIOKafkaAdminClient
 
 _POLL_MS = 500
+_PROBLEM_LENGTH_MAX = 2_000
 _STORES = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
 """Protocols of blob stores. Over others, such as HTTP, a record could have any server asked for something."""
 _BATCH_MAX = 500
@@ -231,13 +233,21 @@ def _key(message: ConsumerRecord) -> str:
     return decode_name(message.key or b"")
 
 
+def _time(timestamp_ms: int | None) -> datetime:
+    """Return the time of a record, 1970 for one that no calendar has: a producer may write any number."""
+    try:
+        return datetime.fromtimestamp((timestamp_ms or 0) / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0, UTC)
+
+
 async def _entry(message: ConsumerRecord) -> Entry:
     event, problem = None, None
     try:
         event = await event_of(message.topic, message.value, message.headers)
-    except (HeadraceError, OSError, ValueError) as error:
-        problem = str(error)
-    time = datetime.fromtimestamp(message.timestamp / 1000, UTC)
+    except (HeadraceError, OSError, ValueError, RecursionError, OverflowError) as error:
+        problem = printable(str(error), _PROBLEM_LENGTH_MAX)
+    time = _time(message.timestamp)
     place = message.topic, message.partition, message.offset
     return Entry(*place, time, _key(message), event, problem, tuple(message.headers))
 

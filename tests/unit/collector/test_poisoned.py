@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from headrace_collector import closing, feedback_targets, schema, store, upkeep
+from headrace_collector.trajectories import trajectory
 from headrace_schemas import DeadLetter, Trajectory
 from tests.support.streams import Bench
 from tests.support.turns import ask, end, feedback, user
@@ -113,12 +114,11 @@ async def test_a_large_session_whose_run_is_poisoned_loses_no_innocent_turn(
 ) -> None:
     """The turn that makes the session too large is not the one at fault."""
     async with with_settings(completions_per_session_max=3) as stream:
-        real = closing.trajectory
 
         def planted(*arguments: Any, **named_: Any) -> object:
             if named_["reason"] == "limit":
                 raise ERRORS[kind]()
-            return real(*arguments, **named_)
+            return trajectory(*arguments, **named_)
 
         monkeypatch.setattr(closing, "trajectory", planted)
         many = [ask([user(f"q{n}")], session="s", at=n) for n in range(4)]

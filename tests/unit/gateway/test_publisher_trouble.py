@@ -18,9 +18,9 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.wire import Outgoing, Record, decode
-from headrace_schemas import DeadLetter
+from headrace_schemas import DeadLetter, Event, Feedback
 from tests.support.full_disk import no_room
 from tests.support.gateway import ListBus, ListProducer, until
 from tests.unit.gateway.publishing import feedback, numbers, running
@@ -294,3 +294,33 @@ async def test_events_are_counted_by_where_they_became_durable(tmp_path: Path) -
             await until(lambda: publisher.connected and spool.events == 0)
             await publisher.publish(feedback(2), feedback(3))
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError, OverflowError, RecursionError, KeyError, InvalidEvent])
+async def test_a_spooled_event_that_cannot_be_sent_is_named_and_the_others_are_sent(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    """The spool is on the disk: whatever stops it once would stop it after every restart."""
+
+    class Strict(_Producer):
+        async def encode(self, event: Event, *rest: Any, **named: Any) -> Outgoing:
+            if isinstance(event, Feedback) and event.value == 2:
+                raise InvalidEvent("too_large", "it is") if error is InvalidEvent else error("poison \x00 \ud83d")
+            return await super().encode(event, *rest, **named)
+
+    class Made(Connections):
+        def __call__(self) -> ListProducer:
+            return Strict(self)
+
+    made = Made(tmp_path)
+    async with Spool(tmp_path / "spool", 10_000_000) as spool:
+        await spool.append([Spooled("feedback", feedback(number).to_json()) for number in range(5)])
+        await spool.append([Spooled("no-such-topic", b"{}")])
+        async with running(publisher_of(made, spool)):
+            await until(lambda: not spool.events)
+    letters = [record for record in made.bus.records if record.topic == "dead-letters"]
+    assert len(letters) == 2
+    reasons = [DeadLetter.from_json(letter.value or b"").reason for letter in letters]
+    assert sorted(reasons) == ["undecodable", "unsendable"]
+    sent = [Feedback.from_json(one.value or b"").value for one in made.bus.records if one.topic == "feedback"]
+    assert set(sent) == {0, 1, 3, 4}

@@ -29,6 +29,7 @@ from headrace_runtime.consumer import Table
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
+from headrace_runtime.isolation import Isolated
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.processor import Handler, Processor, ProcessorLimits
@@ -66,6 +67,7 @@ class _Registry:
         self._common = common
         self._settings = settings
         self._database = database
+        self._isolated = Isolated("registry")
         self._lease = LeaderLease(database, clock, settings.lease_s)
         accepts = ReplicaTrust(common.security).accepts
         client_id = "headrace-registry-replicas"
@@ -167,7 +169,7 @@ class _Registry:
     async def _reconcile(self) -> None:
         while True:
             await asyncio.sleep(self._settings.poll_s)
-            await self._reconciler.tick()
+            await self._isolated.run("reconcile", self._reconciler.tick, None)
 
     async def _keep_bound(self) -> None:
         while True:
@@ -180,7 +182,7 @@ class _Registry:
     async def _prune(self) -> None:
         while True:
             await asyncio.sleep(_PRUNE_INTERVAL_S)
-            await disk.with_room(self._processor.prune)
+            await self._isolated.run("prune", lambda: disk.with_room(self._processor.prune), None)
 
 
 def live(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -36,11 +37,13 @@ from headrace_registry.runner import GateProgram, Roles, Runner
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
+from headrace_runtime.isolation import Isolated
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event, Replica
 
 log = get_logger(__name__)
+_REASON_MAX = 500
 _STEPS_MAX = 100
 """Actions for one model in one tick; a plan that never waits is a bug."""
 
@@ -76,6 +79,9 @@ class Director:
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
         self._conductor = Conductor(processor, lease, settings.rollout, replicas, reports)
         self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
+        self._deciding = Isolated("registry.decide")
+        self._conducting = Isolated("registry.rollouts")
+        self._shadowing = Isolated("registry.shadow")
         self._watching = watching
         self._watched: dict[str, bool] = {}
         """Models, and whether they need live traffic."""
@@ -104,11 +110,26 @@ class Director:
 
         await self._processor.step(list_models)
         for model in models:
-            await self._decide(model)
-            if await self._conductor.tick(model):
-                await self._decide(model)
+            reject = partial(self._reject_candidate, model)
+            await self._deciding.run(model, partial(self._decide, model), None, reject)
+            if await self._conducting.run(model, partial(self._conductor.tick, model), False):
+                await self._deciding.run(model, partial(self._decide, model), None, reject)
             if self._shadow:
-                await self._shadow.tick(model)
+                await self._shadowing.run(model, partial(self._shadow.tick, model), None)
+
+    async def _reject_candidate(self, model: str, reason: str) -> None:
+        """End the candidate of a model about which nothing can be decided, so that the next one gets its turn."""
+
+        async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            record = await store.model(tx, model)
+            if record is None or record.candidate is None:
+                return ()
+            transition = Transition(tx, now)
+            await transition.reject(record, record.candidate, f"deciding about it failed: {reason}"[:_REASON_MAX], {})
+            return await transition.finish()
+
+        await self._processor.step(work)
 
     async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry import routing, store
 from headrace_registry.leader import LeaderLease
 from headrace_runtime.clock import Clock
+from headrace_runtime.isolation import each
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event, Routing
@@ -36,8 +37,8 @@ class Reconciler:
 
     async def _work(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         await self._lease.check(tx)
-        events: list[Event] = []
-        for model in await store.model_names(tx):
+
+        async def compare(model: str) -> list[Event]:
             record = await store.model(tx, model)
             wanted = routing.stored(record) if record else None
             shown = self._on_bus.get(model)
@@ -46,8 +47,10 @@ class Reconciler:
             elif self._overdue(model):
                 seen = shown.revision if shown else -1
                 log.warning("routing_published_again", model=model, revision=wanted.revision, on_bus=seen)
-                events += await routing.publish_again(tx, now, model, seen)
-        return events
+                return [*await routing.publish_again(tx, now, model, seen)]
+            return []
+
+        return await each(tx, "registry.reconcile", await store.model_names(tx), compare)
 
     def _overdue(self, model: str) -> bool:
         now_s = self._clock.monotonic_s()

@@ -22,6 +22,7 @@ from headrace_registry.records import ALONE, ModelRecord
 from headrace_registry.settings import GateSettings
 from headrace_registry.transition import Transition
 from headrace_registry.trial import Trial
+from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event
@@ -156,14 +157,23 @@ class Runner:
                 outcome = "scored"
             except GateFailed as error:
                 outcome = "failed"
-                log.warning("gate_failed", version=version, error=str(error))
-                if tries.begun[version] >= self._settings.attempts:
-                    tries.failed[version] = str(error)
+                self._note_failure(tries, version, str(error))
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                outcome = "failed"
+                log.exception("gate_broke", version=version)
+                self._note_failure(tries, version, reason_of(error))
             finally:
                 GATE_SECONDS.labels(outcome).observe(self._processor.clock.monotonic_s() - started_s)
             if outcome == "scored":
                 self._runs[key].played = True
                 await self._write(keep)
+
+    def _note_failure(self, tries: Attempts, version: str, reason: str) -> None:
+        log.warning("gate_failed", version=version, error=reason)
+        if tries.begun[version] >= self._settings.attempts:
+            tries.failed[version] = reason
 
     async def _write(self, keep: Keep) -> None:
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:

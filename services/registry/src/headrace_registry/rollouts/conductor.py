@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fractions import Fraction
+from functools import partial
 
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -32,6 +33,7 @@ from headrace_registry.shadow import prompts
 from headrace_registry.shadow.expectations import Expectations, kinds
 from headrace_registry.shadow.reading import PromptReader, compared
 from headrace_registry.transition import Transition
+from headrace_runtime.isolation import Isolated
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
@@ -84,6 +86,7 @@ class Conductor:
         self._reports = reports
         self._reported: dict[str, tuple[str, int, Fraction]] = {}
         """Rollouts of which pictures were taken: the phase, stage and share of the last one."""
+        self._isolated = Isolated("registry.rollout")
         self._gauges = RolloutGauges()
         self._seen: dict[str, _Seen] = {}
         self._cleared: set[str] = set()
@@ -97,14 +100,8 @@ class Conductor:
         self._gauges.keep(model, going_on)
         decided = False
         for rollout in going_on:
-            try:
-                await self._take_readings(rollout)
-            except MetricFailed as error:  # a metric may be anybody's: it ends its rollout, not the registry
-                reason = str(error)[:_REASON_MAX]
-                now = self._processor.clock.now()
-                decided = await self._take(rollout, RolloutDecision("hold", rollout.version, now, reason)) or decided
-                continue
-            decided = await self._judge(rollout) or decided
+            look, hold = partial(self._look, rollout), partial(self._hold, rollout)
+            decided = await self._isolated.run(rollout.rollout_id, look, False, hold) or decided
         if any(one.plan.split == "adaptive" for one in going_on):
             decided = await self._share_out(model) or decided
         if self._reports is not None and (going_on or self._reported):
@@ -114,6 +111,18 @@ class Conductor:
         elif model not in self._cleared:
             await self._clear(model)
         return decided
+
+    async def _look(self, rollout: KeptRollout) -> bool:
+        """Read what is due of a rollout and decide about it. Whether anything was decided."""
+        try:
+            await self._take_readings(rollout)
+        except MetricFailed as error:  # a metric may be anybody's: it ends its rollout, not the registry
+            return await self._hold(rollout, str(error))
+        return await self._judge(rollout)
+
+    async def _hold(self, rollout: KeptRollout, reason: str) -> bool:
+        now = self._processor.clock.now()
+        return await self._take(rollout, RolloutDecision("hold", rollout.version, now, reason[:_REASON_MAX]))
 
     async def _take_readings(self, rollout: KeptRollout) -> None:
         looks: list[Look] = [look for look in rollout.plan.looks if look != "shadow"]

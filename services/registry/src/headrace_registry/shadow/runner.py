@@ -27,9 +27,11 @@ from headrace_registry.shadow.recording import (
     weighed,
 )
 from headrace_registry.shadow.rerun import Answering, ReadOnlyTools, RerunFailed, Toolbox, rerun
+from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.processor import Processor, StepFailed
 from headrace_schemas import Event, Turn
+from headrace_schemas.text import storable
 
 log = get_logger(__name__)
 _REASON_MAX = 200
@@ -104,7 +106,10 @@ class ShadowRunner:
         for key, task in list(self._running.items()):
             if task.done():
                 del self._running[key]
-                task.result()
+                try:
+                    task.result()
+                except StepFailed as error:
+                    log.exception("shadow_postponed", error=str(error))
 
     async def _answer(self, rollout: KeptRollout, prompt: KeptPrompt) -> None:
         attempt = await self._begin(rollout, prompt)
@@ -115,11 +120,14 @@ class ShadowRunner:
                 events = await prompts.events(tx, prompt, "logged")
             turns = [turn for one in ledger.sessions(events[:_TURNS_MAX]) for turn in one.turns]
             await self._play(rollout, prompt, attempt, turns)
-        except RerunFailed as error:
-            log.warning("shadow_failed", rollout=prompt.rollout_id, place=prompt.place, error=str(error))
+        except Exception as error:  # one prompt stops no other, whatever its sessions hold
+            if is_fatal(error):
+                raise
+            reason = str(error) if isinstance(error, RerunFailed) else reason_of(error)
+            log.warning("shadow_failed", rollout=prompt.rollout_id, place=prompt.place, error=reason)
             SHADOW_PROMPTS.labels(rollout.model, "failed").inc()
             if attempt >= self._settings.shadow.attempts:
-                await self._leave_out(prompt, str(error)[:_REASON_MAX])
+                await self._leave_out(prompt, storable(reason)[:_REASON_MAX])
 
     async def _play(self, rollout: KeptRollout, prompt: KeptPrompt, attempt: int, turns: list[Turn]) -> None:
         run = first_run(turns)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import Rewarded
@@ -60,6 +61,28 @@ def prepare(
     rows = tuple(row_of(one, state.current, pairs, by_sequence=by_sequence, replies=replies) for one in trained)
     size = whole if whole is None or len(rows) == len(items) else whole * len(rows) / len(items)
     return Prepared(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
+
+
+def poisoned(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], object]) -> list[tuple[Waiting, str]]:
+    """Return the items because of which `ready` raises for all of them, with the reasons; empty when it is no item's.
+
+    One whose absence mends the batch is at fault. Where no single one is, those are that raise by themselves.
+    """
+    for index, item in enumerate(items):
+        if len(items) > 1 and _raised([*items[:index], *items[index + 1 :]], ready) is None:
+            return [(item, _raised([item], ready) or "the batch cannot be prepared with it")]
+    alone = [(item, _raised([item], ready)) for item in items]
+    return [(item, reason) for item, reason in alone if reason is not None]
+
+
+def _raised(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], object]) -> str | None:
+    try:
+        ready(items)
+    except Exception as error:
+        if is_fatal(error) or isinstance(error, OSError):
+            raise
+        return reason_of(error)
+    return None
 
 
 def _goes(item: Waiting, one: Due, pairs: dict[tuple[str, str], str]) -> bool:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason
@@ -38,6 +39,8 @@ from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
+
+_DETAIL_LENGTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,23 @@ class Decision:
 def decide(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Decision:
-    """`entry` is what the window knows about the experience, `steps` how many the lineage has taken."""
+    """Decide about an experience. One that breaks the decision is dropped as `invalid`, and holds up no other.
+
+    Args:
+        entry: what the window knows about the experience.
+        steps: how many the lineage has taken.
+    """
+    try:
+        return _decide(experience, entry, history, steps, limits)
+    except Exception as error:
+        if is_fatal(error) or isinstance(error, OSError):
+            raise
+        return Decision("drop", "invalid", replaces=True, detail=reason_of(error)[:_DETAIL_LENGTH_MAX])
+
+
+def _decide(
+    experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
+) -> Decision:
     if entry is not None:
         if entry.seen(experience.revision):
             return Decision("ignore")
@@ -172,6 +191,17 @@ def expired(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Dropped | None:
     """The part of `objection` whose answer changes while an experience waits, because the weights move."""
+    try:
+        return _expired(experience, entry, history, steps, limits)
+    except Exception as error:
+        if is_fatal(error) or isinstance(error, OSError):
+            raise
+        return Dropped("invalid", reason_of(error)[:_DETAIL_LENGTH_MAX])
+
+
+def _expired(
+    experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
+) -> Dropped | None:
     trained = entry is not None and entry.trained
     excluded = history.excluded_of(versions_of(experience)) is not None
     if excluded and not trained:

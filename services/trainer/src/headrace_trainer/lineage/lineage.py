@@ -19,7 +19,7 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.batches.prepare import prepare
+from headrace_trainer.batches.prepare import Prepared, poisoned, prepare
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
@@ -32,6 +32,7 @@ from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
+_DETAIL_LENGTH_MAX = 200
 
 
 class Lineage:
@@ -114,7 +115,9 @@ class Lineage:
         settings = self._settings
         # What waited until it was decided is one step and no longer one, however much came together.
         whole = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
-        prepared = prepare(items, self.state, settings.advantage, self._decay, whole, settings.loss)
+        items, prepared = self._prepare(items, whole)
+        if prepared is None:
+            return {}
         digest = prepared.batch.digest()
         try:
             taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
@@ -137,6 +140,25 @@ class Lineage:
         self._measured.append(found)
         self.health = self.health.after(found, settings.health)
         return found
+
+    def _prepare(self, items: Sequence[Waiting], whole: int) -> tuple[Sequence[Waiting], Prepared | None]:
+        """Prepare a batch. An experience that breaks it is dropped as `invalid`, and the others go on without it."""
+        settings = self._settings
+
+        def ready(some: Sequence[Waiting]) -> Prepared:
+            return prepare(some, self.state, settings.advantage, self._decay, whole, settings.loss)
+
+        try:
+            return items, ready(items)
+        except Exception:
+            culprits = poisoned(items, ready)
+            if not culprits:
+                raise
+            for item, reason in culprits:
+                log.error("experience_invalid", experience=item.experience.experience_id, kind=reason.partition(":")[0])
+                self.state.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
+            left = [item for item in items if all(item is not culprit for culprit, _ in culprits)]
+            return left, ready(left) if left else None
 
     def _refused(self, refused: StepRefused, experiences: int) -> None:
         """It waits for more experiences where these decide it, unless none came since it waited last."""

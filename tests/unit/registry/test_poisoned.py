@@ -1,0 +1,97 @@
+"""A version, a rollout or a gate run that breaks the registry's code fails alone and by name; the process goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_registry import evaluation, lifecycle
+from headrace_registry.rollouts.conductor import Conductor
+from headrace_runtime.errors import Unavailable
+from tests.unit.registry.live_rollouts import Street, canary, under_way
+from tests.unit.registry.rig import Rig
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "ValueError": lambda: ValueError("poison with \x00 and \ud83d"),
+    "UnicodeEncodeError": lambda: UnicodeEncodeError("utf-8", "bad \ud83d end", 4, 5, "surrogates not allowed"),
+    "OverflowError": lambda: OverflowError("math range error"),
+    "RecursionError": lambda: RecursionError("maximum recursion depth exceeded"),
+    "AssertionError": AssertionError,
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_version_about_which_nothing_can_be_decided_is_rejected_and_the_next_one_serves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (old,) = await rig.crowned(0)
+    bad = await rig.checkpoint(1, parent=old)
+    plan = lifecycle.plan
+
+    def planted(view: Any, situation: Any) -> Any:
+        if view.candidate is not None and view.candidate.version == bad:
+            raise ERRORS[kind]()
+        return plan(view, situation)
+
+    monkeypatch.setattr(lifecycle, "plan", planted)
+    async with rig.running():
+        await rig.until(lambda: ("rejected", bad) in rig.decided())
+        good = await rig.checkpoint(2, parent=old)
+        await rig.until(lambda: ("promoted", good) in rig.decided())
+    assert kind in (rig.last("rejected").reason or "")
+    assert rig.routing.champion == good
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_rollout_that_cannot_be_read_is_held(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rig = Rig(data_dir, settings=canary())
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        await rig.director.tick()
+
+        async def planted(_self: Conductor, _rollout: object) -> None:
+            raise ERRORS[kind]()
+
+        monkeypatch.setattr(Conductor, "_take_readings", planted)
+        for _ in range(4):
+            await rig.director.tick()
+        last = await Street(rig, 14).last()
+        assert last.phase == "hold"
+        assert kind in last.reason
+    finally:
+        await rig.database.close()
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_gate_run_that_breaks_counts_as_one_that_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (old,) = await rig.crowned(0)
+
+    async def planted(*_arguments: object, **_named: object) -> object:
+        raise ERRORS[kind]()
+
+    monkeypatch.setattr(evaluation, "run_trial", planted)
+    bad = await rig.checkpoint(1, parent=old)
+    async with rig.running():
+        await rig.until(lambda: ("rejected", bad) in rig.decided())
+    assert rig.routing.champion == old
+
+
+async def test_a_registry_that_lost_its_database_still_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no item is at fault for is not swallowed."""
+    await rig.crowned(0)
+
+    async def away(_self: Conductor, _model: str) -> bool:
+        raise Unavailable("the database is away")
+
+    monkeypatch.setattr(Conductor, "tick", away)
+    with pytest.raises(Unavailable):
+        await rig.director.tick()
