@@ -281,16 +281,11 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
     assert found["run"]["services"]["registry"]["status"] == "ready"
     assert found["models"][0]["candidate"] == NEW
     assert found["account"] is None
-    assert found["models"][0]["trouble"] is None
-
-
-def test_status_names_first_the_model_that_no_replica_serves(registry: HttpFake, up: Path) -> None:
     reason = f"no replica serves the champion {OLD}: replica r1: probe refused [0.5]"
-    model = ModelState(id="m", champion=OLD, revision=3, trouble=reason)
-    registry.answer("GET", "/v1/models", json.loads(ModelList(data=(model,)).model_dump_json()))
-    status, text = headrace("status", "--no-account", data_dir=up)
-    assert status == 0
-    assert " ".join(text.split()).startswith(f"model m is not served: {reason}")
+    unserved = ModelState(id="m", champion=OLD, revision=3, trouble=reason)
+    registry.answer("GET", "/v1/models", json.loads(ModelList(data=(unserved,)).model_dump_json()))
+    text = headrace("status", "--no-account", data_dir=up)[1]
+    assert " ".join(text.split()).startswith(f"model m is not served: {reason}"), "it comes first"
 
 
 def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
