@@ -9,7 +9,9 @@ The lines:
 - tokens per CPU second (user and system) of whole steps are at least twice those of TRL's GRPO trainer at 0.4 and 17
   million parameters and 1.7 times at 110 million (`--shapes large`), one step of each in turn, on the same model,
   tokens, passes and threads, for sequences of 512 and 2,048 tokens: all of them so long, and from a quarter of it up.
-  Needs `make install-peers`; what TRL is given is in `benchmarks/_peer_trl.py`.
+  Needs `make install-peers`; what TRL is given is in `benchmarks/_peer_trl.py`;
+- the data folder of a model with 100 million parameters stays under its bound while it is trained for `--disk-s`
+  seconds with a version of each step, a trainer that starts again goes on from it, and two versions are rolled back.
 
 Exit status 1 when one does not hold. The best round counts, being the least disturbed; the median stands beside it,
 and the share of what matrix products alone do in a CPU second, and the peak of memory. Some 15 minutes.
@@ -18,6 +20,7 @@ and the share of what matrix products alone do in a CPU second, and the peak of 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -27,6 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _disk_use
 from benchmarks._peers import PEERS, Workload, compared
 from benchmarks._shapes import SHAPES
 from headrace_cli.progress import ProgressDisplay
@@ -40,6 +44,7 @@ LENGTHS = (512, 2048)
 MIXES = {"equal": False, "mixed": True}
 GROWN = (4096, 16_384)
 WINDOW = 512
+LINES = ("head", "growth", "peers", "disk")
 
 
 def child(module: str, **given: int) -> dict[str, Any]:
@@ -100,6 +105,15 @@ def beside_trl(options: argparse.Namespace, missed: list[str], progress: Progres
     return report
 
 
+def disk(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="bench-disk-") as root:
+        found = asyncio.run(_disk_use.measure(Path(root), options.disk_s, _disk_use.HUNDRED_MILLION))
+    progress.advance()
+    if not found["held"]:
+        missed.append(f"disk: {found['peak_mb']:g} MB, at most {found['bound_mb']:g} MB")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=64, help="of the measured head (%(default)s)")
@@ -109,16 +123,17 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["demo", "small"])
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="of the longest sequence (%(default)s)")
     parser.add_argument("--mixes", nargs="*", choices=MIXES, default=[*MIXES], help="equally long or not (%(default)s)")
-    parser.add_argument("--only", nargs="*", choices=("head", "growth", "peers"), default=["head", "growth", "peers"])
+    parser.add_argument("--only", nargs="*", choices=LINES, default=LINES)
+    parser.add_argument("--disk-s", type=float, default=300.0, help="seconds of training with saves (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of all processes, as the trainer's own (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reports/bench-trainer.json"))
     options = parser.parse_args()
     missed: list[str] = []
     report: dict[str, Any] = {"threads": options.threads, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
     workloads = len(options.shapes) * len(options.lengths) * len(options.mixes)
-    counts = {"head": 1, "growth": 2, "peers": workloads}
+    counts = {"head": 1, "growth": 2, "peers": workloads, "disk": 1}
     with ProgressDisplay("bench-trainer", sum(counts[name] for name in options.only), unit="lines") as progress:
-        for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl)):
+        for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl), ("disk", disk)):
             if name in options.only:
                 progress.at(doing=name)
                 report[name] = measure(options, missed, progress)

@@ -196,12 +196,17 @@ class Save:
             points[version] = present
         keep = {self.place.first.version, history.head, *self.moment.promoted}
         memory = self.place.settings.memory
-        bytes_max = memory.restore_points_bytes or max(_POINTS_BYTES_MIN, _POINTS_OF_SIZE * sum_bytes([present]))
+        bytes_max = memory.restore_points_bytes or default_points_bytes(sum_bytes([present]))
         for spare in [name for name in points if name not in keep]:  # the oldest first
             if len(points) <= memory.restore_points and sum_bytes([present, *points.values()]) <= bytes_max:
                 break
             del points[spare]
         return points
+
+
+def default_points_bytes(point: int) -> int:
+    """Return the bound where no setting has another, for restore points of `point` bytes."""
+    return max(_POINTS_BYTES_MIN, _POINTS_OF_SIZE * point)
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:

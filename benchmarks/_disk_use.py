@@ -1,0 +1,204 @@
+"""What a data folder takes while a model is trained: `python -m benchmarks.trainer --only disk`.
+
+The trainer's loop trains a model made on the spot, with a version of each step; a registry in the same process promotes
+every version and keeps to its bound after each. The folder is measured all the while. Then the trainer is stopped and
+started again from the folder, and the champion is rolled back twice. The bus, the clock and the replicas are those of
+the unit tests, so nothing but the steps and the saves takes time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace_registry.garbage.bound import default_bound
+from headrace_registry.garbage.collector import GarbageCollector
+from headrace_registry.records import ModelRecord
+from headrace_registry.transition import Transition
+from headrace_runtime.settings import complete
+from headrace_runtime.versions import VersionCache, read_manifest
+from headrace_schemas import Checkpoint, ModelEvent
+from headrace_trainer.lineage.saving import default_points_bytes, sum_bytes
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trainer import Trainer
+from tests.support import tiny_model
+from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.trainer.world import World, experience
+
+OVERHEAD_BYTES = 64 << 20
+"""Databases, manifests, states and logs."""
+_LOOK_S = 0.1
+_BATCH = 4
+_WAIT_S = 900.0
+HUNDRED_MILLION = {"hidden": 1024, "layers": 8, "feed_forward": 4096, "heads": 8, "kv_heads": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of the run; None for the defaults, which follow the model's size."""
+
+    versions_bytes: int | None = None
+    points_bytes: int | None = None
+
+
+class DiskUse:
+    """A trainer and a registry on one data folder."""
+
+    def __init__(self, folder: Path, shape: dict[str, int], bounds: Bounds) -> None:
+        self._base = tiny_model.build(folder / "base", **shape)
+        self.data = folder / "data"
+        self.data.mkdir()
+        self._world, self._rig = World(self.data), Rig(self.data)
+        self._rig.gate.configured = False  # each version is promoted once it is probed
+        self._bounds = bounds
+        self._settings = complete(TrainerSettings).model_validate(
+            {
+                "base": str(self._base), "model": MODEL, "batch_experiences": _BATCH, "batch_experiences_min": 1,
+                "steps_per_version": 1, "save_interval_s": 1e-9, "max_staleness": 8,
+                "optimizer": {"learning_rate": 1e-4},
+                "memory": {"restore_points_bytes": bounds.points_bytes},
+            }
+        )  # fmt: skip
+        self._told = 0
+        """Decisions of the registry that the trainer has received."""
+
+    async def run(self, seconds: float) -> dict[str, Any]:
+        """Train for `seconds`, start again, roll back twice. Raises `AssertionError` where one of them fails."""
+        await self._rig.start()
+        peak, began = _Peak(self.data), time.monotonic()
+        with peak.watched():
+            async with self._training() as trainer:
+                number = 0
+                while number < 4 or time.monotonic() - began < seconds:
+                    await self._promote(number)
+                    number += 1
+                    self._feed(number)
+                await self._promote(number)
+                await self._until(lambda: not trainer.saves)
+            assert trainer.lineage is not None
+            stopped = trainer.lineage.saved
+            async with self._training() as trainer:  # from the folder
+                await self._until(lambda: trainer.lineage is not None)
+                assert trainer.lineage is not None
+                assert (trainer.lineage.saved.head, trainer.lineage.saved.steps) == (stopped.head, stopped.steps)
+                champions = [version async for version in self._roll_back(trainer)]
+        bound, bytes_of = self._bound(stopped.present.weights.size, sum_bytes([stopped.present]))
+        return {
+            "seconds": round(time.monotonic() - began), "versions": number + 1, "steps": stopped.steps,
+            "written_mb": round((number + 1) * sum(bytes_of) / 1e6),
+            "version_mb": round(bytes_of[0] / 1e6, 1), "restore_point_mb": round(bytes_of[1] / 1e6, 1),
+            "peak_mb": round(peak.bytes / 1e6, 1), "end_mb": round(size_of(self.data) / 1e6, 1),
+            "bound_mb": round(bound / 1e6, 1), "held": peak.bytes <= bound,
+            "restarted_at_step": stopped.steps, "rolled_back_to": champions,
+        }  # fmt: skip
+
+    def _bound(self, version: int, point: int) -> tuple[int, tuple[int, int]]:
+        """Return the bytes that the folder may take, and those of a version and a restore point: the two bounds, and a
+        save that is under way, whose version is in the scratch folder and among the blobs while it is moved."""
+        versions = self._bounds.versions_bytes or default_bound({"": {"": version}})
+        points = self._bounds.points_bytes or default_points_bytes(point)
+        return versions + points + 2 * version + point + version + OVERHEAD_BYTES, (version, point)
+
+    @contextlib.asynccontextmanager
+    async def _training(self) -> Any:
+        trainer = self._world.trainer(self._settings)
+        self._world.source.busy = lambda: True
+        running = asyncio.create_task(trainer.run())
+        try:
+            yield trainer
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _feed(self, number: int) -> None:
+        version = self._world.bus.checkpoints[-1].version
+        experiences = range(number * _BATCH, (number + 1) * _BATCH)
+        self._world.bus.produce(*(experience(n, version, reward=float(n % 3)) for n in experiences))
+
+    async def _promote(self, number: int) -> None:
+        """Wait for the version, make it the champion, tell the trainer, and keep to the bound of the versions."""
+        await self._until(lambda: len(self._world.bus.checkpoints) > number)
+        checkpoint: Checkpoint = self._world.bus.checkpoints[number]
+        await self._rig.receive(checkpoint.to_json())
+        while ("promoted", checkpoint.version) not in self._rig.decided():
+            self._rig.follow()
+            await self._rig.ticks(1)
+        self._tell()
+        rig = self._rig
+        garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, self._bounds.versions_bytes)
+        await garbage.keep_bound()
+
+    async def _roll_back(self, trainer: Trainer) -> Any:
+        """Roll back twice. Yields the champions, each once its files are whole and the trainer goes on from it."""
+        for _ in range(2):
+
+            async def back(transition: Transition, model: ModelRecord) -> None:
+                await transition.roll_back(model, "a rollback of the benchmark")
+
+            await self._rig.change(back)
+            self._rig.follow()
+            self._tell()
+            champion = (await self._rig.model()).champion
+            assert champion is not None
+            record = await self._rig.record(champion)
+            cache = VersionCache(self._rig.blobs, self.data.parent / "cache")
+            manifest, _ = await cache.fetch(record.manifest)  # checks each file against its digest
+            assert manifest == read_manifest(self._rig.blobs, record.manifest)
+            await self._until(lambda champion=champion: trainer.lineage.state.history.head == champion)  # type: ignore[union-attr]
+            yield champion
+
+    def _tell(self) -> None:
+        decisions = self._rig.sent(ModelEvent)
+        self._world.bus.produce(*decisions[self._told :])
+        self._told = len(decisions)
+
+    async def _until(self, holds: Any) -> None:
+        async with asyncio.timeout(_WAIT_S):
+            while not holds():  # noqa: ASYNC110 (trainer and registry have no event for it)
+                await asyncio.sleep(0.01)
+
+
+class _Peak:
+    """The most bytes that a folder took, looked at from a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                self.bytes = max(self.bytes, size_of(self._folder))
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below `folder`."""
+    total = 0
+    for place, _, names in os.walk(folder):  # passes over folders that are removed meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(place) / name).stat().st_size
+    return total
+
+
+async def measure(folder: Path, seconds: float, shape: dict[str, int], bounds: Bounds | None = None) -> dict[str, Any]:
+    """Measure the data folder of one run."""
+    return await DiskUse(folder, shape, bounds or Bounds()).run(seconds)
