@@ -104,7 +104,7 @@ class AsyncSession:
         self.base_url = identity.base_url(client.root)
         """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    async def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> str:
+    async def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> FeedbackId:
         """Send feedback about the session, or about one of its responses or its task. Returns its id."""
         me = self._identity
         if options.get("level") == "task":

@@ -101,7 +101,7 @@ class Session:
         self.base_url = identity.base_url(client.root)
         """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> str:
+    def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> FeedbackId:
         """Send feedback about the session, or about one of its responses or its task. Returns its id."""
         me = self._identity
         if options.get("level") == "task":

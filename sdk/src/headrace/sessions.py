@@ -129,7 +129,8 @@ class FeedbackId(str):
             fields = answer.json()
         except ValueError:  # what lies between may answer 2xx without a body
             return made
-        made.teaches, made.reason = fields.get("teaches"), fields.get("reason")
+        if isinstance(fields, dict):
+            made.teaches, made.reason = fields.get("teaches"), fields.get("reason")
         return made
 
 

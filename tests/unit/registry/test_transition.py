@@ -239,3 +239,16 @@ async def test_each_model_that_was_touched_gets_its_routing(book: Book) -> None:
     (theirs,) = await book.crown(0, model=OTHER)
     routings = await book.routings()
     assert {routing.model: routing.champion for routing in routings} == {MODEL: mine, OTHER: theirs}
+
+
+async def test_a_decision_keeps_the_numbers_that_its_event_has_room_for(book: Book) -> None:
+    version = await book.add(0)
+    numbers = {f"metric-{n:03d}.{'x' * 600}": float(n) for n in range(3)} | {f"n-{n}": float(n) for n in range(99)}
+    numbers |= {"wealth": float("inf"), "nothing": float("nan")}
+    book.transition.events.clear()
+    await book.transition.decide(MODEL, version, "probed", "a \0 reason \ud83d", dict(reversed(numbers.items())))
+    (event,) = book.transition.events
+    assert isinstance(event, ModelEvent)
+    assert ModelEvent.from_json(event.to_json()) == event
+    assert [*event.statistics] == [f"n-{n}" for n in range(98, 34, -1)]
+    assert event.reason == "a \ufffd reason \ufffd"

@@ -75,6 +75,37 @@ def test_feedback_about_responses() -> None:
     assert gateway.bodies == [{"msg_ids": ["a", "b"], "value": 0.0, "source": "user", "feedback_id": "mine"}]
 
 
+@pytest.mark.parametrize(
+    ("content", "teaches", "reason"),
+    [
+        (b'{"teaches": false, "reason": "eval"}', False, "eval"),
+        (b'{"teaches": true}', True, None),
+        (b'{"event_ids": []}', None, None),
+        (b"[]", None, None),
+        (b"", None, None),
+    ],
+)
+async def test_a_feedback_id_says_whether_the_feedback_teaches(
+    content: bytes, teaches: bool | None, reason: str | None
+) -> None:
+    sent: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        sent.append(json.loads(request.content)["feedback_id"])
+        return httpx2.Response(202, content=content)
+
+    client = Client("http://gateway:8000", transport=httpx2.MockTransport(answer))
+    async with AsyncClient("http://gateway:8000", transport=httpx2.MockTransport(answer)) as other:
+        given = [
+            client.feedback(msg_ids=["a"], value=1.0),
+            client.session("s").feedback(1.0, response_id="a"),
+            await other.feedback(msg_ids=["a"], value=1.0),
+            await other.session("s").feedback(1.0, response_id="a"),
+        ]
+    assert [(one.teaches, one.reason) for one in given] == [(teaches, reason)] * 4
+    assert [str(one) for one in given] == sent
+
+
 def test_zero_is_a_value_and_withdrawn_is_none() -> None:
     gateway = Gateway()
     client = gateway.client()

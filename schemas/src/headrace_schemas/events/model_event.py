@@ -9,6 +9,7 @@ from pydantic import Field
 from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Share, Text, Version
 from headrace_schemas.bounds import INT32
 
+STATISTICS_MAX = 64
 Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", "skipped", "rolled_back", "withdrawn"]
 
 
@@ -42,7 +43,7 @@ class ModelEvent(Event):
     previous: Version | None = None
     """The version it is compared with or takes over from; for `rolled_back` the one that takes over again."""
     reason: LongText | None = None
-    statistics: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    statistics: dict[Text, Finite] = Field(default_factory=dict, max_length=STATISTICS_MAX)
     who: Text | None = None
     """The operator who asked for it; None: the registry itself."""
     rollout: RolloutStep | None = None

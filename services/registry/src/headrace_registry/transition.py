@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -18,11 +20,16 @@ from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts import settling
 from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Checkpoint, Event, ModelEvent, RolloutStep
-from headrace_schemas.events.model_event import Decision
+from headrace_schemas.events.model_event import STATISTICS_MAX, Decision
 from headrace_schemas.ids import uuid7
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.text import storable
+
+log = get_logger(__name__)
+_NAME_LENGTH_MAX = 512
 
 
 class Transition:
@@ -296,8 +303,8 @@ class Transition:
             version=version,
             decision=decision,
             previous=previous,
-            reason=reason,
-            statistics=dict(statistics or {}),
+            reason=None if reason is None else storable(reason),
+            statistics=_bounded(statistics or {}),
             who=self._who,
             rollout=step,
         )
@@ -308,3 +315,13 @@ class Transition:
         DECISIONS_TOTAL.labels(decision).inc()
         if step is not None:
             ROLLOUT_STEPS.labels(model, step.kind).inc()
+
+
+def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite numbers that an event has room for, the first ones; the names of all others are logged."""
+    finite = {name[:_NAME_LENGTH_MAX]: value for name, value in statistics.items() if math.isfinite(value)}
+    kept = dict(itertools.islice(finite.items(), STATISTICS_MAX))
+    if len(kept) < len(statistics):
+        left_out = [name for name in statistics if name[:_NAME_LENGTH_MAX] not in kept]
+        log.warning("statistics_left_out", names=left_out[:STATISTICS_MAX])
+    return kept

@@ -7,11 +7,16 @@ from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_runtime.logs import get_logger
 from headrace_schemas import Reward, Trajectory
+from headrace_schemas.text import printable
 from headrace_scorer import feedback_matching, ledger, store
 from headrace_scorer.feedback_entries import EntryKey, FeedbackEntry, entries_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.settings import ScorerSettings
+
+log = get_logger(__name__)
+_NAMED_MAX = 10
 
 
 async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[FeedbackSet, Sequence[str]]:
@@ -52,13 +57,18 @@ async def revise(
         for key, row in known.items()
         if key not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, which came later
     ]
-    sources = entries.sources
+    sources = entries.open_sources
+    left_out: set[str] = set()
     for key, entry in wanted.items():
         if key.kind == "reward" and len(sources | {key.source}) > settings.sources_max:
+            left_out.add(key.source)
             continue
         if key not in known or _differs(known[key], entry):
             changes.append((key, entry))
             sources |= {key.source} if key.kind == "reward" else set()
+    if left_out:
+        names = [printable(name, 64) for name in sorted(left_out)[:_NAMED_MAX]]
+        log.warning("sources_left_out", trajectory=trajectory.trajectory_id, count=len(left_out), sources=names)
     return await ledger.enter_feedback(tx, now, trajectory, changes, entries)
 
 

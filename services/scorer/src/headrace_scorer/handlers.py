@@ -13,6 +13,7 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.isolation import each
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
+from headrace_schemas.sources import owner_of
 from headrace_scorer import feedback_rewards, ingest_check, ledger, provenance, store
 from headrace_scorer.feedback_entries import thumbs_of, values_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
@@ -95,7 +96,7 @@ class Scorer:
         score = await self.scores.open(handling.tx, reward.trajectory_id)
         if score is None or score.trajectory.tenant != reward.tenant:
             return []
-        if len(score.entries.sources) > self.settings.sources_max:
+        if owner_of(reward.source) is None and len(score.entries.open_sources) > self.settings.sources_max:
             limit = self.settings.sources_max
             raise InvalidEvent(
                 "too_many_sources",

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Reward, Trajectory
+from headrace_schemas.sources import owner_of
 from headrace_scorer import metrics
 from headrace_scorer.answer_remarks import source_reward
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry
@@ -39,9 +40,10 @@ class LedgerEntries:
             self._from_feedback[key] = row
 
     @property
-    def sources(self) -> set[str]:
-        """Those of rewards."""
-        return {key.source for key in self._latest if key.kind == "reward"}
+    def open_sources(self) -> set[str]:
+        """The sources of rewards whose number callers determine: all but the reserved ones of our own services."""
+        sources = {key.source for key in self._latest if key.kind == "reward"}
+        return {source for source in sources if owner_of(source) is None}
 
     @property
     def from_feedback(self) -> dict[EntryKey, Row]:

@@ -70,7 +70,8 @@ class ScorerSettings(ServiceSettings):
     corrections_max: Annotated[int, Field(ge=1, le=128)] = 128
     """Edits of a trajectory that count, and preferences; of more the newest do."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
-    """Sources per trajectory; further ones are dead-lettered."""
+    """Sources per trajectory besides reward functions, judges and the reward model. Further ones are dead-lettered, and
+    those of feedback are left out."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0
     """How long a trajectory and its rewards are kept for revisions."""
     learned: LearnedSettings = LearnedSettings()
