@@ -146,12 +146,6 @@ def test_wrong_usage_has_its_own_status(data_dir: Path) -> None:
 # feedback
 
 
-def test_feedback_that_teaches_nothing_says_why(up: Path, http: HttpFake) -> None:
-    http.answer("POST", "/v1/feedback", {"teaches": False, "reason": "truncated_sampling"}, status=202)
-    status, text = headrace("feedback", "1", "--msg-id", "chatcmpl-x", data_dir=up)
-    assert (status, "trains nothing" in text, "truncated_sampling" in text) == (0, True, True)
-
-
 def test_feedback(up: Path, http: HttpFake) -> None:
     http.answer("POST", "/v1/feedback", {}, status=202)
     status, text = headrace(

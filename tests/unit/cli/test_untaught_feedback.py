@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from typer.testing import CliRunner
+
+from headrace_cli.app import app
 from headrace_cli.turn_account import turn_account_of
 from headrace_schemas import Feedback
 from tests.support.account_events import KEY, START, trajectory, turn
+from tests.unit.cli.http_fake import HttpFake
 
 
 def said(name: str, *turn_ids: str, tenant: str = "default", **more: Any) -> Feedback:
@@ -51,3 +55,14 @@ def test_feedback_in_several_sessions_teaches_if_one_of_them_is_trained() -> Non
     judged = [said("f", "a", sessions=2), said("f", "b", sessions=2, session_key=other)]
     assert turn_account_of([*turns, *runs, *judged]).untaught == {}
     assert turn_account_of([*turns, *runs, judged[1]]).untaught == {"empty": 1}
+
+
+def test_the_command_says_that_feedback_teaches_nothing() -> None:
+    http = HttpFake()
+    http.answer("POST", "/v1/feedback", {"teaches": False, "reason": "truncated_sampling"}, status=202)
+    try:
+        result = CliRunner().invoke(app, ["feedback", "1", "--msg-id", "chatcmpl-x", "--base-url", http.url])
+    finally:
+        http.stop()
+    assert (result.exit_code, "trains nothing" in result.output) == (0, True)
+    assert "truncated_sampling" in result.output
