@@ -31,6 +31,7 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "neighbour.py").write_text("half = 0.5\n")
     path = tmp_path / "rewards.py"
     path.write_text(GOOD)
+    (tmp_path / "alone.py").write_text("def alone(): ...\n")
     return path
 
 
@@ -45,7 +46,8 @@ def test_functions_of_a_file_can_import_its_neighbours(rewards: Path) -> None:
     assert (slow.asynchronous, slow.looks_at_feedback) == (True, True)
     assert (nothing.parameters, nothing.looks_at_feedback) == ((), False)
     assert loader.callables["answer"](trajectory=None, context=None) == 0.5
-    assert answer.digest == sha256(GOOD.encode()).hexdigest()
+    (alone,) = FunctionLoader().load([f"{rewards.parent / 'alone.py'}:alone"])
+    assert alone.digest == sha256((rewards.parent / "alone.py").read_bytes()).hexdigest(), "of one file its own"
 
 
 def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +116,111 @@ def test_two_functions_of_one_name_are_refused(rewards: Path) -> None:
     other.write_text("def answer(): ...\n")
     with pytest.raises(LoadError, match="two functions named 'answer'"):
         FunctionLoader().load([f"{rewards}:answer", f"{other}:answer"])
+
+
+def entry_digest(rewards: Path) -> str:
+    (function,) = FunctionLoader().load([f"{rewards}:answer"])
+    return function.digest
+
+
+LAYOUTS = {
+    "plain": ("from helper import value", "helper.py"),
+    "module": ("import helper\nvalue = helper.value", "helper.py"),
+    "package": ("from parts.inner import value", "parts/inner.py"),
+    "package's own": ("from parts import value", "parts/__init__.py"),
+    "relative": ("from parts.outer import value", "parts/inner.py"),
+    "namespace": ("from plain.inner import value", "plain/inner.py"),
+    "transitive": ("from middle import value", "helper.py"),
+    "inside a function": ("def late():\n    from helper import value\n    return value", "helper.py"),
+    "under a condition": (
+        "try:\n    import missing_module\nexcept ImportError:\n    from helper import value",
+        "helper.py",
+    ),
+}
+
+
+def lay_out(folder: Path, how: str) -> tuple[Path, Path]:
+    """Write reward functions whose value comes from another file; return both files."""
+    statement, named = LAYOUTS[how]
+    call = "late()" if "late" in statement else "value"
+    for path in ("helper.py", "parts/inner.py", "plain/inner.py"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text("value = 0.25\n")
+    (folder / "parts/__init__.py").write_text("value = 0.25\n")
+    (folder / "parts/outer.py").write_text("from .inner import value\n")
+    (folder / "middle.py").write_text("from helper import value\n")
+    rewards = folder / "entry.py"
+    rewards.write_text(f"{statement}\n\ndef answer():\n    return {call}\n")
+    return rewards, folder / named
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_a_digest_covers_what_the_function_imports_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rewards, other = lay_out(tmp_path, how)
+    before = entry_digest(rewards)
+    assert entry_digest(rewards) == before
+    other.write_text("value = 0.75\n")
+    assert entry_digest(rewards) != before, "the imported file changed"
+    (tmp_path / "unused.py").write_text("value = 1\n")
+    other.write_text("value = 0.25\n")
+    assert entry_digest(rewards) == before, "no other file of the folder counts"
+
+
+@pytest.mark.parametrize("change", ["edited", "broken", "deleted"])
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_a_file_that_changes_on_the_disk_changes_nothing_until_the_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, change: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rewards, other = lay_out(tmp_path, how)
+    first = FunctionLoader()
+    (function,) = first.load([f"{rewards}:answer"])
+    for path in (rewards, other):
+        if change == "deleted":
+            path.unlink()
+        else:
+            path.write_text("value = 0.75\n" if change == "edited" else "def (:\n")
+    assert first.callables["answer"]() == 0.25, "late imports use the kept text"
+    second = FunctionLoader(first.sources)
+    (again,) = second.load([f"{rewards}:answer"])
+    assert second.callables["answer"]() == 0.25, "so does a process that starts later"
+    assert again.digest == function.digest
+
+
+def test_a_module_that_was_not_kept_is_refused_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "hidden.py").write_text("value = 1.0\n")
+    rewards = tmp_path / "entry.py"
+    rewards.write_text("import importlib\ndef answer():\n    return importlib.import_module('hidden').value\n")
+    loader = FunctionLoader()
+    loader.load([f"{rewards}:answer"])
+    with pytest.raises(ImportError, match="was not imported when the reward functions were loaded"):
+        loader.callables["answer"]()
+
+
+def test_data_files_that_are_read_are_named_as_not_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "table.json").write_text("[1]")
+    rewards = tmp_path / "entry.py"
+    rewards.write_text(
+        "from pathlib import Path\ntable = (Path(__file__).parent / 'table.json').read_text()\ndef answer(): ...\n"
+    )
+    loader = FunctionLoader()
+    loader.load([f"{rewards}:answer"])
+    assert loader.kept.uncovered == (str(tmp_path / "table.json"),)
+
+
+def test_two_loaders_keep_files_of_one_name_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    values: list[object] = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        rewards, helper = lay_out(tmp_path / name, "plain")
+        helper.write_text(f"value = {len(name + 's' * len(values))}\n")
+        loader = FunctionLoader()
+        loader.load([f"{rewards}:answer"])
+        values.append(loader.callables["answer"]())
+    assert values == [3, 4]

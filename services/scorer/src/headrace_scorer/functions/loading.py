@@ -18,8 +18,10 @@ from types import ModuleType
 from pydantic import BaseModel
 
 from headrace_runtime.registries import PluginError, Registry
+from headrace_scorer.functions.kept_modules import KeptModules
 
 PARAMETERS = ("trajectory", "feedback", "context")
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 REWARDS: Registry[object] = Registry("rewards", object, "reward function")
 
 
@@ -28,7 +30,8 @@ class LoadError(Exception):
 
 
 class RewardFunction(BaseModel):
-    """What is known of a loaded function. `digest` is the SHA-256 of its file's source."""
+    """A loaded function. `digest` is the SHA-256 of its file's source, or of the sources of all modules from the file's
+    folder that it imports (`kept_modules`)."""
 
     name: str
     spec: str
@@ -51,12 +54,18 @@ class FunctionLoader:
     """Makes functions from specs. `sources` holds the text of each file that was used, for the next process."""
 
     def __init__(self, sources: dict[str, str] | None = None) -> None:
-        self.sources = sources or {}
+        self.kept = KeptModules(sources)
         self.callables: dict[str, Callable[..., object]] = {}
         self._modules: dict[str, ModuleType] = {}
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Return the text of each kept file."""
+        return self.kept.sources
+
     def load(self, specs: Sequence[str]) -> list[RewardFunction]:
         """Raises `LoadError`."""
+        self.kept.activate()
         found = []
         for spec in specs:
             module, attribute = self._find(spec)
@@ -73,9 +82,10 @@ class FunctionLoader:
                     spec=spec,
                     parameters=_parameters(spec, function),
                     asynchronous=inspect.iscoroutinefunction(function),
-                    digest=sha256(self.sources[str(module.__file__)].encode()).hexdigest(),
+                    digest=self.kept.digest(str(module.__file__)),
                 )
             )
+        self.kept.sealed = True
         return found
 
     def _find(self, spec: str) -> tuple[ModuleType, str]:
@@ -87,19 +97,50 @@ class FunctionLoader:
         return self._modules[place], attribute
 
     def _make(self, spec: str, place: str) -> ModuleType:
-        made = _file_spec(place) if place.endswith(".py") else _module_spec(spec, place)
+        made = self._file_spec(place) if place.endswith(".py") else self._module_spec(spec, place)
         if made is None or made.origin is None or not made.origin.endswith(".py"):
             raise LoadError(f"{spec}: {place} is not a Python file or module here (in {Path.cwd()})")
         try:
-            if made.origin not in self.sources:
-                self.sources[made.origin] = Path(made.origin).read_text(encoding="utf-8")
-            module = module_from_spec(made)
+            own = self.kept.entry(made.name, made.origin, made.submodule_search_locations)
+            module = module_from_spec(own)
             sys.modules[made.name] = module
-            code = compile(self.sources[made.origin], made.origin, "exec")
-            exec(code, module.__dict__)  # noqa: S102 (running the user's code is the point)
+            self.kept.execute(module, made.origin)
         except BaseException as error:  # a module may do anything at import, also exit
             raise LoadError(f"{spec}: {type(error).__name__}: {error}") from error
         return module
+
+    def _file_spec(self, place: str) -> ModuleSpec | None:
+        path = Path(place).absolute()
+        if str(path) not in self.kept.sources and not path.is_file():
+            return None
+        folder = str(path.parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)  # so that it can import its neighbours
+        self.kept.add_base(path.parent)
+        name = f"headrace_rewards_{sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+        return spec_from_file_location(name, path)
+
+    def _module_spec(self, spec: str, name: str) -> ModuleSpec | None:
+        first = name.partition(".")[0]
+        try:
+            if first not in sys.stdlib_module_names:
+                self._add_package(first, name)
+            return find_spec(name)
+        except (ImportError, ValueError) as error:
+            raise LoadError(f"{spec}: {error}") from error
+
+    def _add_package(self, first: str, name: str) -> None:
+        """Keep the user's package; of an installed package only the folder of the reward module."""
+        top = find_spec(first)
+        if top is None or top.origin is None or not top.origin.endswith(".py"):
+            return
+        path = Path(top.origin)
+        if path.name != "__init__.py":
+            self.kept.add_base(path.parent, first, path)
+            return
+        installed = first.startswith("headrace") or not _INSTALLED.isdisjoint(path.parts)
+        inner = name.split(".")[1:-1] if installed else ()
+        self.kept.add_base(path.parent.parent, first, path.parent.joinpath(*inner))
 
 
 def _announced(spec: str) -> str:
@@ -110,24 +151,6 @@ def _announced(spec: str) -> str:
         return REWARDS.point(spec).value
     except PluginError as error:
         raise LoadError(f"{spec}: must be file.py:name, package.module:name or a name: {error}") from None
-
-
-def _file_spec(place: str) -> ModuleSpec | None:
-    path = Path(place).absolute()
-    if not path.is_file():
-        return None
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that it can import its neighbours
-    name = f"headrace_rewards_{sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
-    return spec_from_file_location(name, path)
-
-
-def _module_spec(spec: str, name: str) -> ModuleSpec | None:
-    try:
-        return find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise LoadError(f"{spec}: {error}") from error
 
 
 def _parameters(spec: str, function: Callable[..., object]) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class FunctionPool:
             await self._idle.get_nowait().stop()
         for process in made:
             self._idle.put_nowait(process)
+        if made[0].loaded.uncovered:
+            log.warning("functions_read_other_files", not_covered_by_digests=list(made[0].loaded.uncovered)[:20])
         log.info("functions_loaded", functions=[function.name for function in self.functions], again=bool(before))
 
     async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:

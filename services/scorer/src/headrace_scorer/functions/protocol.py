@@ -25,6 +25,8 @@ class LoadResponse(BaseModel):
 
     functions: tuple[RewardFunction, ...] = ()
     sources: dict[str, str] = {}
+    uncovered: tuple[str, ...] = ()
+    """Files of the user that the modules read and no digest covers."""
     error: str | None = None
 
 

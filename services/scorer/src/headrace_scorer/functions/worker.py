@@ -33,7 +33,7 @@ def main() -> None:
             found = loader.load(order.specs)
         except LoadError as error:
             return protocol.send(outbox, protocol.LoadResponse(error=str(error)).model_dump_json().encode())
-        answer = protocol.LoadResponse(functions=tuple(found), sources=loader.sources)
+        answer = protocol.LoadResponse(functions=tuple(found), sources=loader.sources, uncovered=loader.kept.uncovered)
         protocol.send(outbox, answer.model_dump_json().encode())
         while True:
             call = protocol.CallRequest.model_validate_json(protocol.receive(inbox))
