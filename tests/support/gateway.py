@@ -149,7 +149,13 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
         watching = asyncio.create_task(ReplicaWatch(replica_set, engines, own.upstream, clock).run())
         admission = Admission(
             KeyRing(read_keys(own), own.limits_per_key),
-            RequestLimits(own.limits_total, clock),
+            RequestLimits(
+                own.limits_total,
+                clock,
+                tenants=len({key.tenant for key in own.keys}),
+                tenant_share=own.tenant_share,
+                bytes_per_hour=own.capture.tenant_bytes_per_hour,
+            ),
             publisher,
             own.body_timeout_s,
         )

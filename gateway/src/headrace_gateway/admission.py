@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope
 
@@ -20,6 +20,10 @@ from headrace_runtime import tracing
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Event
 from headrace_schemas.names import decode_name
+
+_TURNS = 8
+_ENVELOPE_BYTES = 500
+"""About what an event takes on the log beside what its request holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Admission:
     limits: RequestLimits
     publisher: Publisher
     body_timeout_s: float
+    _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
         """Return who sends the request. Raises `ApiError` 401 or 403."""
@@ -57,9 +62,14 @@ class Admission:
         caller = self.caller(scope, headers, need)
         with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit(caller.tenant)
-            yield AdmittedRequest(
-                caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller))
-            )
+            body = await self._body(headers, receive, self.limits.body_bytes_max(caller))
+            async with contextlib.nullcontext() if need == "chat" else self._turn(caller.tenant):
+                yield AdmittedRequest(caller, headers, body)
+
+    def _turn(self, tenant: str) -> asyncio.Semaphore:
+        """Return what bounds the feedback and the trajectories of a tenant that are read and published at one time: the
+        event loop serves the calls of others between them. There is one for each configured tenant."""
+        return self._turns.setdefault(tenant, asyncio.Semaphore(_TURNS))
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
         try:
@@ -69,13 +79,17 @@ class Admission:
             message = f"the request body took longer than {self.body_timeout_s:g} s"
             raise ApiError(408, "body_timeout", message) from None
 
-    async def publish_many(self, caller: Caller, events: Sequence[Event], *, copies: int = 1) -> None:
-        """Publish the events of one request, each `copies` times. Each is charged as a request of its own.
+    async def publish_many(
+        self, caller: Caller, events: Sequence[Event], *, size_bytes: int = 0, copies: int = 1
+    ) -> None:
+        """Publish the events of one request of `size_bytes`, each `copies` times. Each is charged as a request of its
+        own, and as stored bytes.
 
         Raises `ApiError` 429 or 503.
         """
         self.limits.charge(caller, len(events) * copies)
         await self.publish(*events)
+        self.limits.store(caller.tenant, (size_bytes + len(events) * _ENVELOPE_BYTES) * copies)
 
     async def publish(self, *events: Event) -> None:
         """Returns once durable. Raises `ApiError` 503."""

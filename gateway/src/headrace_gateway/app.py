@@ -52,7 +52,14 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
-    limits = RequestLimits(within_descriptors(settings.limits_total), clock)
+    tenants = len({key.tenant for key in keys})
+    limits = RequestLimits(
+        within_descriptors(settings.limits_total),
+        clock,
+        tenants=tenants,
+        tenant_share=settings.tenant_share,
+        bytes_per_hour=settings.capture.tenant_bytes_per_hour,
+    )
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
         Spool(
@@ -68,7 +75,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             send_timeout_s=common.bus.request_timeout_s,
             prepare=lambda: topics.ensure(common.bus),
             log_ends=lambda: LogEnds(Offsets(common.bus, None, f"{SOURCE}-offsets")),
-            tenants=len({key.tenant for key in keys}),
+            tenants=tenants,
         )
 
         told = Told(common.data_dir / "gateway" / "refused")

@@ -21,6 +21,7 @@ from headrace_gateway.chat_call import ChatCall, asked, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_connection import ClientConnection
 from headrace_gateway.identity import RequestMetadata, identify
+from headrace_gateway.limits import Work
 from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import ApiError, overloaded
@@ -37,6 +38,14 @@ _ANSWERED_BYTES = 100
 """About what one sampled token takes in an answer or an event."""
 
 
+_STORED_PROMPT_BYTES = 6
+_STORED_ANSWER_BYTES = 18
+"""About what a token takes in a turn: its id, and for sampled ones its logprob and its text."""
+_PROMPT_TOKEN_BYTES = 4
+_ANSWER_TOKENS = 1024
+"""What a choice is expected to take whose request sets no limit."""
+
+
 Read = Callable[[bytes, int, int], tuple[ChatRequest, AnswerShape]]
 """From a body, with the most choices and the most JSON values, to a request and the shape of its answers. In any
 thread; raises `ApiError`."""
@@ -45,6 +54,11 @@ thread; raises `ApiError`."""
 def read_chat(body: bytes, choices_max: int, values_max: int) -> tuple[ChatRequest, AnswerShape]:
     """See `Read`."""
     return parse_chat(body, choices_max, values_max), ChatCompletions()
+
+
+def tokens_asked(call: ChatCall, body_bytes: int) -> int:
+    """Return about how many tokens a call may take: those of its prompt, and the answers' limit for each choice."""
+    return body_bytes // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +81,12 @@ class Chat:
             if call.identity.shadow_of is not None:
                 self.relay.beside_users(call, self.settings.shadow_load_max)
             mode = "stream" if call.request.stream else "plain"
-            with metrics.CALL_SECONDS.labels(mode).time():
-                await self._serve(call, shape, receive, send)
+            choices, tokens = call.request.choices, tokens_asked(call, len(admitted.body))
+            with (
+                self.admission.limits.work(admitted.caller, choices, tokens) as work,
+                metrics.CALL_SECONDS.labels(mode).time(),
+            ):
+                await self._serve(call, shape, work, ClientConnection(receive, send))
 
     async def _understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
         started_at = self.clock.now()
@@ -112,16 +130,15 @@ class Chat:
                 raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
             await self.clock.sleep(_ROUTING_POLL_S)
 
-    async def _serve(self, call: ChatCall, shape: AnswerShape, receive: Receive, send: Send) -> None:
-        client = ClientConnection(receive, send)
+    async def _serve(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
         streamed = shape.streamed(call) if call.request.stream else None
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
                 async with client.watched(lambda: self._hurry(deadline)):
                     if streamed is None:
-                        await self._plain(call, shape, client)
+                        await self._plain(call, shape, work, client)
                     else:
-                        await self._stream(call, streamed, client)
+                        await self._stream(call, streamed, work, client)
         except TimeoutError:
             if client.gone:
                 metrics.ABANDONED.inc()
@@ -144,16 +161,16 @@ class Chat:
             raise error
         await client.body(streamed.broken(error))
 
-    async def _plain(self, call: ChatCall, shape: AnswerShape, client: ClientConnection) -> None:
+    async def _plain(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
         answer, transcript = await self.relay.complete(call)
-        await self._capture(call, transcript, delivered=not client.gone)
+        await self._capture(call, transcript, work, delivered=not client.gone)
         size_bytes = transcript.sampled * _ANSWERED_BYTES
         body = await self.aside.run(size_bytes, lambda: shape.whole(call, answer))
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await client.start(200, {**length, "x-request-id": call.response_id})
         await client.body(body)
 
-    async def _stream(self, call: ChatCall, streamed: StreamedAnswer, client: ClientConnection) -> None:
+    async def _stream(self, call: ChatCall, streamed: StreamedAnswer, work: Work, client: ClientConnection) -> None:
         transcript = Transcript()
         async with contextlib.aclosing(self.relay.stream(call, transcript)) as stream:
             async for chunk in stream:
@@ -164,17 +181,21 @@ class Chat:
                     await client.start(200, {**_STREAM, "x-request-id": call.response_id})
                 if events:
                     await client.body(events, more=True)
-        await self._capture(call, transcript, delivered=not client.gone)
+        await self._capture(call, transcript, work, delivered=not client.gone)
         if not client.started:
             await client.start(200, {**_STREAM, "x-request-id": call.response_id})
         await client.body(streamed.end())
 
-    async def _capture(self, call: ChatCall, transcript: Transcript, *, delivered: bool) -> None:
+    async def _capture(self, call: ChatCall, transcript: Transcript, work: Work, *, delivered: bool) -> None:
         size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
+        prompt = len(transcript.prompt_token_ids)
+        work.used_tokens = prompt + transcript.sampled
         untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
         with metrics.CAPTURE_SECONDS.time():
             event = await self.aside.run(
                 size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
             )
             await self.admission.publish(event)
+        stored = len(call.core) + prompt * _STORED_PROMPT_BYTES + transcript.sampled * _STORED_ANSWER_BYTES
+        self.admission.limits.store(call.identity.tenant, stored)
         self.recent.note(call.identity.tenant, call.response_id, event)

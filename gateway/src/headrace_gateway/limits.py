@@ -1,91 +1,190 @@
-"""Rate, concurrency and body size, per key and in total."""
+"""Requests, choices, tokens, concurrency, stored bytes and body size, per key, per tenant and in total."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from headrace_gateway.access import Caller
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.settings import LimitSettings
+from headrace_gateway.settings import CaptureSettings, LimitSettings
 from headrace_runtime.clock import Clock
+
+_HOUR_S = 3600.0
+
+
+class Bucket:
+    """An amount that fills up at a rate. It may go below zero, and what is owed then has to be paid first."""
+
+    def __init__(self, per_s: float, burst: float, clock: Clock) -> None:
+        self.per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._level = burst
+        self._filled_s = clock.monotonic_s()
+
+    @property
+    def level(self) -> float:
+        now = self._clock.monotonic_s()
+        self._level = min(self._burst, self._level + (now - self._filled_s) * self.per_s)
+        self._filled_s = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Take an amount; a negative one is given back."""
+        self._level = min(self._burst, self.level - amount)
+
+    def wait_s(self, amount: float) -> float:
+        """Return in how many seconds `amount` is there; 0 when it is there now. More than the burst never is: the whole
+        burst is enough for it."""
+        return max(0.0, (min(amount, self._burst) - self.level) / self.per_s)
 
 
 class Meter:
-    """A token bucket and a count of what is in progress."""
+    """Buckets of requests and of tokens, and a count of what is in progress."""
 
     def __init__(self, limits: LimitSettings, clock: Clock) -> None:
         self._limits = limits
-        self._clock = clock
-        self._tokens = float(limits.burst)
-        self._filled_s = clock.monotonic_s()
+        self._requests = Bucket(limits.requests_per_s, float(limits.burst), clock)
+        self._tokens = Bucket(limits.tokens_per_s, float(limits.tokens_burst), clock)
         self.in_progress = 0
 
     def refusal(self, whose: str) -> ApiError | None:
         """Why one more request cannot begin now, None when it can."""
-        now = self._clock.monotonic_s()
-        limits = self._limits
-        self._tokens = min(limits.burst, self._tokens + (now - self._filled_s) * limits.requests_per_s)
-        self._filled_s = now
-        if self._tokens < 1:
-            wait_s = (1 - self._tokens) / limits.requests_per_s
-            message = f"{whose} may send {limits.requests_per_s:g} requests per second"
+        wait_s = self._requests.wait_s(1)
+        if wait_s:
+            message = f"{whose} may send {self._limits.requests_per_s:g} requests per second"
             return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
-        if self.in_progress >= limits.concurrency:
-            message = f"{whose} may have {limits.concurrency} requests in progress"
+        return self._refuse_concurrency(1, whose)
+
+    def charge(self, requests: int) -> ApiError | None:
+        """Take requests for the events that a request becomes. The bucket may go below zero; further requests are then
+        refused before their body is read. A caller whose bucket is below zero is refused here."""
+        if self._requests.level < 0:
+            wait_s = self._requests.wait_s(1)
+            message = f"this request counts as {requests + 1}, with {self._limits.requests_per_s:g} allowed per second"
+            return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+        self._requests.take(requests)
+        return None
+
+    def refuse_work(self, choices: int, tokens: int, whose: str) -> ApiError | None:
+        """Why a call of so many choices and tokens cannot begin now, None when it can. One of its choices is counted
+        already."""
+        wait_s = self._tokens.wait_s(tokens)
+        if wait_s:
+            message = f"{whose} may ask for {self._limits.tokens_per_s:g} tokens per second (tokens_per_s)"
+            return ApiError(429, "token_limit_exceeded", message, retry_after_s=wait_s)
+        return self._refuse_concurrency(choices - 1, whose)
+
+    def begin(self, count: int = 1, tokens: float = 0) -> None:
+        self._requests.take(count)
+        self._tokens.take(tokens)
+        self.in_progress += count
+
+    def end(self, count: int = 1, unused_tokens: float = 0) -> None:
+        self._tokens.take(-unused_tokens)
+        self.in_progress -= count
+
+    def _refuse_concurrency(self, count: int, whose: str) -> ApiError | None:
+        if count and self.in_progress + count > max(self._limits.concurrency, self._lone(count)):
+            message = f"{whose} may have {self._limits.concurrency} requests in progress, each choice counting as one"
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
 
-    def charge(self, tokens: int) -> ApiError | None:
-        """Take tokens for the events that a request becomes. The bucket may go below zero; further requests are then
-        refused before their body is read. A caller whose bucket is below zero is refused here."""
-        if self._tokens < 0:
-            wait_s = (1 - self._tokens) / self._limits.requests_per_s
-            message = f"this request counts as {tokens + 1}, with {self._limits.requests_per_s:g} allowed per second"
-            return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
-        self._tokens -= tokens
-        return None
+    def _lone(self, count: int) -> int:
+        """A call whose choices alone are more than the limit may run by itself."""
+        return count + 1 if self.in_progress == 1 and count > 1 else 0
 
-    def begin(self) -> None:
-        self._tokens -= 1
-        self.in_progress += 1
+
+@dataclass(slots=True)
+class Work:
+    """A call in progress. `used_tokens` is what it took, once that is known; until then it counts as all of it."""
+
+    choices: int
+    tokens: int
+    used_tokens: int | None = None
 
 
 class RequestLimits:
-    """The meters of one gateway process; several gateways do not share them."""
+    """The meters of one gateway process; several gateways do not share them.
 
-    def __init__(self, total: LimitSettings, clock: Clock) -> None:
+    Where keys tell `tenants` apart, one tenant may use `tenant_share` of the total, so that it cannot have the others
+    refused.
+    """
+
+    def __init__(
+        self,
+        total: LimitSettings,
+        clock: Clock,
+        *,
+        tenants: int = 1,
+        tenant_share: float = 1.0,
+        bytes_per_hour: int = CaptureSettings().tenant_bytes_per_hour,
+    ) -> None:
         self._clock = clock
         self._total_settings = total
         self._total = Meter(total, clock)
-        self._meters: dict[str, Meter] = {}
+        self._of_tenant = _part(total, tenant_share) if tenants > 1 else None
+        self._bytes_per_hour = bytes_per_hour
+        self._keys: dict[str, Meter] = {}
+        self._tenants: dict[str, Meter] = {}
+        self._stored: dict[str, Bucket] = {}
 
     @contextlib.contextmanager
     def admit(self, caller: Caller) -> Iterator[None]:
         """Count one request in progress while the body runs. Raises `ApiError` 429; a refused request is not
         counted."""
-        meter = self._meters.get(caller.key_id)
-        if meter is None:  # bounded: one for each configured key
-            meter = self._meters[caller.key_id] = Meter(caller.limits, self._clock)
-        refusal = meter.refusal("this API key") or self._total.refusal("all callers together")
+        meters = self._meters_of(caller)
+        refusals = (meter.refusal(whose) for whose, meter in meters)
+        refusal = next(filter(None, refusals), None) or self._refuse_storing(caller.tenant)
         if refusal:
             raise refusal
-        for one in (meter, self._total):
-            one.begin()
+        for _, meter in meters:
+            meter.begin()
         try:
             yield
         finally:
-            for one in (meter, self._total):
-                one.in_progress -= 1
+            for _, meter in meters:
+                meter.end()
+
+    @contextlib.contextmanager
+    def work(self, caller: Caller, choices: int, tokens: int) -> Iterator[Work]:
+        """Count the choices and the tokens of an admitted call while the body runs; what it did not use is given back.
+
+        A call that is refused took nothing. One whose client has gone counts as all of it, unless it says less.
+        Raises `ApiError` 429.
+        """
+        meters = self._meters_of(caller)
+        refusal = next(filter(None, (meter.refuse_work(choices, tokens, whose) for whose, meter in meters)), None)
+        if refusal:
+            raise refusal
+        work = Work(choices, tokens)
+        for _, meter in meters:
+            meter.begin(choices - 1, tokens)
+        try:
+            yield work
+        except ApiError:
+            work.used_tokens = work.used_tokens or 0
+            raise
+        finally:
+            unused = 0 if work.used_tokens is None else tokens - work.used_tokens
+            for _, meter in meters:
+                meter.end(choices - 1, unused)
 
     def charge(self, caller: Caller, events: int) -> None:
         """For an admitted request that becomes so many events: each counts as a request. Raises `ApiError` 429."""
         if events <= 1:
             return
-        for meter in (self._meters[caller.key_id], self._total):
+        for _, meter in self._meters_of(caller):
             refusal = meter.charge(events - 1)
             if refusal:
                 raise refusal
+
+    def store(self, tenant: str, size_bytes: int) -> None:
+        """Count what a tenant has stored. It is not refused here: what was answered is kept."""
+        self._bucket_of(tenant).take(size_bytes)
 
     @property
     def in_progress(self) -> int:
@@ -93,3 +192,43 @@ class RequestLimits:
 
     def body_bytes_max(self, caller: Caller) -> int:
         return min(caller.limits.body_bytes_max, self._total_settings.body_bytes_max)
+
+    def _meters_of(self, caller: Caller) -> list[tuple[str, Meter]]:
+        """The meters of the key, of its tenant where there are several, and of all; one each for configured names."""
+        key = self._keys.get(caller.key_id)
+        if key is None:
+            key = self._keys[caller.key_id] = Meter(caller.limits, self._clock)
+        meters = [("this API key", key)]
+        if self._of_tenant is not None:
+            tenant = self._tenants.get(caller.tenant)
+            if tenant is None:
+                tenant = self._tenants[caller.tenant] = Meter(self._of_tenant, self._clock)
+            meters.append(("this tenant (gateway.tenant_share)", tenant))
+        return [*meters, ("all callers together", self._total)]
+
+    def _bucket_of(self, tenant: str) -> Bucket:
+        bucket = self._stored.get(tenant)
+        if bucket is None:
+            per_s = self._bytes_per_hour / _HOUR_S
+            bucket = self._stored[tenant] = Bucket(per_s, float(self._bytes_per_hour), self._clock)
+        return bucket
+
+    def _refuse_storing(self, tenant: str) -> ApiError | None:
+        wait_s = self._bucket_of(tenant).wait_s(1)
+        if not wait_s:
+            return None
+        message = f"this tenant may store {self._bytes_per_hour} bytes per hour (gateway.capture.tenant_bytes_per_hour)"
+        return ApiError(429, "storage_limit_exceeded", message, retry_after_s=wait_s)
+
+
+def _part(total: LimitSettings, share: float) -> LimitSettings:
+    """Return the part of the total that one tenant may use."""
+    return total.model_copy(
+        update={
+            "requests_per_s": total.requests_per_s * share,
+            "burst": max(1, math.floor(total.burst * share)),
+            "concurrency": max(1, math.floor(total.concurrency * share)),
+            "tokens_per_s": total.tokens_per_s * share,
+            "tokens_burst": max(1, math.floor(total.tokens_burst * share)),
+        }
+    )

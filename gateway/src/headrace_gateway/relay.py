@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from headrace_gateway import metrics
 from headrace_gateway.chat_call import ChatCall
+from headrace_gateway.dispatch import Dispatcher
 from headrace_gateway.engine import Engines, ReplicaFailed
 from headrace_gateway.engine_wire import EngineAnswer, EngineUsage
 from headrace_gateway.placement import Placement, Upstream
@@ -65,11 +66,18 @@ class Relay:
     """Serves calls from the replica_set."""
 
     def __init__(
-        self, engines: Engines, replica_set: ReplicaSet, placement: Placement, settings: UpstreamSettings, clock: Clock
+        self,
+        engines: Engines,
+        replica_set: ReplicaSet,
+        placement: Placement,
+        dispatcher: Dispatcher,
+        settings: UpstreamSettings,
+        clock: Clock,
     ) -> None:
         self._engines = engines
         self._replica_set = replica_set
         self._placement = placement
+        self._dispatcher = dispatcher
         self._settings = settings
         self._clock = clock
 
@@ -81,6 +89,10 @@ class Relay:
 
     async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
         """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
+        async with self._dispatcher.place(call):
+            return await self._complete(call)
+
+    async def _complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
         patience = _Patience(self._settings)
         while True:
             upstream = await self._find(call, lambda: self._placement.place(call, patience.avoid), patience)
@@ -102,6 +114,11 @@ class Relay:
         Those that only open the answer are held until a token is there: the replica may still fail, and the one that
         takes its upstream may sample from another prompt, and with another version.
         """
+        async with self._dispatcher.place(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
         patience = _Patience(self._settings)
         opening: list[EngineAnswer] = []
         while True:

@@ -134,6 +134,13 @@ class ReplicaSet:
         first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
+    def capacity(self) -> int:
+        """Return the places of all replicas that could take a call now."""
+        now = self._clock.monotonic_s()
+        able = [one for one in self._members.values() if not one.hung and one.shunned_until_s <= now]
+        fresh = [one for one in able if now - one.heard_s <= one.replica.ttl_s] or able
+        return sum(one.replica.capacity for one in fresh)
+
     def holders(self, version: str) -> list[Replica]:
         """Those that have `version` or load it, busy ones too."""
         held = [one for one in self._members.values() if version not in one.missing]

@@ -46,7 +46,8 @@ class SessionsApi:
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             events, copies = await self._read(admitted, Feedback.values_max, self._feedback)
-            await self.admission.publish_many(admitted.caller, events, copies=copies)
+            size_bytes = len(admitted.body)
+            await self.admission.publish_many(admitted.caller, events, size_bytes=size_bytes, copies=copies)
             for event in events:
                 if event.ends_session:
                     self.sticky_versions.drop(event.tenant, event.session_key)
@@ -66,7 +67,7 @@ class SessionsApi:
                 session_id=session_id,
                 tenant=admitted.caller.tenant,
             )
-            await self.admission.publish(event)
+            await self.admission.publish_many(admitted.caller, [event])
             self.sticky_versions.drop(event.tenant, key)
             return _accepted([event], session_id=session_id)
 
@@ -80,14 +81,14 @@ class SessionsApi:
             admitted.caller.check_session(event.session_id, "session_id")
             if not admitted.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
-            await self.admission.publish(event)
+            await self.admission.publish_many(admitted.caller, [event], size_bytes=len(admitted.body))
             return _accepted([event], trajectory_id=event.trajectory_id)
 
     async def trinity_feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             events = await self._read(admitted, Feedback.values_max, self._trinity_feedback)
             if events:
-                await self.admission.publish_many(admitted.caller, events)
+                await self.admission.publish_many(admitted.caller, events, size_bytes=len(admitted.body))
             said = self._teaching(events)
             return JSONResponse(_TRINITY_OK if said.get("teaches", True) else {**_TRINITY_OK, **said})
 

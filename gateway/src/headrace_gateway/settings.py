@@ -22,11 +22,16 @@ class LimitSettings(Section):
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     requests_per_s: Positive = 500.0
-    """Requests per second in the long run."""
+    """Requests per second in the long run. Each of the `n` choices of a call counts as a request."""
     burst: Annotated[int, Field(ge=1)] = 1000
     """Requests that may come at once after a pause."""
     concurrency: Annotated[int, Field(ge=1)] = 1024
-    """Requests in progress at one time, those that wait for a replica included."""
+    """Requests in progress at one time, choices and those that wait for a replica included."""
+    tokens_per_s: Positive = 500_000.0
+    """Tokens of prompts and of all choices per second in the long run. A call is charged what it may take (its size and
+    its `max_tokens`) when it begins, and gets back what it did not take when it ends."""
+    tokens_burst: Annotated[int, Field(ge=1)] = 50_000_000
+    """Tokens that may be asked for at once after a pause."""
     body_bytes_max: Annotated[int, Field(ge=1024)] = 8_388_608
     """Largest request body."""
 
@@ -65,6 +70,9 @@ class CaptureSettings(Section):
     While it cannot be had and the bus is away, new requests are refused with 503."""
     spool_tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Where keys tell several tenants apart, the part of the spool at which one of them alone is refused with 503."""
+    tenant_bytes_per_hour: Annotated[int, Field(ge=1_048_576)] = 34_359_738_368
+    """About how many bytes of events one tenant may have stored per hour; beyond it new requests of that tenant are
+    refused with 429. A turn is always kept."""
     drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
     """Spooled events that are sent to the bus at one time."""
     undelivered_wait_s: Positive = 10.0
@@ -129,10 +137,14 @@ class GatewaySettings(ServiceSettings):
     """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""
     """A TOML file with more `[[keys]]`, so that they need not lie beside the other settings."""
-    limits_total: LimitSettings = LimitSettings(requests_per_s=2000.0, burst=4000, concurrency=4096)
+    limits_total: LimitSettings = LimitSettings(
+        requests_per_s=2000.0, burst=4000, concurrency=4096, tokens_per_s=2_000_000.0, tokens_burst=200_000_000
+    )
     """Limits of all callers together. A call takes two file descriptors: fewer mean less concurrency."""
     limits_per_key: LimitSettings = LimitSettings()
     """Limits of each key."""
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Where keys tell several tenants apart, the part of `limits_total` that one of them alone may use."""
     json_values_max: Annotated[int, Field(ge=1024)] = 32_768
     """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
     parse_threads: Annotated[int, Field(ge=1, le=64)] = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 
 import pytest
@@ -118,3 +119,60 @@ def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
         pass
     assert (refused.value.status, refused.value.code) == (429, "concurrency_limit_exceeded")
     assert refused.value.retry_after_s == 1
+
+
+def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others() -> None:
+    total = LimitSettings(concurrency=8, burst=100, requests_per_s=0.001)
+    limits = RequestLimits(total, Clock(), tenants=2, tenant_share=0.5)
+    greedy = [Caller(f"g{n}", "g", "greedy", ALL_SCOPES, None, LimitSettings()) for n in range(3)]
+    modest = Caller("m", "m", "modest", ALL_SCOPES, None, LimitSettings())
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            stack.enter_context(limits.admit(greedy[number % 3]))
+        with pytest.raises(ApiError, match=r"gateway\.tenant_share"):
+            stack.enter_context(limits.admit(greedy[0]))
+        for _ in range(4):
+            stack.enter_context(limits.admit(modest))
+
+
+@pytest.mark.parametrize("choices", [1, 4, 16])
+def test_each_choice_counts_as_a_request(choices: int) -> None:
+    limits = RequestLimits(LimitSettings(), Clock())
+    one = caller(concurrency=16, burst=32, requests_per_s=0.001)
+    with contextlib.ExitStack() as stack:
+        for _ in range(16 // choices):
+            stack.enter_context(limits.admit(one))
+            stack.enter_context(limits.work(one, choices, 0))
+        with pytest.raises(ApiError) as refused, limits.admit(one), limits.work(one, choices, 0):
+            pass
+        assert refused.value.code == "concurrency_limit_exceeded"
+    assert limits.in_progress == 0
+
+
+def test_tokens_are_charged_when_a_call_begins_and_what_it_did_not_take_is_given_back() -> None:
+    clock = Clock()
+    limits = RequestLimits(LimitSettings(), clock)
+    one = caller(tokens_per_s=100, tokens_burst=1000)
+    with limits.admit(one), limits.work(one, 1, 800) as work:
+        with pytest.raises(ApiError) as refused, limits.work(one, 1, 800):
+            pass
+        assert (refused.value.code, refused.value.retry_after_s) == ("token_limit_exceeded", 6)
+        work.used_tokens = 100
+    with limits.admit(one), limits.work(one, 1, 900):
+        pass
+    with pytest.raises(ApiError), limits.admit(one), limits.work(one, 1, 1):
+        pass
+    clock.at_s += 60
+    with limits.admit(one), limits.work(one, 1, 10**9):
+        pass  # more than the burst is let in when nothing was taken
+
+
+def test_a_refused_call_takes_no_tokens_and_one_whose_client_left_takes_all() -> None:
+    limits = RequestLimits(LimitSettings(), Clock())
+    one = caller(tokens_per_s=0.001, tokens_burst=1000)
+    with pytest.raises(ApiError, match="overloaded"), limits.admit(one), limits.work(one, 1, 1000):
+        raise ApiError(503, "overloaded", "overloaded")
+    with limits.admit(one), limits.work(one, 1, 1000):
+        pass
+    with pytest.raises(ApiError), limits.admit(one), limits.work(one, 1, 1):
+        pass

@@ -1,0 +1,187 @@
+"""Who goes to a replica next: tenants by what they have in flight, sessions in turn, evaluations behind users."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headrace_gateway.chat_call import ChatCall
+from headrace_gateway.dispatch import WINDOW, Dispatcher
+from headrace_gateway.settings import LimitSettings
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import gateway, until
+
+PLACES = 8
+
+
+def call(tenant: str, session: str = "s", choices: int = 1, *, background: bool = False) -> ChatCall:
+    identity = SimpleNamespace(tenant=tenant, session_key=session)
+    request = SimpleNamespace(choices=choices)
+    return cast(ChatCall, SimpleNamespace(identity=identity, request=request, is_background=background))
+
+
+class Rig:
+    """Calls that stay in flight until the test ends them."""
+
+    def __init__(self, places: int = PLACES) -> None:
+        self.dispatcher = Dispatcher(lambda: places)
+        self.begun: list[str] = []
+        self._ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, name: str, wanted: ChatCall) -> None:
+        self._ends[name] = asyncio.Event()
+
+        async def run() -> None:
+            async with self.dispatcher.place(wanted):
+                self.begun.append(name)
+                await self._ends[name].wait()
+
+        self.tasks[name] = asyncio.create_task(run())
+        await self._settle()
+
+    async def end(self, name: str) -> None:
+        self._ends[name].set()
+        await self.tasks[name]
+        await self._settle()
+
+    async def close(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.wait(self.tasks.values())
+
+    @staticmethod
+    async def _settle() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def rig(places: int = PLACES) -> AsyncIterator[Rig]:
+    opened = Rig(places)
+    yield opened
+    await opened.close()
+    assert (opened.dispatcher.waiting, sum(opened.dispatcher._in_flight.values())) == (0, 0)
+
+
+async def test_a_tenant_that_fills_the_window_keeps_no_other_tenant_waiting() -> None:
+    async with rig() as calls:
+        for number in range(24):
+            await calls.start(f"heavy {number}", call("heavy", f"s{number}", 4))
+        assert len(calls.begun) <= 2 * WINDOW * PLACES // 4
+        await calls.start("light", call("light"))
+        assert calls.begun[-1] == "light"
+
+
+async def test_a_place_that_becomes_free_goes_to_the_tenant_with_the_least_in_flight() -> None:
+    async with rig() as calls:
+        for number in range(WINDOW * PLACES):
+            await calls.start(f"a{number}", call("a", f"s{number}"))
+        for number in range(20):
+            await calls.start(f"b{number}", call("b", f"s{number}"))
+        begun = calls.begun.count
+        assert sum(name.startswith("b") for name in calls.begun) == WINDOW * PLACES // 2
+        await calls.start("a late", call("a", "late"))
+        for number in range(PLACES):
+            await calls.end(f"a{number}")
+        assert begun("a late") == 0
+        await calls.end("b0")
+        assert calls.begun[-1].startswith("b")
+
+
+async def test_the_sessions_of_a_tenant_take_turns() -> None:
+    async with rig() as calls:
+        await calls.start("first", call("only", "greedy", WINDOW * PLACES))
+        for number in range(5):
+            await calls.start(f"greedy {number}", call("only", "greedy", WINDOW * PLACES))
+        await calls.start("modest", call("only", "modest"))
+        assert calls.begun == ["first", "modest"], "what one session asks for keeps no other session waiting"
+
+
+async def test_evaluations_get_what_users_leave_and_always_one_place() -> None:
+    async with rig() as calls:
+        for number in range(PLACES // 2):
+            await calls.start(f"user {number}", call("acme", f"s{number}"))
+        for number in range(200):
+            await calls.start(f"play {number}", call("acme", f"p{number}", background=True))
+        assert sum(name.startswith("play") for name in calls.begun) == 1
+        await calls.start("late user", call("acme", "late"))
+        assert calls.begun[-1] == "late user"
+        for number in range(PLACES // 2):
+            await calls.end(f"user {number}")
+        await calls.end("late user")
+        assert sum(name.startswith("play") for name in calls.begun) == WINDOW * PLACES
+        await calls.start("user again", call("acme", "again"))
+        assert calls.begun[-1] == "user again"
+
+
+async def test_calls_that_leave_while_they_wait_take_nothing_along() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    async with rig() as calls:
+        names = []
+        for number in range(60):
+            name = f"{number}"
+            wanted = call(rng.choice("ab"), rng.choice("xyz"), rng.randint(1, 5), background=rng.random() < 0.3)
+            await calls.start(name, wanted)
+            names.append(name)
+        for name in rng.sample(names, 40):
+            calls.tasks[name].cancel()
+            await asyncio.wait([calls.tasks[name]])
+        while left := [name for name in names if not calls.tasks[name].done()]:
+            (going, *_) = [name for name in left if name in calls.begun] or [""]
+            assert going, f"SEED={seed}: nobody goes of {len(left)} that wait"
+            await calls.end(going)
+        assert calls.dispatcher.waiting == 0, f"SEED={seed}"
+
+
+async def test_without_a_replica_calls_do_not_wait_here() -> None:
+    async with rig(0) as calls:
+        for number in range(50):
+            await calls.start(f"{number}", call("a", choices=16))
+        assert len(calls.begun) == 50
+
+
+async def test_a_replica_learns_session_and_purpose_of_a_call(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await served.chat(headers={"X-Session-Id": "run-1"})
+        await served.chat(headers={"X-Session-Id": "run-1", "X-Headrace-Purpose": "eval"})
+        first, second = replica.headers
+        keys = [turn.session_key for turn in served.turns]
+        assert [headers["x-headrace-session"] for headers in (first, second)] == keys
+        assert "x-headrace-purpose" not in first
+        assert second["x-headrace-purpose"] == "eval"
+
+
+async def test_choices_and_tokens_are_charged_and_what_was_not_used_is_given_back(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    limits = LimitSettings(tokens_per_s=0.001, tokens_burst=3000, burst=40, requests_per_s=0.001, concurrency=20)
+    async with replica.running(), gateway(tmp_path, replica, limits_per_key=limits) as served:
+        for _ in range(5):  # each may take 2000 tokens and takes about 100
+            assert (await served.chat(max_tokens=1000, n=2)).status_code == 200
+        codes: list[Any] = []
+        for _ in range(3):
+            answer = await served.chat(max_tokens=200, n=14)
+            codes.append(answer.json().get("error", {}).get("code"))
+        assert codes[0] in (None, "token_limit_exceeded")
+        assert codes[-1] in ("rate_limit_exceeded", "token_limit_exceeded")
+
+
+async def test_stored_bytes_have_a_bound_that_names_its_setting(tmp_path: Path) -> None:
+    from headrace_gateway.settings import CaptureSettings
+
+    capture = CaptureSettings(bus_wait_s=0.2, tenant_bytes_per_hour=1_048_576)
+    async with gateway(tmp_path, capture=capture) as served:
+        await until(lambda: served.publisher.connected)
+        body = {"session_id": "s", "value": 1, "context": {"text": "x" * 400_000}}
+        statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(4)]
+        assert statuses == [202, 202, 202, 429]
+        error = (await served.client.post("/v1/feedback", json=body)).json()["error"]
+        assert error["code"] == "storage_limit_exceeded"
+        assert "gateway.capture.tenant_bytes_per_hour" in error["message"]
