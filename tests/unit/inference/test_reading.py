@@ -107,6 +107,7 @@ def _visible(text: str) -> int:
         '{"name": "x", "arguments": NaN}',
         '{"name": "x", "arguments": {"a": Infinity}}',
         '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "a\\u0000b", "arguments": {}}',
         '{"name": "x", "arguments": {}} trailing',
         '{"name": "x", "arguments": {},}',
         '{"name": "' + "x" * 513 + '", "arguments": {}}',
@@ -201,6 +202,17 @@ def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer
     at_once = two.feed(ids[:cut])
     assert by_one == at_once
     assert by_one + one.feed(ids[cut:]) + one.end() == tokenizer.text_of(ids)
+
+
+def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: ChatTokenizer) -> None:
+    """Messages and events hold none; the tokens are what they were."""
+    ids = tokenizer.encode("a\0b")
+    answer = Answer(tokenizer, BOTH)
+    for token in ids:
+        answer.feed((token,))
+    answer.end()
+    assert (answer.message.content, answer.token_ids) == ("a\N{REPLACEMENT CHARACTER}b", ids)
+    assert tokenizer.text_of(ids) == answer.message.content
 
 
 def test_an_answer_keeps_every_token_whatever_is_read(tokenizer: ChatTokenizer) -> None:

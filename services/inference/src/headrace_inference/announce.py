@@ -30,7 +30,9 @@ class Announcer:
         in_flight: Callable[[], int],
         heartbeat_s: float,
         change: asyncio.Event,
+        holds_forms: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`holds_forms`: whether the forms that `identity` names can be held by the versions that are here now."""
         self._producer = producer
         self._clock = clock
         self._identity = identity
@@ -38,6 +40,7 @@ class Announcer:
         self._in_flight = in_flight
         self._heartbeat_s = heartbeat_s
         self._change = change
+        self._holds_forms = holds_forms
         self._last: datetime = identity.time
 
     @property
@@ -65,6 +68,7 @@ class Announcer:
             "time": self._last,
             "versions": self._versions()[:_VERSIONS_MAX],
             "in_flight": self._in_flight(),
+            "grammars": self._identity.grammars if self._holds_forms() else (),
             "stopping": stopping,
         }
         await self._producer.send(self._identity.model_copy(update=beat))

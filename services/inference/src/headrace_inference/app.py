@@ -13,7 +13,7 @@ from headrace_inference import metrics
 from headrace_inference.announce import Announcer
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from headrace_inference.chat.tokenizer import RenderLimits
+from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.engine import AnswerScorer, Engine
 from headrace_inference.engines import ENGINES
 from headrace_inference.fleet import Fleet, FleetLimits
@@ -66,21 +66,19 @@ async def run(common: Common, settings: InferenceSettings) -> None:
             }
         )
         change = asyncio.Event()
-        fleet = Fleet(
-            engine,
-            VersionCache(blobs, _cache_folder(common, settings), common.disk_free_bytes_min),
-            _fleet_limits(settings),
-            change.set,
-        )
+        parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
+        parsers.check()
+        grammars = GrammarCompiler(parsers, settings.grammar)
+        stack.callback(grammars.close)
+        cache = VersionCache(blobs, _cache_folder(common, settings), common.disk_free_bytes_min)
+        forms = _grammars(engine, parsers)
+        check_forms = grammars.check if forms else _no_forms
+        fleet = Fleet(engine, cache, _fleet_limits(settings), change.set, check_forms)
         stack.push_async_callback(fleet.close)
         refuse = Refusals(SERVICE, producer, common.data_dir / "inference")
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
         aside = Aside(settings.prepare_threads, _INLINE_BYTES)
         stack.callback(aside.close)
-        parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
-        parsers.check()
-        grammars = GrammarCompiler(parsers, settings.grammar)
-        stack.callback(grammars.close)
         application = _api(common, settings, fleet, engine, aside, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
@@ -88,11 +86,12 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         announcer = Announcer(
             producer,
             SystemClock(),
-            signed(_identity(settings, port, engine, parsers), common.security),
+            signed(_identity(settings, port, engine, forms), common.security),
             fleet.versions,
             engine.in_flight,
             settings.heartbeat_s,
             change,
+            fleet.holds_forms,
         )
         log.info("serving", port=port, replica=announcer.replica_id)
         try:
@@ -149,7 +148,12 @@ def _grammars(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
     return (RESPONSE_FORMAT, TOOL_CHOICE) if parsers.tools.form is not None else (RESPONSE_FORMAT,)
 
 
-def _identity(settings: InferenceSettings, port: int, engine: Engine, parsers: Parsers) -> Replica:
+def _no_forms(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
+    """There is nothing to check where no form is held anyway."""
+    return ""
+
+
+def _identity(settings: InferenceSettings, port: int, engine: Engine, forms: tuple[str, ...]) -> Replica:
     host = _reachable(settings.host)
     now = utcnow()
     return Replica(
@@ -159,7 +163,7 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine, parsers: P
         engine=engine.name,
         resumes=engine.resumes,
         scores=isinstance(engine, AnswerScorer),
-        grammars=_grammars(engine, parsers),
+        grammars=forms,
         capacity=engine.capacity,
         ttl_s=settings.ttl_s,
         started_at=now,

@@ -53,6 +53,8 @@ class _Held:
     probe: Probe | None = None
     manifest: Manifest | None = None
     tokenizer: ChatTokenizer | None = None
+    no_forms: str = ""
+    """Why its answers cannot be held to a form; empty while they can."""
     loaded_at_s: int = 0
     crowded: bool = False
     """It has no room: it waits for that (`loading`), or failed for want of it only."""
@@ -73,11 +75,15 @@ class Fleet:
         cache: VersionCache,
         limits: FleetLimits,
         changed: Callable[[], None],
+        check_forms: Callable[[ChatTokenizer, int], str] = lambda _tokenizer, _vocabulary: "",
     ) -> None:
+        """`check_forms` returns why answers with such a tokenizer and vocabulary cannot be held to a form. It may
+        block."""
         self._engine = engine
         self._cache = cache
         self._limits = limits
         self._changed = changed
+        self._check_forms = check_forms
         self._held: dict[str, _Held] = {}
         self._wanted: dict[str, BlobRef] = {}
         self._order = asyncio.Lock()
@@ -93,6 +99,10 @@ class Fleet:
             LoadedVersion(version=held.version, state=held.state, error=held.error, probe=held.probe)
             for held in self._held.values()
         )
+
+    def holds_forms(self) -> bool:
+        """Return whether an answer of every version here can be held to a form; requests do not name their version."""
+        return not any(held.no_forms for held in self._held.values())
 
     def serving(self) -> Sequence[Served]:
         return [served for held in self._held.values() if (served := self._served(held)) is not None]
@@ -211,10 +221,15 @@ class Fleet:
         except BaseException:
             await self._engine.unload(held.version)
             raise
+        vocabulary = self._engine.vocabulary(held.version)
+        no_forms = await asyncio.to_thread(self._check_forms, tokenizer, vocabulary)
         if self._held.get(held.version) is not held:  # dropped while it was loading
             await self._engine.unload(held.version)
             return
-        _report_tokens_without_row(held.version, tokenizer, self._engine.vocabulary(held.version))
+        held.no_forms = no_forms
+        if no_forms:
+            log.error("forms_not_held", version=held.version, reason=no_forms)
+        _report_tokens_without_row(held.version, tokenizer, vocabulary)
         held.manifest, held.tokenizer, held.loaded_at_s, held.error = manifest, tokenizer, int(time.time()), None
         metrics.LOADS.labels("ready").inc()
         log.info("version_ready", version=held.version, max_abs_delta=held.probe.max_abs_delta)

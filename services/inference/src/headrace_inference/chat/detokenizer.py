@@ -64,6 +64,11 @@ class Detokenizer:
         """Tokens whose text was not given out yet."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the next tokens. NUL comes out as a replacement character: it is in no event and in no
+        database."""
+        return self._text(token_ids).replace("\0", _HALF)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
         bytes_of = self._decoding.bytes_of
         if not bytes_of:
             return self._words(token_ids)
@@ -78,7 +83,7 @@ class Detokenizer:
 
     def end(self) -> str:
         """Bytes that never became a character come out as replacement characters."""
-        return self._rest() + self._characters(b"", final=True)
+        return (self._rest() + self._characters(b"", final=True)).replace("\0", _HALF)
 
     def _characters(self, data: bytes, *, final: bool = False) -> str:
         text = self._bytes.decode(data, final)

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from headrace_inference.chat.detokenizer import Decoding, Detokenizer
 from headrace_inference.chat.parsers import tags
 from headrace_inference.chat.plain import PlainText
+from headrace_inference.chat.vocabulary import byte_level_table
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
@@ -175,6 +176,11 @@ class ChatTokenizer:
         return self._outer
 
     @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that are never a part of a text, but stand for themselves."""
+        return frozenset(number for number, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
     def last_id(self) -> int:
         """The highest token id that it makes."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
@@ -189,14 +195,11 @@ class ChatTokenizer:
         return frozenset(self._inner.get_added_tokens_decoder())
 
     @cached_property
-    def _bytes_of(self) -> dict[str, int] | None:
+    def _bytes_of(self) -> Mapping[str, int] | None:
         """Character to byte for byte-level vocabularies (GPT-2's table), None for others."""
         if "ByteLevel" not in repr(self._inner.decoder):
             return None
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
-        return {**{chr(byte): byte for byte in printable}, **shifted}
+        return byte_level_table()
 
 
 def _joined(pieces: Iterator[str], limits: RenderLimits) -> str:

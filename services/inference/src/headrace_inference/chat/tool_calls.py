@@ -136,7 +136,7 @@ def call_of(text: str, scanner: ObjectScanner) -> Call | None:
         return None
     function = _string(members.get("name", ""))
     arguments = _arguments(members[named[0]]) if named else NO_ARGUMENTS
-    if function is None or not 0 < len(function) <= _NAME_LENGTH_MAX:
+    if function is None or "\0" in function or not 0 < len(function) <= _NAME_LENGTH_MAX:
         return None
     if arguments is None or len(arguments) > _ARGUMENTS_LENGTH_MAX:
         return None

@@ -19,7 +19,9 @@ from headrace_inference.errors import Overloaded
 from headrace_inference.grammar.forms import AnswerForm, check_depth, grammar_of
 from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
+from headrace_inference.grammar.vocabulary import VocabularyUnreadable, read_vocabulary
 from headrace_runtime.errors import Refused
+from headrace_schemas.answer_form import RESPONSE_FORMAT
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -99,6 +101,16 @@ class GrammarCompiler:
                 raise Refused(400, "schema_too_large", message, _field(form))
         return future.result()
 
+    def check(self, tokenizer: ChatTokenizer, vocabulary: int) -> str:
+        """Return why no answer of a version can be held to a form; empty when all can. Blocks for up to a second."""
+        try:
+            if tokenizer.eos_id is None or tokenizer.eos_id >= vocabulary:
+                return "the tokenizer names no token that ends an answer"
+            self._words_of(tokenizer, vocabulary, tokenizer.eos_id, RESPONSE_FORMAT)
+        except Refused as error:
+            return str(error)
+        return ""
+
     @property
     def _limit_s(self) -> float:
         return self._settings.compile_timeout_s
@@ -122,7 +134,9 @@ class GrammarCompiler:
 
         def special(text: str) -> int | None:
             found = tokenizer.token_id(text)
-            return found if found is not None and words.is_special_token(found) else None
+            if found is None or found >= work.vocabulary or not words.is_special_token(found):
+                return None
+            return found
 
         opening = self._parsers.reasoning.opening
         thinks = bool(opening) and opening in tokenizer.template
@@ -150,15 +164,13 @@ class GrammarCompiler:
 
     def _words_of(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
         """The vocabulary as the library wants it: up to a second for a large one."""
-        from llguidance.hf import from_tokenizer
-
         key = (tokenizer.digest, vocabulary)
         with self._lock:
             found = self._tokenizers.get(key)
         if found is None:
             try:
-                found = from_tokenizer(tokenizer.outer, max(vocabulary, tokenizer.last_id + 1), eos_token=end_id)
-            except Exception as error:
+                found = read_vocabulary(tokenizer, vocabulary, end_id)
+            except VocabularyUnreadable as error:
                 message = f"{field}: the model's tokenizer cannot be held to a form: {str(error)[:_REASON_LENGTH_MAX]}"
                 raise Refused(400, "unsupported_value", message, field) from error
             with self._lock:
