@@ -10,11 +10,12 @@ CLIENTS := .venv-clients
 PEERS := .venv-peers
 HELM := .venv-helm
 DOCS := .venv-docs
+BROWSER := .venv-browser
 VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-algorithms bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
+.PHONY: help install install-browser install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-algorithms bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -212,6 +213,13 @@ test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trin
 	$(BIN)/python -m tests.trinity
 	$(BIN)/pytest -m own_target tests/unit/trainer/test_trinity.py
 
+install-browser: $(BROWSER)/installed ## Playwright for `make attack`, in an environment of its own (190 MB); the browser is Debian's chromium
+
+$(BROWSER)/installed: $(UV) requirements-browser.lock
+	$(PYTHON) -m venv $(BROWSER)
+	$(UV) pip sync --quiet --require-hashes --python $(BROWSER)/bin/python requirements-browser.lock
+	@touch $@
+
 install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
 
 $(CLIENTS)/installed: $(UV) requirements-clients.lock
@@ -272,6 +280,7 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
+	$(COMPILE) requirements-browser.in -o requirements-browser.lock
 	$(COMPILE) requirements-clients.in -o requirements-clients.lock
 	$(COMPILE) requirements-peers.in -o requirements-peers.lock
 	$(COMPILE) requirements-helm.in -o requirements-helm.lock

@@ -30,6 +30,7 @@ _WINDOWS = 6
 _REQUESTS = 20
 _GROWTH_MAX = 10.0
 _FILL_MAX = 400
+_JSON = {"content-type": "application/json"}
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -89,7 +90,7 @@ async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) ->
     """The feedback that once became 1.9 GB."""
     sent = json.dumps(body("hostile", 4000)).encode()
     before = await _bytes_on(bus)
-    answer = await hostile.post("/v1/feedback", content=sent)
+    answer = await hostile.post("/v1/feedback", content=sent, headers=_JSON)
     grown = (await _bytes_on(bus) - before) / len(sent)
     what = f"4,000 ids over 4,000 sessions (answered {answer.status_code}): bytes on the bus for one of the request"
     return at_most(what, round(grown, 2), _GROWTH_MAX)
@@ -101,7 +102,7 @@ async def _grown(bus: str, hostile: httpx2.AsyncClient, said: int) -> Line:
     for _ in range(_REQUESTS):
         while True:
             given = json.dumps(body("hostile", sessions) | {"context": {"expected": "x" * said}}).encode()
-            answer = await hostile.post("/v1/feedback", content=given)
+            answer = await hostile.post("/v1/feedback", content=given, headers=_JSON)
             if answer.status_code == 413:
                 sessions -= max(1, sessions // 8)
             elif answer.status_code == 429:
@@ -185,7 +186,7 @@ async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx
     before, sent, said = _files(spool), 0, ""
     for _ in range(_FILL_MAX):
         given = json.dumps(body("hostile")).encode()
-        answer = await hostile.post("/v1/feedback", content=given)
+        answer = await hostile.post("/v1/feedback", content=given, headers=_JSON)
         if answer.status_code == 429:
             await asyncio.sleep(0.2)
         elif answer.status_code == 503:

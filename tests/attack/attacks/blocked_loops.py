@@ -19,6 +19,8 @@ _FRIENDS_PER_S = 10
 _ATTEMPTS = 4
 """What blocks does it every time; a busy machine now and then holds up whoever has the interpreter's lock."""
 
+_JSON = {"content-type": "application/json"}
+
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     bodies = hostile(rng)
@@ -32,7 +34,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         for name, where in order:
             url = running.gateway.url if where == "gateway" else running.replica.url
             for _ in range(_ATTEMPTS):
-                answer = await http.post(f"{url}/v1/chat/completions", content=bodies[name])
+                answer = await http.post(f"{url}/v1/chat/completions", content=bodies[name], headers=_JSON)
                 if answer.status_code not in (200, 400, 413):
                     strange.append(f"{name} at {where}: {answer.status_code} {answer.text[:200]}")
                 blocked = await asyncio.to_thread(_blocks, running)

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from headrace_cli.supervisor import ServiceState, Supervisor, read
+from headrace_schemas.stack_access import key_for
 from tests.attack.line import Line, at_most, none_of
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
@@ -182,6 +183,7 @@ async def stack(folder: Path, rng: random.Random) -> AsyncIterator[Stack]:
         first.start()
         await asyncio.to_thread(first.wait_ready, _READY_S)
         shared: dict[str, object] = {"bus.address": first.plan.bus, "blobs.url": (folder / "a" / "blobs").as_uri()}
+        shared["security.internal_key"] = first.internal_key
         second = _machine(folder / "b", _REPLICA | shared, only=("gateway", "inference"))
         running.callback(second.stop)
         second.start()
@@ -191,11 +193,11 @@ async def stack(folder: Path, rng: random.Random) -> AsyncIterator[Stack]:
 
 
 async def _serving(replica: str) -> None:
-    deadline = time.monotonic() + _READY_S
+    deadline, keyed = time.monotonic() + _READY_S, {"Authorization": f"Bearer {key_for(replica)}"}
     async with httpx.AsyncClient(timeout=5.0) as http:
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if (await http.get(f"{replica}/v1/models")).json()["data"]:
+                if (await http.get(f"{replica}/v1/models", headers=keyed)).json()["data"]:
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{replica} serves no version after {_READY_S:g} s")

@@ -1,0 +1,93 @@
+"""A hostile page in a real browser tries every route of every service of a default stack, in all modes.
+
+The page is on another port of this machine, on another site, and on a name that DNS rebinding leads to the service.
+Every process notes which requests of the browser arrived and which reached its code; none may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from headrace_cli.supervisor import Supervisor
+from tests.attack.line import Line, none_of
+from tests.support import tiny_model
+from tests.support.fake_llm import FakeLLM, verdict
+
+TITLE = "a hostile page and DNS rebinding, in a real browser"
+ROOT = Path(__file__).parents[3]
+PYTHON, CHROMIUM = ROOT / ".venv-browser/bin/python", Path("/usr/bin/chromium")
+_PROGRAM, _SEEN = ROOT / "tests/attack/browser.py", ROOT / "tests/attack/seen_requests"
+_BROWSER_S = 600.0
+
+
+def missing() -> str | None:
+    """Return why no browser can be driven here, None when one can."""
+    if not CHROMIUM.exists():
+        return "there is no chromium; apt-get install --no-install-recommends chromium"
+    return None if PYTHON.exists() else "there is no .venv-browser; make install-browser"
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    if reason := missing():
+        return [Line("a page in a real browser", f"not played: {reason}", "played where there is a browser", True)]
+    base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=rng.randrange(2**31))
+    notes = folder / "notes"
+    notes.mkdir()
+    (folder / "rewards.py").write_text("def fine(trajectory):\n    return 1.0\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    environ |= {"PYTHONPATH": os.pathsep.join([str(_SEEN), str(folder)]), "SEEN_REQUESTS": str(notes)}
+    with FakeLLM(verdict(outcome=4, grounding=4, conduct=3, clarity=5)) as judge, contextlib.ExitStack() as running:
+        settings: dict[str, object] = {
+            "scorer.functions": [f"{folder}/rewards.py:fine"],
+            "judge.endpoint.base_url": judge.base_url,
+            "judge.endpoint.model": "judge",
+            "trainer.base": base,
+            "trainer.model": "m",
+            "trainer.compute.device": "cpu",
+            "inference.torch.device": "cpu",
+        }
+        supervisor = Supervisor(folder / "data", settings=settings, auto_ports=True, environ=environ)
+        running.callback(supervisor.stop)
+        supervisor.start()
+        await asyncio.to_thread(supervisor.wait_ready, 300)
+        routes = _notes(notes, "route")
+        names = {service.info.module: service.name for service in supervisor.plan.services}
+        targets = [
+            {
+                "url": supervisor.url(name),
+                "routes": [[one["path"], one["methods"]] for one in routes if one["service"] == module],
+            }
+            for module, name in names.items()
+        ]
+        done = await asyncio.to_thread(
+            subprocess.run, [PYTHON, _PROGRAM], input=json.dumps({"targets": targets}), capture_output=True, text=True,
+            timeout=_BROWSER_S, check=True,
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+        arrived, reached = _notes(notes, "arrived"), _notes(notes, "reached")
+    heard = Counter(one["service"] for one in arrived)
+    silent = [name for module, name in names.items() if not heard[module]]
+    return [
+        none_of(f"requests of a page that reached code {_shown(reached)}".strip(), len(reached), len(arrived)),
+        none_of("answers that a page could read", len(found["readable"]), found["tried"]),
+        none_of(f"services that no request of the browser arrived at {silent or ''}".strip(), len(silent), len(names)),
+        Line("routes of all services that were tried", str(sum(len(one["routes"]) for one in targets)), "at least 40",
+             sum(len(one["routes"]) for one in targets) >= 40),
+    ]  # fmt: skip
+
+
+def _notes(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [line for path in sorted(folder.iterdir()) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [note for note in map(json.loads, lines) if note["kind"] == kind]
+
+
+def _shown(reached: list[dict[str, Any]]) -> str:
+    return str(sorted({f"{one['method']} {one['service']}{one['path']}" for one in reached})[:10]) if reached else ""
