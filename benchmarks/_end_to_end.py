@@ -20,11 +20,12 @@ import aiohttp
 
 from benchmarks._numbers import Summary
 from headrace_cli.supervisor import Supervisor
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import Experience
+from headrace_schemas.stack_access import key_for
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger
 from tests.chaos.load import Load
@@ -126,7 +127,9 @@ async def _served(http: aiohttp.ClientSession, replica: str) -> None:
     """Returns once the replica has a version."""
     async with asyncio.timeout(_READY_S):
         while True:
-            async with http.get(f"{replica}/v1/models") as response:
+            async with http.get(
+                f"{replica}/v1/models", headers={"Authorization": f"Bearer {key_for(replica)}"}
+            ) as response:
                 if (await response.json())["data"]:
                     return
             await asyncio.sleep(0.1)
@@ -136,7 +139,7 @@ async def _served(http: aiohttp.ClientSession, replica: str) -> None:
 async def _watching(supervisor: Supervisor, seen: dict[str, float]) -> AsyncIterator[None]:
     """Notes when the first experience of each session is here."""
     blobs = BlobStore((supervisor.data_dir / "blobs").as_uri())
-    reader = consumer(BusSettings(address=supervisor.plan.bus), "bench")
+    reader = consumer(Overrides(None, {}, {}).bus_settings(supervisor.plan.bus), "bench")
     await reader.start()
     partitions = await assign_all(reader, Experience.topic)
     await reader.seek_to_end(*partitions)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_cli.supervisor import Supervisor
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common
+from headrace_runtime.settings import Common
 from tests.support.ports import free_port
 
 
@@ -36,7 +37,7 @@ async def live_stack(folder: Path, settings: Mapping[str, object]) -> AsyncItera
         environ={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
     )
     blobs = BlobStore.open(Common(data_dir=folder / "data"))
-    producer = EventProducer(BusSettings(address=supervisor.plan.bus), "headrace/demo", blobs)
+    producer = EventProducer(Overrides(None, {}, {}).bus_settings(supervisor.plan.bus), "headrace/demo", blobs)
     supervisor.start()
     try:
         await asyncio.to_thread(supervisor.wait_up)

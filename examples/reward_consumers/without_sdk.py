@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -42,16 +43,35 @@ def content(value: bytes, headers: dict[str, bytes]) -> bytes:
     return stored
 
 
+def login() -> dict[str, str]:
+    """How to log in at the bus, where it asks for that: the embedded broker's password is in `.headrace/run/token`."""
+    password = os.environ.get("HEADRACE_BUS__PASSWORD")
+    if not password:
+        return {}
+    user = os.environ.get("HEADRACE_BUS__USERNAME", "headrace")
+    return {
+        "security_protocol": "SASL_PLAINTEXT",
+        "sasl_mechanism": "PLAIN",
+        "sasl_plain_username": user,
+        "sasl_plain_password": password,
+    }
+
+
+def _producer(bus: str) -> AIOKafkaProducer:
+    return AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True, **login())
+
+
 async def main(bus: str = "127.0.0.1:9092") -> None:
     """Consume for ever. A position is committed once the reward is durable, so a crash loses none."""
     consumer = AIOKafkaConsumer(
         "trajectories",
         bootstrap_servers=bus,
+        **login(),
         group_id=f"rewards-{SOURCE}",
         enable_auto_commit=False,
         auto_offset_reset="earliest",
     )
-    async with consumer, AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True) as producer:
+    async with consumer, _producer(bus) as producer:
         async for record in consumer:
             try:
                 trajectory = json.loads(content(record.value or b"", dict(record.headers)))

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace_cli import turn_account
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
 from tests.chaos.client import Acked, digest, tokens_digest
@@ -154,7 +154,7 @@ class Reader:
     """Reads on from where the last reading ended."""
 
     def __init__(self, bus: str, blobs: BlobStore) -> None:
-        self._settings = BusSettings(address=bus)
+        self._settings = Overrides(None, {}, {}).bus_settings(bus)
         self._blobs = blobs
         self._positions: dict[TopicPartition, int] = {}
 

@@ -35,6 +35,8 @@ from tests.support.processes import alive
 MODEL = settings.MODEL
 LINEAGE = "main"
 _LIMITS = Limits(stable_s=5.0)
+_KEY, _PASSWORD = "key-of-both-machines", "password-of-the-bus"
+_KEYED = {"Authorization": f"Bearer {_KEY}"}
 """Who has lived for five seconds is started again at once: here dying often is no sign of being broken."""
 _READY_S = 300.0
 _CHECK_S = 0.1
@@ -222,13 +224,18 @@ class Stack:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         return Supervisor(
             self.folder / name,
-            settings=values,
+            settings=values | self._secrets(),
             only=only,
             auto_ports=True,
             environ={**environ, **self.environ_of(name)},
             limits=_LIMITS,
             report=lambda line: self._happened(f"machine {name}: {line}"),
         )
+
+    def _secrets(self) -> dict[str, object]:
+        """Return what both machines have to agree on; an embedded broker is the bus of both."""
+        login = {} if self._postgres is not None else {"bus.password": _PASSWORD}
+        return {"security.internal_key": _KEY, **login}
 
     def _happened(self, line: str) -> None:
         if " ended (" in line and "(signal 9)" not in line:
@@ -246,7 +253,7 @@ class Stack:
         if not name.startswith("inference"):
             return True
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(2.0), self._http.get(f"{self.url(name)}/v1/models") as response:
+            async with asyncio.timeout(2.0), self._http.get(f"{self.url(name)}/v1/models", headers=_KEYED) as response:
                 return bool((await response.json())["data"])
         return False
 

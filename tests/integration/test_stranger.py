@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from headrace import Client
 from headrace_schemas import Checkpoint, Experience
+from headrace_schemas.stack_access import key_for
 from tests.support import tiny_model
 from tests.support.headrace_up import HEADRACE, HeadraceUp
 from tests.support.processes import wait_until
@@ -74,7 +75,8 @@ def run(environ: dict[str, str], *arguments: str) -> str:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key_for(url)}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
         text: str = response.read().decode()
     return text
 
@@ -145,11 +147,11 @@ def test_up_runs_all_of_it(up: HeadraceUp, environ: dict[str, str]) -> None:
     assert info in get(f"{up.state.services['trainer'].url}/metrics")
 
     def trained() -> bool:
-        return len(run(environ, "replay", "events", Checkpoint.topic, "--bus", up.state.bus).splitlines()) > 1
+        return len(run(environ, "replay", "events", Checkpoint.topic, "--data-dir", str(up.folder)).splitlines()) > 1
 
     wait_until(trained, 120, "a version was trained")
     assert "headrace_counted_rows_total 1002.0" in get(f"{up.state.services['trainer'].url}/metrics")
-    (experience, *_) = run(environ, "replay", "events", Experience.topic, "--bus", up.state.bus).splitlines()
+    (experience, *_) = run(environ, "replay", "events", Experience.topic, "--data-dir", str(up.folder)).splitlines()
     assert "function:calls" in experience
     table = run(environ, "status", "--data-dir", str(up.folder))
     assert re.search(r"echo\s+ready", table), table

@@ -181,7 +181,7 @@ async def replica(common: Common) -> None:
             said = Replica(
                 time=clock.now(),
                 replica_id=name,
-                url="http://nowhere",
+                url="http://127.0.0.1:1",
                 engine="none",
                 versions=tuple(held.values()),
                 capacity=1,

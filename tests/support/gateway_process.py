@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from aiokafka import TopicPartition
 
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
@@ -118,7 +119,7 @@ class BusView:
 @contextlib.asynccontextmanager
 async def bus_view(address: str, folder: Path) -> AsyncIterator[BusView]:
     """`folder` is the gateway's data folder (absolute): large events lie in its blob store."""
-    settings = BusSettings(address=address)
+    settings = Overrides(None, {}, {}).bus_settings(address)
     await topics.ensure(settings)
     blobs = BlobStore(f"file://{folder}/blobs")
     producer = EventProducer(settings, "headrace/test", blobs)  # what services of ours would send

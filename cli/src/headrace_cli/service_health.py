@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from headrace_cli.supervisor.health import get, lacking
 from headrace_cli.supervisor.state import RunState, ServiceState, Status
 from headrace_schemas.source_api import SourceList, SourceState
+from headrace_schemas.stack_access import key_for
 
 TIMEOUT_S = 3.0
 ALIVE = "yes"
@@ -64,6 +65,7 @@ def _health(service: ServiceState) -> tuple[ServiceState, str]:
 
 
 def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:
+    key = key or key_for(service.url)
     try:
         status, body = _get(service, "/sources", {"Authorization": f"Bearer {key}"} if key else {})
         return SourceList.model_validate_json(body, extra="ignore").data if status == 200 else ()

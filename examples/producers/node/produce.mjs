@@ -21,7 +21,10 @@ event.session_key = sessionKey(session);
 event.branches[0].spans[0].turn_id = `${session}-1`;
 
 // DefaultPartitioner is Kafka's own murmur2: events of a session have to meet on one partition.
-const kafka = new Kafka({ brokers: bus.split(","), logLevel: logLevel.ERROR });
+// The embedded broker's password is in .headrace/run/token.
+const { HEADRACE_BUS__USERNAME: username = "headrace", HEADRACE_BUS__PASSWORD: password } = process.env;
+const sasl = password ? { mechanism: "plain", username, password } : undefined;
+const kafka = new Kafka({ brokers: bus.split(","), sasl, logLevel: logLevel.ERROR });
 const producer = kafka.producer({ createPartitioner: Partitioners.DefaultPartitioner });
 await producer.connect();
 const [sent] = await producer.send({

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,10 +30,24 @@ def trajectory(session_id: str) -> dict[str, Any]:
     return event
 
 
+def login() -> dict[str, str]:
+    """How to log in at the bus, where it asks for that: the embedded broker's password is in `.headrace/run/token`."""
+    password = os.environ.get("HEADRACE_BUS__PASSWORD")
+    if not password:
+        return {}
+    user = os.environ.get("HEADRACE_BUS__USERNAME", "headrace")
+    return {
+        "security_protocol": "SASL_PLAINTEXT",
+        "sasl_mechanism": "PLAIN",
+        "sasl_plain_username": user,
+        "sasl_plain_password": password,
+    }
+
+
 async def main(session_id: str, bus: str = "127.0.0.1:9092") -> None:
     """Returns once the event is durable on the bus."""
     event = trajectory(session_id)
-    async with AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True) as producer:
+    async with AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True, **login()) as producer:
         sent = await producer.send_and_wait("trajectories", json.dumps(event).encode(), event["session_key"].encode())
     print(f"{session_id} is at trajectories[{sent.partition}]@{sent.offset}")
 

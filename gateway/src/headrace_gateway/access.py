@@ -17,7 +17,8 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Section, is_loopback
 from headrace_schemas.names import decode_name
 
-ALL_SCOPES: frozenset[Scope] = frozenset(("chat", "feedback", "admin"))
+_AGENTS: frozenset[Scope] = frozenset(("chat", "feedback"))
+ALL_SCOPES: frozenset[Scope] = _AGENTS | {"admin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Caller:
     def need(self, scope: Scope) -> None:
         """Raises `ApiError` 403 when the key lacks `scope`; `admin` has every scope."""
         if scope not in self.scopes and "admin" not in self.scopes:
+            if self.key_id == "open":
+                raise ApiError(401, "missing_api_key", "this needs the bearer token of security.internal_key")
             raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
 
     def check_session(self, session_id: str | None, field: str) -> None:
@@ -62,11 +65,13 @@ class Caller:
 
 
 class KeyRing:
-    """All keys of this gateway. Without any, every caller is `default` with every scope."""
+    """All keys of this gateway. Without any, every caller is `default`: with every scope, or where services share an
+    internal key, with all but `admin`, which needs that key."""
 
     def __init__(self, keys: Iterable[KeySettings], default_limits: LimitSettings, internal_key: str = "") -> None:
         self._callers = {key.sha256: _caller(key, default_limits) for key in keys}
-        self._open = None if self._callers else Caller("open", "open", "default", ALL_SCOPES, None, default_limits)
+        scopes = _AGENTS if internal_key else ALL_SCOPES
+        self._open = None if self._callers else Caller("open", "open", "default", scopes, None, default_limits)
         self._salt_key = b"headrace cache salt\0" + internal_key.encode()
         if internal_key:
             digest = _digest(internal_key)
@@ -77,12 +82,12 @@ class KeyRing:
 
         The path wins: clients that can only carry a key there send a made-up bearer token beside it.
         """
-        if self._open is not None:
-            return self._open
         key = path_key
         if key is None:
             kind, _, token = decode_name(headers.get(b"authorization", b"")).partition(" ")
             key = token.strip(" \t") if kind.lower() == "bearer" else ""
+        if self._open is not None:  # agents send keys that they made up
+            return self._callers.get(_digest(key), self._open) if key and self._callers else self._open
         if not key:
             raise ApiError(
                 401, "missing_api_key", "no API key; send 'Authorization: Bearer KEY' or put /t/KEY before the path"

@@ -10,6 +10,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from headrace_runtime.blobs import BlobStore
+from headrace_runtime.bus_client import client_options
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.isolation import is_fatal, reason_of
@@ -26,7 +27,7 @@ E_co = TypeVar("E_co", bound=Event)
 def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKafkaConsumer:
     """An aiokafka consumer with our defaults: no automatic commits, from the earliest record. Not started yet."""
     defaults: dict[str, object] = {
-        "bootstrap_servers": settings.address,
+        **client_options(settings),
         "client_id": client_id,
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",

@@ -15,6 +15,7 @@ import faust
 
 import headrace_runtime.damage  # noqa: F401 (Faust reads through aiokafka: a damaged batch must not stop it)
 from headrace_runtime import disk
+from headrace_runtime.bus_client import client_options
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import QUEUE_LENGTH
@@ -128,6 +129,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         group,
         datadir=folder,
         broker=[f"kafka://{address}" for address in bus.address.split(",")],
+        broker_credentials=_credentials(bus),
         store="memory://",
         web_enabled=False,
         autodiscover=False,
@@ -142,6 +144,20 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         stream_wait_empty=False,
         loghandlers=[],
         logging_config={"version": 1, "disable_existing_loggers": False, "incremental": True},
+    )
+
+
+def _credentials(bus: BusSettings) -> Any:
+    """Return the login as Faust has it, None where there is none."""
+    options = client_options(bus)
+    context = options.get("ssl_context")
+    if "sasl_mechanism" not in options:
+        return None if context is None else faust.SSLCredentials(context)
+    return faust.SASLCredentials(
+        username=options["sasl_plain_username"],
+        password=options["sasl_plain_password"],
+        mechanism=options["sasl_mechanism"],
+        ssl_context=context,
     )
 
 

@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLargeError
 
 from headrace_runtime.blobs import BlobStore
+from headrace_runtime.bus_client import client_options
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing, encode
@@ -38,7 +39,7 @@ class EventProducer:
     async def start(self) -> None:
         """Raises `Unavailable` when the bus does not answer."""
         producer = AIOKafkaProducer(
-            bootstrap_servers=self._settings.address,
+            **client_options(self._settings),
             client_id=self._source,
             acks="all",
             enable_idempotence=True,

@@ -113,6 +113,17 @@ class BusSettings(Section):
 
     address: str = "127.0.0.1:9092"
     """Kafka bootstrap address, ours or Apache Kafka's: `host:port`, several separated by commas."""
+    username: str = "headrace"
+    """User name at the bus, where it asks for a login."""
+    password: SecretStr = SecretStr("")
+    """Password at the bus (SASL); the embedded broker asks for it, too. `headrace up` makes one for the broker that it
+    starts. Empty: no login."""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    """SASL mechanism of the login. The embedded broker knows `PLAIN`."""
+    tls: bool = False
+    """Whether connections to the bus are encrypted. The embedded broker has no TLS."""
+    ca_file: str = ""
+    """File with the certificates that the bus is checked with (PEM); empty: those of the system."""
     replication: Annotated[int, Field(ge=1)] = 1
     """Replication factor of topics that Headrace creates."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 30.0

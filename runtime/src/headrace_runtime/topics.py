@@ -13,6 +13,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace_runtime.bus_client import check_login, client_options
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
@@ -73,6 +74,7 @@ async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) ->
         except (KafkaError, OSError) as error:
             if time.monotonic() > deadline:
                 raise Unavailable(f"bus {settings.address} did not answer: {error}; is it running?") from error
+            await check_login(settings)
         await asyncio.sleep(0.2)
 
 
@@ -81,7 +83,7 @@ async def check(settings: BusSettings, timeout_s: float) -> None:
     wanted = list(catalogue().values())
     try:
         async with asyncio.timeout(timeout_s):
-            admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
+            admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
             try:
                 await admin.start()
                 existing = set(await admin.list_topics())
@@ -90,13 +92,14 @@ async def check(settings: BusSettings, timeout_s: float) -> None:
             finally:
                 await admin.close()
     except (KafkaError, OSError, ValueError) as error:
+        await check_login(settings)
         cause = f"no answer in {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
         raise Unavailable(f"setting bus.address = {settings.address!r}: {cause}; is it running there?") from None
 
 
 async def _create(settings: BusSettings, wanted: list[Topic]) -> list[str]:
     """Returns the names of those that were missing."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
+    admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
     await admin.start()
     try:
         existing = set(await admin.list_topics())

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.errors import Unreachable, UsageError
+from headrace.bus_access import client_options, unreachable
+from headrace.errors import UsageError
 from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.envelope import Envelope
@@ -66,7 +67,7 @@ async def producing(bus: str, client_id: str = "headrace") -> AsyncIterator[Prod
     except ImportError:
         raise UsageError("writing to topics needs the extra: pip install 'headrace[topics]'") from None
     producer = AIOKafkaProducer(
-        bootstrap_servers=bus,
+        **client_options(bus),
         client_id=client_id,
         acks="all",
         enable_idempotence=True,
@@ -76,6 +77,6 @@ async def producing(bus: str, client_id: str = "headrace") -> AsyncIterator[Prod
         await producer.start()
         yield Producer(producer)
     except (KafkaError, OSError) as error:
-        raise Unreachable(f"bus {bus}: {error!r}; is it running?") from error
+        raise await unreachable(bus, error) from error
     finally:
         await producer.stop()

@@ -23,6 +23,7 @@ from headrace_schemas.registry_api import (
     VersionState,
     WithdrawRequest,
 )
+from headrace_schemas.stack_access import key_for
 from headrace_schemas.text import printable
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class ModelRegistry:
 
         self._url = url.rstrip("/")
         self._retries = retries or Retries(attempts=3)
+        key = key or key_for(url)
         headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        headers |= {b"content-type": b"application/json"}
         headers |= {WHO_HEADER.encode(): who.encode("utf-8", "surrogateescape")} if who else {}
         self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s, transport=transport)
 

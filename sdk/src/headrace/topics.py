@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from headrace.bus_access import client_options, unreachable
 from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
@@ -215,15 +216,15 @@ async def connected(bus: str) -> AsyncIterator[Topics]:
     except ImportError:
         raise UsageError("reading topics needs the extra: pip install 'headrace[topics]'") from None
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=bus, client_id="headrace", enable_auto_commit=False, fetch_max_wait_ms=250
+        **client_options(bus), client_id="headrace", enable_auto_commit=False, fetch_max_wait_ms=250
     )
-    admin = AIOKafkaAdminClient(bootstrap_servers=bus, client_id="headrace")
+    admin = AIOKafkaAdminClient(**client_options(bus), client_id="headrace")
     try:
         await consumer.start()
         await admin.start()
         yield Topics(consumer, admin)
     except (KafkaError, OSError) as error:
-        raise Unreachable(f"bus {bus}: {error}; is it running?") from error
+        raise await unreachable(bus, error) from error
     finally:
         await admin.close()
         await consumer.stop()

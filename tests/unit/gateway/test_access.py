@@ -144,3 +144,17 @@ def test_a_key_may_name_its_models() -> None:
     assert ring.identify(None, bearer("all")).may_use("other")
     caller = ring.identify(None, bearer("one"))
     assert (caller.may_use("tiny"), caller.may_use("other")) == (True, False)
+
+
+def test_without_keys_agents_call_and_the_internal_key_alone_is_admin() -> None:
+    ring = KeyRing((), LimitSettings(), "between-us")
+    for headers in ({}, {b"authorization": b"Bearer dummy"}, {b"authorization": b"Basic between-us"}):
+        caller = ring.identify(None, headers)
+        caller.need("chat")
+        caller.need("feedback")
+        with pytest.raises(ApiError, match=r"security\.internal_key") as refusal:
+            caller.need("admin")
+        assert refusal.value.status == 401
+    ring.identify(None, {b"authorization": b"Bearer between-us"}).need("admin")
+    ring.identify("between-us", {}).need("admin")
+    KeyRing((), LimitSettings()).identify(None, {}).need("admin")

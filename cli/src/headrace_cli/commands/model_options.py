@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import DataDir, running
+from headrace_cli.commands.shared import DataDir, know_stack, running
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -25,7 +25,11 @@ class RegistryOptions:
     ] = None
     key: Annotated[
         str | None,
-        typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
+        typer.Option(
+            "--key",
+            envvar="HEADRACE_SECURITY__INTERNAL_KEY",
+            help="security.internal_key, if it was set.",
+        ),
     ] = None
     who: Annotated[
         str | None,
@@ -38,7 +42,9 @@ class RegistryOptions:
         from headrace_cli.errors import NotRunning
 
         url = self.registry
-        if url is None:
+        if url is not None:
+            know_stack(self.data_dir)
+        else:
             service = running(self.data_dir).services.get("registry")
             if service is None:
                 raise NotRunning("no registry was started here; name one with --registry URL")

@@ -56,7 +56,10 @@ class BusOptions:
     @property
     def address(self) -> str:
         """Raises `NotRunning`."""
-        return self.bus or running(self.data_dir).bus
+        if self.bus:
+            know_stack(self.data_dir)
+            return self.bus
+        return running(self.data_dir).bus
 
 
 class Commands(TyperGroup):
@@ -95,6 +98,14 @@ def running(data_dir: Path | None) -> RunState:
     from headrace_cli.supervisor.state import read
 
     return read(folder(data_dir))
+
+
+def know_stack(data_dir: Path | None) -> None:
+    """Have the token of what runs there, if anything does, used for its addresses."""
+    from headrace_cli.errors import NotRunning
+
+    with contextlib.suppress(NotRunning):
+        running(data_dir)
 
 
 def service_names() -> list[str]:

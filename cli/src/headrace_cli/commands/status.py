@@ -17,6 +17,7 @@ from headrace_cli.commands.shared import (
     console,
     echo_json,
     folder,
+    know_stack,
     progress,
     running,
     table,
@@ -41,7 +42,11 @@ def status(
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
+        typer.Option(
+            "--key",
+            envvar="HEADRACE_SECURITY__INTERNAL_KEY",
+            help="security.internal_key, if it was set.",
+        ),
     ] = None,
     bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
     data_dir: DataDir = None,
@@ -56,6 +61,8 @@ def status(
 
     from headrace_cli import service_health
 
+    if bus:
+        know_stack(data_dir)
     state, alive = (None, {}) if bus else service_health.asked(running(data_dir))
     sources = service_health.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -140,10 +141,14 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 
 def _announce(state: RunState) -> None:
+    from headrace_schemas.stack_access import token_file
+
     out = console()
     rows = [(name, condition(one), one.url, str(one.pid), one.log) for name, one in state.services.items()]
     out.print(table(["service", "state", "address", "pid>", "log"], rows))
     out.print(f"bus       [bold]{state.bus}[/]")
+    if state.token_is_key or state.token_is_password:
+        out.print(f"token     {token_file(Path(state.data_dir))}   [dim]commands find it, other clients need it[/]")
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")

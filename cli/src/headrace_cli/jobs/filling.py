@@ -18,7 +18,6 @@ from headrace_cli.jobs.journal import JobJournal
 from headrace_cli.jobs.written_experiences import experiences, order
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Experience
 
@@ -33,7 +32,7 @@ async def fill(prepared: PreparedJob, journal: JobJournal, bus: str, topic: str,
     async with connected(bus) as topics:
         there = await _there(topics, topic)
     blobs = BlobStore(_blobs_url(prepared))
-    producer = EventProducer(BusSettings(address=bus), "headrace/train", blobs)
+    producer = EventProducer(prepared.overrides.bus_settings(bus), "headrace/train", blobs)
     await producer.start()
     place = -1
     try:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.bus_access import client_options
 from headrace.errors import HeadraceError, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Side:
         from aiokafka import AIOKafkaProducer
 
         producer = AIOKafkaProducer(
-            bootstrap_servers=self.bus,
+            **client_options(self.bus),
             client_id="headrace-mirror",
             acks="all",
             enable_idempotence=True,
@@ -184,7 +185,7 @@ class Side:
         from aiokafka import AIOKafkaConsumer
         from aiokafka.errors import CommitFailedError, UnknownMemberIdError
 
-        consumer = AIOKafkaConsumer(bootstrap_servers=self.bus, group_id=group, enable_auto_commit=False)
+        consumer = AIOKafkaConsumer(**client_options(self.bus), group_id=group, enable_auto_commit=False)
         try:
             await consumer.start()
             consumer.assign(list(positions))
@@ -220,7 +221,7 @@ async def opened(bus: str) -> AsyncIterator[Side]:
     async with AsyncExitStack() as stack:
         try:
             reader = AIOKafkaConsumer(
-                bootstrap_servers=bus,
+                **client_options(bus),
                 client_id="headrace-mirror",
                 enable_auto_commit=False,
                 auto_offset_reset="none",
@@ -229,7 +230,7 @@ async def opened(bus: str) -> AsyncIterator[Side]:
             )
             stack.push_async_callback(reader.stop)
             await reader.start()
-            admin = AIOKafkaAdminClient(bootstrap_servers=bus, client_id="headrace-mirror")
+            admin = AIOKafkaAdminClient(**client_options(bus), client_id="headrace-mirror")
             stack.push_async_callback(admin.close)
             await admin.start()
             yield Side(bus, admin, reader, stack)

@@ -103,13 +103,13 @@ async def _administering(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
     from aiokafka.admin import AIOKafkaAdminClient
     from aiokafka.errors import KafkaError
 
-    from headrace.errors import Unreachable
+    from headrace.bus_access import client_options, unreachable
 
-    admin = AIOKafkaAdminClient(bootstrap_servers=bus, client_id="headrace-replay")
+    admin = AIOKafkaAdminClient(**client_options(bus), client_id="headrace-replay")
     try:
         await admin.start()
         yield admin
     except (KafkaError, OSError) as error:
-        raise Unreachable(f"bus {bus}: {error!r}; is it running?") from error
+        raise await unreachable(bus, error) from error
     finally:
         await admin.close()

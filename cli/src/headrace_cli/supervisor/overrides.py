@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from headrace.errors import UsageError
 from headrace_cli.toml_text import toml
 from headrace_runtime import settings_table
+from headrace_runtime.settings import BusSettings
 from headrace_runtime.settings_table import CONFIG_VARIABLE, variable_of
+from headrace_schemas.stack_access import BusLogin, login_for, remember_login
 
 
 class Overrides:
@@ -29,6 +33,11 @@ class Overrides:
         self._table = settings_table.read(named, environ)
         for name, value in settings.items():
             self.set(name, value)
+        bus = self.get("bus.address")
+        if bus and self.get("bus.password"):
+            found = self.bus_settings(str(bus))
+            password = found.password.get_secret_value()
+            remember_login(found.address, BusLogin(found.username, password, found.mechanism, found.tls, found.ca_file))
 
     def get(self, name: str) -> Any:
         """The setting's value, None when it was left to its default."""
@@ -37,11 +46,23 @@ class Overrides:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
+    def bus_settings(self, address: str) -> BusSettings:
+        """Return the settings of the bus at `address`, with the login that is known for it."""
+        table = self.get("bus")
+        found = BusSettings.model_validate({**(table if isinstance(table, dict) else {}), "address": address})
+        login = None if found.password.get_secret_value() else login_for(address)
+        if login is None:
+            return found
+        return found.model_copy(update={"username": login.username, "password": SecretStr(login.password)})
+
     def set(self, name: str, value: object) -> None:
-        """Decide a setting for all services."""
+        """Decide a setting for all services. A bus comes with the login that is known for it."""
         variable = variable_of(name)
         self.environ[variable] = toml(value)
         settings_table.override(self._table, variable, self.environ[variable])
+        if name == "bus.address" and not self.get("bus.password") and (login := login_for(str(value))):
+            self.set("bus.username", login.username)
+            self.set("bus.password", login.password)
 
     def default(self, name: str, value: object) -> None:
         """Decide a setting that nobody has decided."""

@@ -60,6 +60,10 @@ class Plan:
     services: tuple[ServicePlan, ...]
     bus: str
     left_out: Mapping[str, str] = field(default_factory=dict)
+    token_is_key: bool = False
+    """The stack's token is `security.internal_key`."""
+    token_is_password: bool = False
+    """The stack's token is the password of the bus."""
 
 
 def installed() -> dict[str, ServiceInfo]:
@@ -84,21 +88,27 @@ def make(
     without: Collection[str] = (),
     auto_ports: bool = False,
     pythons: Mapping[str, str] | None = None,
+    token: str = "",
 ) -> Plan:
-    """Decide. Raises `UsageError` for names that are not installed and ports that are taken."""
+    """Decide. `token` becomes the internal key and the password of the embedded broker where no other is set.
+
+    Raises `UsageError` for names that are not installed and ports that are taken.
+    """
     found = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
     for name in (*only, *without, *found):
         if name not in services:
             raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
     folder = data_dir_of(data_dir, overrides)
     overrides.set("data_dir", folder)
+    token_is_key = _use(token, "security.internal_key", overrides)
     left_out = {
         name: reason for name, info in services.items() if (reason := why_not(name, info, overrides, only, without))
     }
     chosen = {name: info for name, info in services.items() if name not in left_out}
-    ports = _Ports(auto_ports)
+    ports, token_is_password = _Ports(auto_ports), False
     for name in (name for name, info in chosen.items() if info.is_bus):
         kafka_port = ports.take(f"{name}.kafka_port", overrides, KAFKA_PORT)
+        token_is_password = _use(token, "bus.password", overrides)
         overrides.set("bus.address", f"127.0.0.1:{kafka_port}")
     for setting in (f"{name}.{one}" for name, info in chosen.items() for one in info.more_ports):
         if overrides.get(setting):
@@ -112,7 +122,15 @@ def make(
         for setting in filter(None, (info.gateway_setting for info in chosen.values())):
             overrides.default(setting, f"{gateway.url}/v1")
     bus = str(overrides.get("bus.address") or f"127.0.0.1:{KAFKA_PORT}")
-    return Plan(folder, overrides.environ, tuple(plans), bus, left_out)
+    return Plan(folder, overrides.environ, tuple(plans), bus, left_out, token_is_key, token_is_password)
+
+
+def _use(token: str, setting: str, overrides: Overrides) -> bool:
+    """Return whether `token` becomes a setting that nobody has set."""
+    if not token or overrides.get(setting):
+        return False
+    overrides.set(setting, token)
+    return True
 
 
 def parse_pythons(given: Collection[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from headrace.errors import UsageError
 from headrace_cli.errors import NotRunning
 from headrace_runtime import whole_file
 from headrace_runtime.private_files import owner_alone, private_folder
+from headrace_schemas.stack_access import remember_stack
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
@@ -50,6 +51,10 @@ class RunState(BaseModel):
     bus: str
     services: dict[str, ServiceState]
     left_out: dict[str, str] = {}
+    token_is_key: bool = False
+    """The token in `run/token` is the internal key of the services."""
+    token_is_password: bool = False
+    """It is the password of the bus."""
 
     @property
     def up(self) -> bool:
@@ -97,7 +102,7 @@ class Lock:
 
 
 def read(data_dir: Path) -> RunState:
-    """What runs in `data_dir`. Raises `NotRunning`."""
+    """What runs in `data_dir`; its token is used for its addresses from then on. Raises `NotRunning`."""
     folder = _folder(data_dir)
     lock, state = folder / "lock", folder / "state.json"
     held = lock.exists() and _held(lock)
@@ -107,7 +112,9 @@ def read(data_dir: Path) -> RunState:
         raise NotRunning(
             f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
         )
-    return RunState.model_validate_json(state.read_text(encoding="utf-8"))
+    found = RunState.model_validate_json(state.read_text(encoding="utf-8"))
+    remember_stack(data_dir, found.model_dump())
+    return found
 
 
 def touch(data_dir: Path) -> None:

@@ -19,6 +19,7 @@ from headrace_cli.supervisor.overrides import Overrides
 from headrace_cli.supervisor.process import Limits, ManagedProcess
 from headrace_cli.supervisor.state import Lock, RunState, touch
 from headrace_runtime.services import ServiceInfo
+from headrace_schemas.stack_access import BusLogin, make_token, remember_key, remember_login
 
 _TICK_S = 0.05
 _TOUCH_S = 1.0
@@ -53,12 +54,23 @@ class Supervisor:
     ) -> None:
         overrides = Overrides(config, settings or {}, os.environ if environ is None else environ)
         found = planning.installed() if services is None else services
-        self._lock = Lock(planning.data_dir_of(data_dir, overrides))
+        folder = planning.data_dir_of(data_dir, overrides)
+        self._lock = Lock(folder)
         self._lock.take()
         try:
+            token = make_token(folder)
             self.plan = planning.make(
-                data_dir, overrides, found, only=only, without=without, auto_ports=auto_ports, pythons=pythons
+                data_dir,
+                overrides,
+                found,
+                only=only,
+                without=without,
+                auto_ports=auto_ports,
+                pythons=pythons,
+                token=token,
             )
+            self.internal_key = str(overrides.get("security.internal_key"))
+            """What services ask for. Keep it out of logs and arguments."""
         except BaseException:
             self._lock.release()
             raise
@@ -73,6 +85,10 @@ class Supervisor:
         self._impatient = threading.Event()
         self._changed = threading.Condition()
         self._state = self._snapshot()
+        for service in self._state.services.values():
+            remember_key(service.url, self.internal_key)
+        login = overrides.bus_settings(self.plan.bus)
+        remember_login(self.plan.bus, BusLogin(login.username, login.password.get_secret_value(), login.mechanism))
         self._state_file.unlink(missing_ok=True)  # of a supervisor that was killed
         self._failure: str | None = None
         self._over = False
@@ -242,6 +258,8 @@ class Supervisor:
             bus=self.plan.bus,
             services={name: process.state for name, process in self._processes.items()},
             left_out=dict(self.plan.left_out),
+            token_is_key=self.plan.token_is_key,
+            token_is_password=self.plan.token_is_password,
         )
 
     def _process(self, service: planning.ServicePlan) -> ManagedProcess:

@@ -24,7 +24,8 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import HeadraceError, Unreachable, UsageError
+from headrace.bus_access import client_options, unreachable
+from headrace.errors import HeadraceError, UsageError
 from headrace.producing import Outgoing, Producer, producing
 from headrace.topics import event_of
 from headrace_schemas import Reward, RewardResult, Trajectory
@@ -71,7 +72,7 @@ async def consume(function: Function, *, source: str, bus: str, timeout_s: float
         raise UsageError("reading topics needs the extra: pip install 'headrace[topics]'") from None
     reader = AIOKafkaConsumer(
         Trajectory.topic,
-        bootstrap_servers=bus,
+        **client_options(bus),
         group_id=f"rewards-{source}",
         enable_auto_commit=False,
         auto_offset_reset="earliest",
@@ -82,7 +83,7 @@ async def consume(function: Function, *, source: str, bus: str, timeout_s: float
             while True:
                 await _batch(reader, producer, function, source, timeout_s)
         except (KafkaError, OSError) as error:
-            raise Unreachable(f"bus {bus}: {error!r}; is it running?") from error
+            raise await unreachable(bus, error) from error
         finally:
             await reader.stop()
 

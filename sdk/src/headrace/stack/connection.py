@@ -19,6 +19,7 @@ from headrace.errors import ApiError, UsageError
 from headrace.retries import Retries, answered
 from headrace_schemas.catalog import ServeRequest
 from headrace_schemas.registry_api import ModelState
+from headrace_schemas.stack_access import key_for
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -105,7 +106,7 @@ class Stack:
 
     def settings(self) -> dict[str, Any]:
         """What the trainer is set to, by dotted name; secrets are hidden."""
-        found = self._page(f"{self.addresses.trainer}/settings", self._internal_key)
+        found = self._page(f"{self.addresses.trainer}/settings", self._internal_key or key_for(self.addresses.trainer))
         return flat(found["settings"], "trainer.")
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:

@@ -16,6 +16,7 @@ from headrace_broker.catalog import TopicCatalog
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.errors import Damaged, Rejected
 from headrace_broker.log import Log
+from headrace_broker.login import Credentials
 from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import CommittedOffsets
@@ -36,6 +37,7 @@ from headrace_runtime.settings import Common
 
 log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
+_NO_LOGIN = Credentials()
 _SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's own: the event loop gets its turn sooner while another thread compacts or reads."""
 
@@ -50,7 +52,8 @@ async def run(common: Common, settings: BrokerSettings) -> None:
 
     store = await disk.with_room(open_store)
     try:
-        async with opened(store, settings, SystemClock()) as (broker, server):
+        credentials = Credentials(common.bus.username, common.bus.password.get_secret_value())
+        async with opened(store, settings, SystemClock(), credentials) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_until(broker.writer.failed, store))
@@ -64,7 +67,9 @@ async def run(common: Common, settings: BrokerSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncIterator[tuple[Broker, Server]]:
+async def opened(
+    store: Store, settings: BrokerSettings, clock: Clock, credentials: Credentials = _NO_LOGIN
+) -> AsyncIterator[tuple[Broker, Server]]:
     """A broker that answers on its port. Ends with everything submitted committed."""
     try:
         listener = bound(settings.kafka_host, settings.kafka_port)
@@ -72,7 +77,7 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
         remedy = f"cannot listen on {settings.kafka_host}: {error.strerror}; is another broker or Kafka running there?"
         raise SettingError("broker.kafka_port", settings.kafka_port, remedy) from None
     db = store.connect()
-    broker = assemble(store, db, settings, clock, listener.getsockname()[1])
+    broker = assemble(store, db, settings, clock, listener.getsockname()[1], credentials)
     server = Server(broker)
     broker.writer.start()
     try:
@@ -87,7 +92,14 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
         db.close()
 
 
-def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clock: Clock, port: int) -> Broker:
+def assemble(
+    store: Store,
+    db: sqlite3.Connection,
+    settings: BrokerSettings,
+    clock: Clock,
+    port: int,
+    credentials: Credentials = _NO_LOGIN,
+) -> Broker:
     """Build the parts on what the file holds. `db` becomes the writer's."""
     stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), TopicCatalog()
     log_, offsets = Log(db), CommittedOffsets(db)
@@ -115,6 +127,7 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
         fetch_memory=MemoryBudget(settings.fetches_bytes_max),
         folder=str(store.path.parent),
         port=port,
+        credentials=credentials,
     )
 
 

@@ -9,6 +9,7 @@ from headrace_broker.catalog import PartitionView, TopicCatalog
 from headrace_broker.coordinator import Coordinator
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
+from headrace_broker.login import Credentials, Login
 from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.readers import Readers
 from headrace_broker.settings import BrokerSettings
@@ -44,6 +45,8 @@ class Broker:
     """Where the file is."""
     port: int
     """Where Kafka clients find us."""
+    credentials: Credentials
+    """What clients have to send before anything else."""
 
     def now_ms(self) -> int:
         return epoch_ms(self.clock.now())
@@ -63,4 +66,5 @@ class RequestContext:
     client_id: str
     client_host: str
     version: int
+    login: Login
     response_bytes: int = 0

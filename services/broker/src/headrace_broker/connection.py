@@ -10,13 +10,16 @@ from typing import Any
 
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.budget import MemoryBudget
-from headrace_broker.dispatch import DecodedRequest, encode_response, parse, respond
+from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
+from headrace_broker.login import Login
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
 _SIZE = struct.Struct(">i")
 _RESPONSE_START = struct.Struct(">ii")
+_BEFORE_LOGIN_BYTES_MAX = 65_536
+"""Largest request of a connection that has not authenticated: a password is short."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +48,7 @@ class Connection:
         self._settings = broker.settings
         self._pending: asyncio.Queue[_Pending] = asyncio.Queue(broker.settings.connection_requests_max)
         self._started: set[_Pending] = set()
+        self._login = Login(broker.credentials)
         self._host = f"/{writer.get_extra_info('peername')[0]}"
 
     async def run(self) -> None:
@@ -78,10 +82,12 @@ class Connection:
             frame, held_bytes = await self._frame()
             try:
                 request = parse(frame)
+                if not self._login.done and request.api is not None and request.api.key not in BEFORE_LOGIN:
+                    raise Malformed(f"{request.api.name} before authentication; clients need bus.password")
             except BaseException:
                 self._memory.give(held_bytes)
                 raise
-            call = RequestContext(request.client_id, self._host, request.form.version)
+            call = RequestContext(request.client_id, self._host, request.form.version, self._login)
             task = asyncio.create_task(self._handle(call, request))
             pending = _Pending(call, request, held_bytes, task)
             self._started.add(pending)
@@ -90,10 +96,9 @@ class Connection:
     async def _frame(self) -> tuple[bytes, int]:
         """The next request and the memory taken for it. Raises `EOFError` at the end, `Malformed` for a wrong size."""
         (size,) = _SIZE.unpack(await self._start_of_frame())
-        if not 8 <= size <= self._settings.request_bytes_max:
-            raise Malformed(
-                f"a request of {size} bytes; broker.request_bytes_max is {self._settings.request_bytes_max}"
-            )
+        bytes_max = self._settings.request_bytes_max if self._login.done else _BEFORE_LOGIN_BYTES_MAX
+        if not 8 <= size <= bytes_max:
+            raise Malformed(f"a request of {size} bytes; broker.request_bytes_max is {bytes_max}")
         held_bytes = await self._memory.take(size)
         try:
             async with asyncio.timeout(self._settings.transfer_timeout_s):
@@ -106,7 +111,8 @@ class Connection:
         """Wait for the client; for ever while it waits for us."""
         while True:
             try:
-                async with asyncio.timeout(self._settings.connection_idle_s):
+                idle_s = self._settings.connection_idle_s if self._login.done else self._settings.transfer_timeout_s
+                async with asyncio.timeout(idle_s):
                     return await self._reader.readexactly(_SIZE.size)
             except TimeoutError:
                 if not self._started:
@@ -132,6 +138,8 @@ class Connection:
                 async with asyncio.timeout(self._settings.transfer_timeout_s):
                     await self._writer.drain()
             self._release(pending)
+            if self._login.refused:
+                return
 
     def _release(self, pending: _Pending) -> None:
         self._started.discard(pending)

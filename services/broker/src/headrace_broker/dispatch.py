@@ -16,6 +16,7 @@ from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.handlers import (
     admin,
+    authentication,
     fetch,
     groups,
     list_offsets,
@@ -26,6 +27,7 @@ from headrace_broker.handlers import (
     transaction_admin,
     transactions,
 )
+from headrace_broker.protocol import authentication as authentication_messages
 from headrace_broker.protocol import fetch as fetch_messages
 from headrace_broker.protocol import groups as group_messages
 from headrace_broker.protocol import metadata as metadata_messages
@@ -42,7 +44,9 @@ from headrace_broker.protocol.versions import (
 )
 from headrace_broker.wire import PLAIN, Form, WireReader, codec, decode, encode, skip_tagged
 
-API_VERSIONS = 18
+SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE = 17, 18, 36
+BEFORE_LOGIN = frozenset((SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE))
+"""What a connection may send before it has authenticated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,10 @@ APIS = (
     ),
     ApiSpec("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
     ApiSpec("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
+    ApiSpec(
+        "SaslHandshake", SASL_HANDSHAKE, 1, authentication_messages.SaslHandshakeRequest, authentication.handshake,
+        announced_from=0,
+    ),
     ApiSpec("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
     ApiSpec("CreateTopics", 19, 4, topic_messages.CreateTopicsRequest, topics.create_topics, oldest=3),
     ApiSpec("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
@@ -130,6 +138,10 @@ APIS = (
     ),
     ApiSpec("DescribeConfigs", 32, 1, topic_messages.DescribeConfigsRequest, topics.describe_configs),
     ApiSpec("DescribeLogDirs", 35, 1, topic_messages.DescribeLogDirsRequest, admin.describe_log_dirs),
+    ApiSpec(
+        "SaslAuthenticate", SASL_AUTHENTICATE, 1, authentication_messages.SaslAuthenticateRequest,
+        authentication.authenticate, oldest=0,
+    ),
     ApiSpec("CreatePartitions", 37, 1, topic_messages.CreatePartitionsRequest, admin.create_partitions, oldest=0),
     ApiSpec("DeleteGroups", 42, 1, group_messages.DeleteGroupsRequest, groups.delete_groups),
     ApiSpec("IncrementalAlterConfigs", 44, 0, topic_messages.IncrementalAlterConfigsRequest, admin.alter_configs),

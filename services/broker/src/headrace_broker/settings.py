@@ -80,7 +80,7 @@ class BrokerSettings(ServiceSettings):
     def _loopback(cls, value: str) -> str:
         if not is_loopback(value):
             raise ValueError(
-                "this broker has no authentication and listens on loopback only; past one machine, run Apache Kafka"
+                "this broker is for one machine and listens on loopback only; past one machine, run Apache Kafka"
                 " and set bus.address"
             )
         return value
