@@ -270,7 +270,7 @@ def _event(item: Spooled) -> Event:
         return dead_letter("gateway", record, "spool_damaged", item.damage)
     record = Record(item.topic, -1, -1, None, item.value[:_DAMAGED_BYTES_MAX])
     try:
-        return EVENTS[item.topic].from_json(item.value)
+        return EVENTS[item.topic].from_stored(item.value)
     except InvalidEvent as error:  # written by a release with another schema
         return dead_letter("gateway", record, error.reason, str(error))
     except Exception as error:  # noqa: BLE001 (the spool must be emptied, whatever it holds)

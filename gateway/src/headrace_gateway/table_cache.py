@@ -94,7 +94,7 @@ class TableCache(Generic[E]):
         rows = {}
         for line in lines:
             try:
-                row = self._event.from_json(line)
+                row = self._event.from_stored(line)
             except Exception as error:  # noqa: BLE001 (the file may hold anything)
                 log.warning("row_is_damaged", file=self._path.name, error=reason_of(error))
             else:

@@ -37,14 +37,14 @@ async def publish_again(tx: AsyncConnection, now: datetime, name: str, revision_
     record = await store.model(tx, name)
     if record is None or record.routing is None:
         return ()
-    last = Routing.from_json(record.routing.encode())
+    last = Routing.from_stored(record.routing.encode())
     revision = max(last.revision, revision_seen) + 1
     return await _save(tx, last.model_copy(update={"time": now, "revision": revision}))
 
 
 def stored(record: ModelRecord) -> Routing | None:
     """What was last published."""
-    return Routing.from_json(record.routing.encode()) if record.routing else None
+    return Routing.from_stored(record.routing.encode()) if record.routing else None
 
 
 async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Routing:

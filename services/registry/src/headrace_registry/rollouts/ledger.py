@@ -185,7 +185,7 @@ def sessions(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:
     """The events of a unit as records of its sessions."""
     by_session: dict[str, list[Event]] = {}
     for topic, value in events:
-        event = KINDS[topic].from_json(value)
+        event = KINDS[topic].from_stored(value)
         by_session.setdefault(event.key, []).append(event)
     return [
         SessionRecord(

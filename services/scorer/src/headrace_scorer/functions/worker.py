@@ -48,7 +48,7 @@ def run(function: Callable[..., object], call: protocol.CallRequest, trajectory:
     try:
         offered: dict[str, object] = {
             "trajectory": _trajectory(trajectory),
-            "feedback": tuple(Feedback.from_json(one.encode()) for one in call.feedback),
+            "feedback": tuple(Feedback.from_stored(one.encode()) for one in call.feedback),
             "context": call.context,
         }
         wanted = inspect.signature(function).parameters
@@ -68,7 +68,7 @@ async def _awaited(returned: object) -> object:
 @lru_cache(maxsize=1)
 def _trajectory(value: bytes) -> Trajectory:
     """The functions of one trajectory are called one after the other."""
-    return Trajectory.from_json(value)
+    return Trajectory.from_stored(value)
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
