@@ -26,9 +26,11 @@ from benchmarks._numbers import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
+from headrace_collector.handlers import Collector
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
 from headrace_runtime.processor import Processor, Step, in_turns
+from headrace_schemas import Message
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer
 from headrace_scorer.functions.loading import RewardFunction
@@ -160,6 +162,20 @@ async def backlog(url: str, folder: Path, turns: int) -> dict[str, object]:
     return {"backlog_per_s": round(turns / took_s, 1), "busy": round((time.process_time() - busy_s) / took_s, 2)}
 
 
+async def intake(url: str, folder: Path, turns: int) -> dict[str, object]:
+    """Return the rate at which the collector takes in turns of a conversation of 500 turns."""
+    handler = Collector(CollectorSettings(), START)
+    service = Service(collector_schema.stream, {"turns": handler.on_turn}, package="headrace_collector")
+    said = [("user" if number % 2 == 0 else "assistant", f"message {number} " + "word " * 30) for number in range(999)]
+    messages = [Message.model_validate({"role": role, "content": content}) for role, content in said]
+    async with bench(service, url, folder) as made:
+        records = made.produce(*[ask(messages, session=f"s{number}", at=number) for number in range(turns)])
+        began = time.monotonic()
+        for first in range(0, turns, 50):
+            await made.deliver(*records[first : first + 50])
+        return {"intake_per_s": round(turns / (time.monotonic() - began), 1)}
+
+
 def measured(name: str, turns: int, old: int, waiting: int) -> dict[str, dict[str, object]]:
     """Both services on one database; with `turns` 0 the backlog alone."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
@@ -170,10 +186,11 @@ def measured(name: str, turns: int, old: int, waiting: int) -> dict[str, dict[st
         try:
             url = node.url() if node is not None else "sqlite"
             scored = asyncio.run(backlog(url, root / "backlog", waiting))
+            taken = asyncio.run(intake(url, root / "intake", max(50, waiting // 10)))
             if not turns:
-                return {"scorer": scored}
+                return {"collector": taken, "scorer": scored}
             return {
-                "collector": asyncio.run(collect(url, root / "collector", turns, old, name)),
+                "collector": asyncio.run(collect(url, root / "collector", turns, old, name)) | taken,
                 "scorer": asyncio.run(score(url, root / "scorer", turns, old, name)) | scored,
             }
         finally:
@@ -224,6 +241,8 @@ def main() -> int:
                 print(
                     f"{name} {service}: a backlog at {one['backlog_per_s']} turns/s, {one['busy']:.0%} busy", flush=True
                 )
+            if "intake_per_s" in one:
+                print(f"{name} {service}: intake of long turns at {one['intake_per_s']} turns/s", flush=True)
             if "tick_ms" not in one:
                 continue
             tick = one["tick_ms"]["all"]
