@@ -28,10 +28,14 @@ class KafkaNode:
 
     `advertised` are ports of proxies, each of which passes on to the port of `ports` in the same place: clients that
     come through a proxy are told to go on through it. `brief`: it will not live for long, and nobody measures it.
+    With `password` clients have to log in as `headrace` (SASL PLAIN).
     """
 
-    def __init__(self, folder: Path, advertised: Sequence[int] = (), *, brief: bool = False) -> None:
+    def __init__(
+        self, folder: Path, advertised: Sequence[int] = (), *, brief: bool = False, password: str = ""
+    ) -> None:
         self._compiling = _QUICK if brief else ()
+        self._password = password
         self.ports = [free_port() for _ in advertised or (0,)]
         self._advertised = list(advertised) or self.ports
         self._controller_port = free_port()
@@ -83,6 +87,7 @@ class KafkaNode:
         names = [f"DOOR{number}" for number in range(len(self.ports))]
         listeners = [f"{name}://127.0.0.1:{port}" for name, port in zip(names, self.ports, strict=True)]
         advertised = [f"{name}://127.0.0.1:{port}" for name, port in zip(names, self._advertised, strict=True)]
+        protocol, login = ("SASL_PLAINTEXT", _login(self._password, names)) if self._password else ("PLAINTEXT", "")
         self._settings.write_text(
             f"""process.roles=broker,controller
 node.id=1
@@ -91,7 +96,8 @@ listeners={",".join(listeners)},CONTROLLER://127.0.0.1:{self._controller_port}
 advertised.listeners={",".join(advertised)}
 inter.broker.listener.name={names[0]}
 controller.listener.names=CONTROLLER
-listener.security.protocol.map={",".join(f"{name}:PLAINTEXT" for name in ["CONTROLLER", *names])}
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,{",".join(f"{name}:{protocol}" for name in names)}
+{login}
 log.dirs={self._folder / "logs"}
 auto.create.topics.enable=false
 offsets.topic.replication.factor=1
@@ -116,3 +122,11 @@ group.initial.rebalance.delay.ms=0
 
     def _java(self, *options: str) -> list[str]:
         return ["java", *options, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]
+
+
+def _login(password: str, listeners: Sequence[str]) -> str:
+    """Return the settings by which listeners ask for a login, the node's own connections included."""
+    module = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    jaas = f'{module} username="headrace" password="{password}" user_headrace="{password}";'
+    lines = ["sasl.enabled.mechanisms=PLAIN", "sasl.mechanism.inter.broker.protocol=PLAIN"]
+    return "\n".join([*lines, *(f"listener.name.{name.lower()}.plain.sasl.jaas.config={jaas}" for name in listeners)])

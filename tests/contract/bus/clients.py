@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from headrace.bus_access import client_options
+
 READ_TIMEOUT_S = 20.0
 
 
 @contextlib.asynccontextmanager
 async def producing(bus: str, **options: object) -> AsyncIterator[AIOKafkaProducer]:
-    producer = AIOKafkaProducer(bootstrap_servers=bus, **{"enable_idempotence": True, **options})
+    producer = AIOKafkaProducer(**client_options(bus), **{"enable_idempotence": True, **options})
     await producer.start()
     try:
         yield producer
@@ -31,7 +33,7 @@ async def consuming(bus: str, *topics: str, **options: object) -> AsyncIterator[
         "fetch_max_wait_ms": 200,
         "retry_backoff_ms": 50,
     }
-    consumer = AIOKafkaConsumer(*topics, bootstrap_servers=bus, **{**defaults, **options})
+    consumer = AIOKafkaConsumer(*topics, **client_options(bus), **{**defaults, **options})
     await consumer.start()
     try:
         yield consumer
@@ -41,7 +43,7 @@ async def consuming(bus: str, *topics: str, **options: object) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def administering(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    client = AIOKafkaAdminClient(bootstrap_servers=bus)
+    client = AIOKafkaAdminClient(**client_options(bus))
     await client.start()
     try:
         yield client

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime.settings import BusSettings
 from tests.contract.bus import clients
 from tests.contract.used.ground import Scenario
@@ -31,7 +32,7 @@ class RealGround:
     """A bus that listens somewhere. Processes are tasks."""
 
     def __init__(self, address: str, folder: Path, seed: int) -> None:
-        self.bus = BusSettings(address=address, session_timeout_s=6.0)
+        self.bus = Overrides(None, {}, {}).bus_settings(address).model_copy(update={"session_timeout_s": 6.0})
         self.folder = folder
         self.draw = random.Random(seed)
 

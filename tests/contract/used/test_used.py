@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from headrace_runtime.bus_client import check_login
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import BusSettings
+from headrace_schemas.stack_access import BusLogin, remember_login
 from tests.contract.used.ground import Scenario
 from tests.contract.used.grounds import play_for_real, play_simulated
 from tests.contract.used.hosting import hosts_beside_each_other
 from tests.contract.used.planted import PLANTED, a_full_batch, acknowledge_backwards
 from tests.contract.used.reading import READING
 from tests.contract.used.sending import SENDING
+from tests.support import presence
+from tests.support.broker_process import BrokerProcess
+from tests.support.kafka_node import KafkaNode
 
 FIXED_SEEDS = range(25)
 RANDOM_SEEDS = 5
@@ -22,7 +29,40 @@ SCENARIOS: tuple[Scenario, ...] = (*SENDING, *READING, hosts_beside_each_other)
 Play = Callable[[Scenario], None]
 
 
-@pytest.fixture(params=["simulated", "embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+KAFKA = pytest.mark.kafka
+PASSWORD = "a-password-of-the-bus"
+
+
+@pytest.fixture(scope="module")
+def embedded_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The embedded broker where it asks for a login."""
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD)
+    broker.start()
+    remember_login(broker.address, BusLogin("headrace", PASSWORD))
+    yield broker.address
+    broker.stop()
+
+
+@pytest.fixture(scope="module")
+def kafka_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Apache Kafka with SASL PLAIN."""
+    presence.need("kafka")
+    node = KafkaNode(tmp_path_factory.mktemp("kafka"), brief=True, password=PASSWORD)
+    node.start()
+    remember_login(node.address, BusLogin("headrace", PASSWORD))
+    yield node.address
+    node.stop()
+
+
+@pytest.fixture(
+    params=[
+        "simulated",
+        "embedded",
+        "embedded_login",
+        pytest.param("kafka", marks=KAFKA),
+        pytest.param("kafka_login", marks=KAFKA),
+    ]
+)
 def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
     """Plays a scenario on one bus, the simulated one with many seeds."""
     chance = random.SystemRandom()
@@ -45,6 +85,14 @@ def _simulated(scenario: Scenario, seeds: list[int]) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_every_bus_keeps_it(play: Play, scenario: Scenario) -> None:
     play(scenario)
+
+
+@pytest.mark.parametrize("name", ["embedded_login_bus", pytest.param("kafka_login_bus", marks=KAFKA)])
+async def test_a_wrong_password_is_one_sentence_on_every_bus(request: pytest.FixtureRequest, name: str) -> None:
+    address = request.getfixturevalue(name)
+    with pytest.raises(SettingError, match=r"^setting bus\.password = .* refuses it for user 'headrace' \(\w+\)$"):
+        await check_login(BusSettings.model_validate({"address": address, "password": "wrong"}))
+    await check_login(BusSettings.model_validate({"address": address, "password": PASSWORD}))
 
 
 @pytest.mark.parametrize("name", PLANTED)
