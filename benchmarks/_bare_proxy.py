@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 
 def application(upstream: str) -> Starlette:
-    client = httpx.AsyncClient(base_url=upstream, timeout=60)
+    client = httpx.AsyncClient(base_url=upstream, timeout=60, trust_env=False)
 
     async def chat(request: Request) -> Response:
         headers = {"content-type": "application/json"}

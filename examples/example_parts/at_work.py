@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from openai import AsyncOpenAI, NotFoundError, OpenAIError
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, NotFoundError, OpenAIError
 
 from example_parts.react import Episode
 from example_parts.tally import Tally
@@ -112,7 +112,9 @@ class Users(ABC, Generic[T]):
 async def run(users_of: Callable[[AsyncOpenAI, argparse.Namespace], Users[Any]], options: argparse.Namespace) -> Tally:
     """Let the users ask until the tasks or the time are over, or the process is told to end."""
     loop = asyncio.get_running_loop()
-    async with AsyncOpenAI(base_url=options.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # the gateway is not behind a proxy of the environment
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    async with AsyncOpenAI(base_url=options.base_url, api_key=key, http_client=direct) as client:
         users = users_of(client, options)
 
         def enough() -> None:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from example_parts.react import Episode
 from example_parts.standard_input import standard_input
@@ -128,7 +128,9 @@ def main(examination: type[Examination[Any]], description: str) -> None:
 
 async def _run(examination: Examination[Any]) -> list[str]:
     options = examination.options
-    async with AsyncOpenAI(base_url=options.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # the gateway is not behind a proxy of the environment
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    async with AsyncOpenAI(base_url=options.base_url, api_key=key, http_client=direct) as client:
         return await (examination.serve if options.gate else examination.measure)(client)
 
 

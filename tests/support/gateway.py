@@ -163,7 +163,7 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
         try:
             async with (
                 _listening(app, own) as port,
-                httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+                httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client,
             ):
                 made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, replica_set, client)
                 if replicas:

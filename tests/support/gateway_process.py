@@ -137,7 +137,7 @@ def wait_healthy(url: str, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(httpx2.HTTPError):
-            if httpx2.get(f"{url}/health").status_code == 200:
+            if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
                 return
         if time.monotonic() > deadline:
             raise TimeoutError(f"{url} is not healthy after {timeout_s} s")

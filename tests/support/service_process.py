@@ -93,6 +93,6 @@ class ServiceProcess(LoggedProcess):
         if self._process.poll() is not None:
             raise AssertionError(f"{self.name} ended with status {self._process.returncode}: {self.log[-3000:]}")
         try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=2, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False

@@ -22,7 +22,9 @@ _LENGTH_MAX = 1_000_000
 """Characters of one piece of output."""
 _TAG = re.compile(r"(\\*)\[([^\[\]]*)\]")
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
-_STYLES = frozenset({"bold", "dim", "italic", "on", "white", *_COLOURS, *(f"bright_{name}" for name in _COLOURS)})
+_STYLES = frozenset(
+    {"bold", "dim", "italic", "on", "default", "white", *_COLOURS, *(f"bright_{name}" for name in _COLOURS)}
+)
 _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
 

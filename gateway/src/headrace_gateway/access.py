@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings, Scope
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Section, is_loopback
+from headrace_runtime.settings_table import parse_toml
 from headrace_schemas.names import decode_name
 
 _AGENTS: frozenset[Scope] = frozenset(("chat", "feedback"))
@@ -122,15 +122,15 @@ def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
 
 def _read_file(path: Path) -> tuple[KeySettings, ...]:
     try:
-        return _KeysFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).keys
+        return _KeysFile.model_validate(parse_toml(path.read_bytes())).keys
     except OSError as error:
         raise SettingError("gateway.keys_file", str(path), f"cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingError("gateway.keys_file", str(path), f"is not valid TOML: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise SettingError("gateway.keys_file", str(path), f"{where}: {first['msg']}") from None
+    except ValueError as error:
+        raise SettingError("gateway.keys_file", str(path), str(error)) from None
 
 
 def _caller(key: KeySettings, default_limits: LimitSettings) -> Caller:

@@ -1,18 +1,21 @@
 """Finds what would stop a start, without starting: `python -m headrace_<service> --check`.
 
-Nothing is created and nothing is changed. What is a service's own is tried by its own function, `Service.check`.
+Nothing is changed; a temporary folder shows whether `data_dir` can be written.
+What is a service's own is tried by its own function, `Service.check`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.services import SERVICES
 from headrace_runtime.settings import Common
+from headrace_schemas.text import is_storable
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
 """Returns sentences about what is wrong; what it raises of our errors is one more."""
@@ -40,11 +43,19 @@ async def problems(name: str, common: Common, own: object, check: Check | None, 
 async def _data_dir(common: Common) -> list[str]:
     """The folder itself, or the one in which it would be made, takes files."""
     folder = common.data_dir.absolute()
-    nearest = next(one for one in (folder, *folder.parents) if one.exists())
-    if not nearest.is_dir():
-        raise SettingError("data_dir", str(folder), f"{nearest} is not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise SettingError("data_dir", str(folder), f"{nearest} cannot be written to")
+    if not is_storable(str(folder)):
+        raise SettingError("data_dir", str(folder), "must not contain NUL or lone surrogates; remove these characters")
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir():
+            raise SettingError("data_dir", str(folder), f"{nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise SettingError("data_dir", str(folder), f"{nearest} cannot be written to")
+        with tempfile.TemporaryDirectory(prefix=".headrace-check-", dir=nearest):  # /proc lets nobody, whatever it says
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SettingError("data_dir", str(folder), f"cannot be used: {reason}; name another folder") from None
     return []
 
 

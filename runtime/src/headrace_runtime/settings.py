@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, model_validator
@@ -297,6 +297,7 @@ def secrets_of_url(url: str) -> set[str]:
 
 
 def _validate(model: type[M], table: object, prefix: str) -> M:
+    _check_numbers(model, table, prefix)
     try:
         return model.model_validate(table)
     except ValidationError as error:
@@ -310,6 +311,29 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         if first["type"] == "extra_forbidden":
             remedy = f"unknown{_hint(where[-1], _names_at(model, where[:-1]))}"
         raise SettingError(prefix + ".".join(where), first["input"], remedy) from None
+
+
+def _check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
+    """Raise `SettingError` for true or false where a number belongs: pydantic would read them as 1 and 0."""
+    for name, value in table.items() if isinstance(table, Mapping) else ():
+        field = model.model_fields.get(name)
+        kinds = _plain_types(field.annotation) if field else set()
+        if kinds & {int, float} and bool not in kinds:
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, bool):
+                    raise SettingError(prefix + name, value, "must be a number, not true or false")
+        for section in kinds:
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for item in value if isinstance(value, list) else (value,):
+                    _check_numbers(section, item, f"{prefix}{name}.")
+
+
+def _plain_types(annotation: object) -> set[Any]:
+    """Return the types that an annotation is made of: of `tuple[int, ...] | None` int among others."""
+    inner = [part for part in get_args(annotation) if part is not Ellipsis]
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in inner}
+    return set().union(*map(_plain_types, inner)) if inner else {annotation}
 
 
 def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:

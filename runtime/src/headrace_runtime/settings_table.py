@@ -6,6 +6,8 @@ to know a few settings of others, looks them up here.
 
 from __future__ import annotations
 
+import codecs
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas.redaction import is_secret
+from headrace_schemas.text import is_storable
 
+_INTEGER_MAX = 2**63 - 1
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 COMMAND_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_WHO"})
@@ -26,6 +30,7 @@ def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX) and variable not in COMMAND_VARIABLES:
             override(table, variable, text)
+    check_plain(table)
     return table
 
 
@@ -50,15 +55,58 @@ def value_of(name: str, text: str) -> Any:
     """TOML, or the text as it stands: always for a secret, which may consist of digits."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return text if is_secret(name) and not isinstance(value, str) else value
 
 
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Return the table of a TOML file, with or without a byte order mark.
+
+    Raises:
+        ValueError: a sentence without its subject: in which encoding the file seems to be, or where it is no TOML.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\x00" in content[:200]:
+        raise ValueError("is in UTF-16; save it as UTF-8")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"is not in UTF-8 (byte 0x{content[error.start]:02x} in line {line}; Latin-1 perhaps); save it as UTF-8"
+        ) from None
+    try:
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except RecursionError:
+        raise ValueError("is not valid TOML: its values are nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid TOML: {error}") from None
+
+
+def check_plain(table: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `SettingError` for a value that no setting can mean: infinite, beyond 64 bits, a text with NUL."""
+    for name, value in table.items():
+        _check_value(f"{prefix}{name}", value)
+
+
+def _check_value(name: str, value: object) -> None:
+    if isinstance(value, Mapping):
+        check_plain(value, f"{name}.")
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            _check_value(f"{name}.{place}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(name, value, "must be a finite number")
+    elif isinstance(value, int) and abs(value) > _INTEGER_MAX:
+        raise SettingError(name, "(a long number)", f"must be between -{_INTEGER_MAX} and {_INTEGER_MAX}")
+    elif isinstance(value, str) and not is_storable(value):
+        raise SettingError(name, value, "must not contain NUL or lone surrogates; remove these characters")
+
+
 def _file(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_bytes())
     except OSError as error:
         raise SettingError("config", str(path), f"cannot be read: {error.strerror}; name an existing file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingError("config", str(path), f"is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise SettingError("config", str(path), str(error)) from None

@@ -47,7 +47,9 @@ class AsyncClient:
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx2.AsyncClient(base_url=self.root, headers=headers, timeout=timeout_s, transport=transport)
+        self._http = httpx2.AsyncClient(
+            base_url=self.root, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
 
     def session(
         self,

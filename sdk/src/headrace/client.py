@@ -48,7 +48,9 @@ class Client:
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx2.Client(base_url=self.root, headers=headers, timeout=timeout_s, transport=transport)
+        self._http = httpx2.Client(
+            base_url=self.root, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
 
     def session(
         self,

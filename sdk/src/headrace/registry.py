@@ -58,7 +58,9 @@ class ModelRegistry:
         headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
         headers |= {b"content-type": b"application/json"}
         headers |= {WHO_HEADER.encode(): who.encode("utf-8", "surrogateescape")} if who else {}
-        self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s, transport=transport)
+        self._http = httpx2.Client(
+            base_url=self._url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
 
     def models(self) -> tuple[ModelState, ...]:
         return self.ask("GET", "/v1/models", ModelList).data

@@ -39,7 +39,7 @@ def ask(base_url: str, one: str, other: str, key: str | None) -> tuple[Pair, ...
     """At temperature 0, as evaluation traffic, so nothing is trained. Raises `HeadraceError` when one is not served."""
     headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
-        with httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S) as http:
+        with httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
             return tuple(Pair(text, _answer(http, one, text), _answer(http, other, text)) for text in PROMPTS)
     except httpx2.TransportError as error:
         raise Unreachable(f"{base_url}: {error}") from error

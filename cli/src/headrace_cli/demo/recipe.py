@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
 from headrace_cli.demo.rows import RowsRecipe
 from headrace_runtime.program_environment import VariableName
+from headrace_runtime.settings_table import parse_toml
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -124,9 +124,9 @@ def read(folder: Path) -> Recipe:
     """Raises `UsageError` when the folder holds no demo or the demo is wrong."""
     path = folder / "demo.toml"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parse_toml(path.read_bytes())
         return Recipe.model_validate({**data, "folder": folder.absolute()})
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name the folder of a demo, e.g. examples/email_agent") from None
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: {error}") from None

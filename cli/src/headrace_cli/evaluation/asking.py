@@ -98,7 +98,7 @@ Agent = Callable[[EvaluationTask, Asking], object]
 def connection(base_url: str, key: str | None) -> httpx2.Client:
     """As evaluation traffic: nothing of it is trained."""
     headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
-    return httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S)
+    return httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
 
 def simple_agent(calls_max: int) -> Agent:

@@ -23,7 +23,6 @@ until so many steps were taken. The lineages are called `support-1`, `support-2`
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from headrace_cli.jobs.job import Job, PreparedJob, RowOptions, prepare
 from headrace_cli.jobs.journal import JobJournal
 from headrace_cli.jobs.runner import JobResult
 from headrace_runtime.program_environment import VariableName
+from headrace_runtime.settings_table import parse_toml
 from headrace_schemas.importing import MANIFEST_FILE
 
 Tick = Callable[[str, int, int], None]
@@ -100,15 +100,15 @@ class StagePlace:
 def read(path: Path) -> StagedTraining:
     """Raises `UsageError` for a file that is no recipe."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_bytes())
         return StagedTraining.model_validate({**table, "folder": path.parent.absolute()})
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"{path}: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} {error}") from None
 
 
 def run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: bool = False) -> list[JobResult]:

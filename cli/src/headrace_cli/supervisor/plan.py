@@ -94,6 +94,12 @@ def make(
 
     Raises `UsageError` for names that are not installed and ports that are taken.
     """
+    if not services:
+        raise UsageError(
+            "no service of Headrace is installed in this environment, so that there is nothing to start; install "
+            "headrace-gateway, headrace-collector, headrace-scorer, headrace-trainer, headrace-registry, "
+            "headrace-inference and headrace-broker"
+        )
     found = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
     for name in (*only, *without, *found):
         if name not in services:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from headrace.errors import UsageError
 from headrace_cli.errors import NotRunning
 from headrace_runtime import whole_file
-from headrace_runtime.private_files import owner_alone, private_folder
+from headrace_runtime.private_files import data_folder, owner_alone, private_folder
 from headrace_schemas.stack_access import remember_stack
 
 _TRIES = 5
@@ -82,7 +82,7 @@ class Lock:
 
     def __init__(self, data_dir: Path) -> None:
         self._path = _folder(data_dir) / "lock"
-        private_folder(data_dir)
+        data_folder(data_dir)
         private_folder(self._path.parent)
         self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (held while we live)
 

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, UsageError
+from headrace.hello_agents.parameters import DATA
 from headrace.hello_agents.tool import RLTrainingTool
+from headrace_schemas.text import printable
+
+_SECTIONS = {"model", "sft", "grpo", "eval"}
 
 
 class AgenticRLPipeline:
@@ -17,16 +21,23 @@ class AgenticRLPipeline:
 
     def __init__(self, config_path: str, rl_tool: RLTrainingTool | None = None) -> None:
         self.config: dict[str, Any] = json.loads(Path(config_path).read_text(encoding="utf-8"))
-        missing = {"model", "sft", "grpo", "eval"} - set(self.config)
+        missing = _SECTIONS - set(self.config)
         if missing:
             raise UsageError(f"{config_path}: there is no {min(missing)!r}")
+        unknown = [
+            *(set(self.config) - _SECTIONS),
+            *(f"model.{name}" for name in set(self.config["model"]) - {"base_model"}),
+        ]
+        if unknown:
+            raise UsageError(f"{config_path}: {printable(min(unknown))} means nothing here; leave it out")
         self.rl_tool = rl_tool or RLTrainingTool()
         self.results: dict[str, Any] = {}
 
     def stage1_prepare_data(self) -> None:
         """Look at the data sets that the stages will use, before anything is trained."""
         for stage, form in (("sft", "sft"), ("grpo", "rl")):
-            asked = {**self.config[stage], "action": "load_dataset", "format": form}
+            data = {name: value for name, value in self.config[stage].items() if name in DATA}
+            asked = {**data, "action": "load_dataset", "format": form}
             self.results[f"{stage}_data"] = self._asked(asked)
 
     def stage2_sft_training(self) -> str:

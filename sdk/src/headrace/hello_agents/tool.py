@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
 from headrace.evaluation.evaluating import EvaluatedVersion, evaluate
 from headrace.hello_agents.data import load
+from headrace.hello_agents.parameters import PARAMETERS, check, number, trainer_settings
 from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, one
 from headrace.practice.blocking import blocking
 from headrace.practice.practising import practise
@@ -18,16 +20,37 @@ from headrace.practice.runs import Run
 from headrace.stack import Stack, stack_for
 from headrace.stack.connection import support
 from headrace.stack.offline import train_rows
+from headrace_schemas.text import printable
 
-PARAMETERS = (
-    "action", "algorithm", "model_name", "dataset", "format", "split", "reward_type", "max_samples", "num_epochs",
-    "output_dir", "use_lora", "batch_size",
-)  # fmt: skip
 LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
 MERGED = "merged"
 """In the folder of an adapter: adapter and base as one model."""
 _ANSWER_TOKENS = 128
 _GROUP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How GRPO samples (answers to each prompt, temperature, longest answer), and settings that were named."""
+
+    group: int
+    temperature: float
+    tokens_max: int
+    settings: Mapping[str, object]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> TrainingPlan:
+        """Read the parameters of `train`. Raises `UsageError`."""
+        try:
+            temperature = float(given.get("temperature", 1.0))
+        except (TypeError, ValueError):
+            temperature = 0.0
+        if not 0 < temperature <= 2:
+            value = printable(repr(given["temperature"]))
+            raise UsageError(f"temperature = {value}: must be a number above 0 and at most 2, so that answers differ")
+        length = "max_new_tokens" if "max_new_tokens" in given else "max_completion_length"
+        tokens_max = number(given, length, _ANSWER_TOKENS)
+        return cls(number(given, "num_generations", _GROUP, least=2), temperature, tokens_max, trainer_settings(given))
 
 
 class RLTrainingTool:
@@ -60,6 +83,7 @@ class RLTrainingTool:
             action = actions.get(str(parameters.get("action")))
             if action is None:
                 raise UsageError(f"action {parameters.get('action')!r}: it is one of {', '.join(actions)}")
+            check(str(parameters["action"]), parameters)
             found = {"status": "success", **action(parameters)}
         except Exception as error:  # noqa: BLE001 (the interface answers errors as JSON)
             found = {"status": "error", "message": str(error), "traceback": traceback.format_exc()}
@@ -72,39 +96,47 @@ class RLTrainingTool:
             raise UsageError(f"algorithm {kind!r}: it is one of {', '.join(kinds)}")
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"output_dir {out} is not empty; name a new folder")
-        if given.get("use_wandb"):
-            raise UsageError("use_wandb: results are written for TensorBoard; leave it out")
         dataset = str(given.get("dataset", "gsm8k"))
-        rows = given.get("custom_dataset") or self._rows(given, "sft" if kind == "sft" else "rl", None)
-        name, epochs = str(given["model_name"]), int(given.get("num_epochs", 3))
-        settings = {**(LORA if given.get("use_lora", True) else {}), **_accelerate(given), **self._settings}
-        settings |= {"trainer.batch_experiences": int(given.get("batch_size", 4)) * (_GROUP if kind == "grpo" else 1)}
+        custom = given.get("custom_dataset")
+        if custom is not None:
+            rows = list(custom)[: given.get("max_samples")]
+        else:
+            rows = self._rows(given, "sft" if kind == "sft" else "rl", None)
+        name, epochs = str(given["model_name"]), number(given, "num_epochs", 3)
+        plan = TrainingPlan.of(given)
+        settings = {**(LORA if given.get("use_lora", True) else {}), **plan.settings, **_accelerate(given)}
+        batch = number(given, "batch_size", 4) * number(given, "gradient_accumulation_steps", 1)
+        settings |= {"trainer.batch_experiences": batch * (plan.group if kind == "grpo" else 1)}
         if kind == "grpo":
-            settings |= {"trainer.algorithm": "grpo", "trainer.group_size": _GROUP}
+            settings |= {"trainer.algorithm": "grpo", "trainer.group_size": plan.group}
+        settings |= self._settings
         with stack_for(base_of(name), settings) as stack:
             reward = given.get("custom_reward") or self._rewards.get(dataset) or made(given)
-            version = kinds[kind](stack, list(rows), epochs, reward)
+            version = kinds[kind](stack, list(rows), epochs, reward, plan)
             write(stack, version, out)
         told = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
         return {**told, "dataset_size": len(rows), "version": version}
 
-    def _sft(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, _reward: RewardCallable) -> str:
+    def _sft(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, _: RewardCallable, plan: TrainingPlan) -> str:
         known = stack.settings()
         names = ("trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.targets", "trainer.batch_experiences")
-        settings = {**{name: known[name] for name in names}, **self._settings}
+        settings = {**{name: known[name] for name in names}, **plan.settings, **self._settings}
         pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
         return train_rows(stack, "sft", pairs, epochs=epochs, settings=settings)
 
-    def _grpo(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, reward: RewardCallable) -> str:
-        per_step = min(len(rows), int(stack.settings()["trainer.batch_experiences"]) // _GROUP)
+    def _grpo(
+        self, stack: Stack, rows: list[dict[str, Any]], epochs: int, reward: RewardCallable, plan: TrainingPlan
+    ) -> str:
+        group = plan.group
+        per_step = min(len(rows), int(stack.settings()["trainer.batch_experiences"]) // group)
 
         async def play(task: Mapping[str, Any], run: Run) -> None:
-            said = await answer(run, str(task["prompt"]), 1.0)
+            said = await answer(run, str(task["prompt"]), plan.temperature, plan.tokens_max)
             run.reward(one(reward, said, task["ground_truth"]), metrics={"accuracy": right(task, said)})
 
         async def steps() -> str | None:
             count, champion = -(-len(rows) * epochs // per_step), None
-            async for step in practise(stack, rows, play, group_size=_GROUP, tasks_per_step=per_step, steps=count):
+            async for step in practise(stack, rows, play, group_size=group, tasks_per_step=per_step, steps=count):
                 champion = step.champion
             return champion
 
@@ -147,12 +179,12 @@ class RLTrainingTool:
         return load(dataset, self._datasets, form, split, count)
 
 
-async def answer(run: Run, prompt: str, temperature: float) -> str:
+async def answer(run: Run, prompt: str, temperature: float, tokens_max: int = _ANSWER_TOKENS) -> str:
     found = await run.openai().chat.completions.create(
         model=run.model,
         messages=[{"role": "user", "content": prompt}],
         temperature=temperature,
-        max_tokens=_ANSWER_TOKENS,
+        max_tokens=tokens_max,
     )
     return found.choices[0].message.content or ""
 

@@ -15,10 +15,21 @@ from headrace.practice.blocking import blocking
 from headrace.practice.collecting import Rate, collected, run_and_collect, say
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.stack import Stack, stack_for
+from headrace_schemas.text import printable
 
 _MODEL = {"lora_rank": "trainer.lora.rank"}
 _TRAINING = {"learning_rate": "trainer.optimizer.learning_rate"}
-_KNOWN = {"base_model", "batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", *_MODEL, *_TRAINING}
+_KNOWN_MODEL = {"base_model", *_MODEL}
+_KNOWN_TRAINING = {"batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", *_TRAINING}
+
+
+def check_names(what: str, given: Mapping[str, Any], known: set[str]) -> None:
+    """Raise `UsageError` for the first name of the mapping `what` that is not among the `known`."""
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"{what}.{printable(str(name))} means nothing here; there are {', '.join(sorted(known))}, and settings="
+            )
 
 
 class TrinityRFT:
@@ -35,9 +46,10 @@ class TrinityRFT:
         settings: Mapping[str, object] | None = None,
     ) -> None:
         model, training = dict(model_config or {}), dict(training_config or {})
-        unknown = (set(model) | set(training)) - _KNOWN
-        if unknown:
-            raise UsageError(f"{min(unknown)} means nothing here; there are {', '.join(sorted(_KNOWN))}, and settings=")
+        check_names("model_config", model, _KNOWN_MODEL)
+        check_names("training_config", training, _KNOWN_TRAINING)
+        if "gradient_accumulation_steps" in training and "batch_size" not in training:
+            raise UsageError("training_config.gradient_accumulation_steps: multiplies batch_size; name that as well")
         self.base, self.epochs = model.get("base_model"), int(training.get("epochs", 1))
         self.settings: dict[str, object] = {"trainer.algorithm": algorithm}
         self.settings |= {_MODEL[name]: value for name, value in model.items() if name in _MODEL}
@@ -66,6 +78,10 @@ class OnlineTrainer:
     """Gives the agent `run_and_collect`; sends what is added, and waits for what the trainer makes of it."""
 
     def __init__(self, agent: Any, framework: TrinityRFT, reward_function: Rate | None = None) -> None:
+        if framework.epochs != 1:
+            raise UsageError(
+                f"training_config.epochs = {framework.epochs}: an online trainer trains on each run once; leave it out"
+            )
         self.agent = agent
         self.framework = framework
         self.stack = framework.stack
@@ -130,6 +146,8 @@ class RLRuntime:
 
     def __init__(self, agent: Any, trainer_config: Mapping[str, Any]) -> None:
         given = dict(trainer_config)
+        if wrong := next((name for name in ("batch_size", "gradient_accumulation_steps") if name in given), None):
+            raise UsageError(f"trainer_config.{wrong}: train_interval sets the runs of a step; leave {wrong} out")
         self.agent, self._rate = agent, given.pop("reward_function", None)
         settings = {
             "trainer.batch_experiences": int(given.pop("train_interval", 10)),

@@ -102,7 +102,13 @@ class Stack:
         except ImportError:
             raise UsageError("this needs the package openai: pip install openai") from None
         kind = openai.OpenAI if blocking else openai.AsyncOpenAI
-        return kind(base_url=self.base_url, api_key=self.api_key or "-", default_headers=dict(headers))
+        http = openai.DefaultHttpxClient if blocking else openai.DefaultAsyncHttpxClient
+        return kind(
+            base_url=self.base_url,
+            api_key=self.api_key or "-",
+            default_headers=dict(headers),
+            http_client=http(trust_env=False),  # a proxy of the environment is not for a Headrace's own address
+        )
 
     def settings(self) -> dict[str, Any]:
         """What the trainer is set to, by dotted name; secrets are hidden."""
@@ -203,7 +209,9 @@ class Stack:
         import httpx2
 
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return answered(lambda: httpx2.get(url, headers=headers, timeout=30.0), Retries(attempts=3), url).json()
+        return answered(
+            lambda: httpx2.get(url, headers=headers, timeout=30.0, trust_env=False), Retries(attempts=3), url
+        ).json()
 
 
 def support(module: str, distribution: str) -> Any:

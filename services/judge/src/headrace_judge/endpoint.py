@@ -16,7 +16,7 @@ from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import key_of_response, uuid7
-from headrace_schemas.text import storable
+from headrace_schemas.text import printable, storable
 
 OWN_SESSIONS = "headrace-judge-"
 """How the sessions of the judge's own calls begin when the endpoint is a gateway; each call is one."""
@@ -87,7 +87,15 @@ class Endpoint:
         self._retry_after_max_s = retry_after_max_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx2.Limits(max_connections=settings.concurrency)
-        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+        try:
+            self._client = httpx2.AsyncClient(
+                headers=headers, limits=limits, timeout=None, trust_env=not settings.is_gateway
+            )
+        except (ImportError, ValueError) as error:  # a SOCKS proxy without its package, or no proxy's address
+            message = (
+                f"the proxy of the environment cannot be used ({printable(str(error))}); unset ALL_PROXY and the like"
+            )
+            raise SettingError("judge.endpoint.base_url", settings.base_url, message) from None
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -350,6 +350,8 @@ class TrainerSettings(ServiceSettings):
         if not isinstance(table, Mapping):
             return table
         name = table.get("algorithm", cls.model_fields["algorithm"].default)
+        if not isinstance(name, str):
+            return table
         try:
             return ALGORITHMS.get(name).under(table)
         except PluginError:

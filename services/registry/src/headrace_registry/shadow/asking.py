@@ -100,7 +100,7 @@ class GatewayAnswers:
     def _http(self) -> httpx2.AsyncClient:
         """Made in the loop that uses it."""
         if self._client is None:
-            self._client = httpx2.AsyncClient(timeout=None)
+            self._client = httpx2.AsyncClient(timeout=None, trust_env=False)
         return self._client
 
 

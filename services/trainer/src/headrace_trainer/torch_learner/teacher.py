@@ -129,7 +129,7 @@ class TeacherEndpoint:
         for attempt in range(1, settings.attempts + 1):
             request = urllib.request.Request(url, data, headers)  # noqa: S310 (a setting, http or https)
             try:
-                with urllib.request.urlopen(request, timeout=settings.timeout_s) as answer:  # noqa: S310
+                with _DIRECT.open(request, timeout=settings.timeout_s) as answer:
                     return json.load(answer)
             except (OSError, ValueError) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
@@ -141,6 +141,10 @@ class TeacherEndpoint:
     @property
     def _what(self) -> str:
         return f"trainer.teacher.model = {self._settings.model!r}"
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Past the proxies of the environment: a teacher is an inference server of ours, and gets its key."""
 
 
 def _sequences(one: Pack) -> Iterator[tuple[list[int], list[int]]]:

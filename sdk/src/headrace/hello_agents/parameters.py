@@ -1,0 +1,122 @@
+"""Parameters of the training tool: each is honoured, or refused by name with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace.hello_agents.rewards import KINDS
+from headrace_schemas.text import closest, printable
+
+DATA = ("dataset", "split", "max_samples")
+SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "learning_rate": ("trainer.optimizer.learning_rate", float),
+    "max_grad_norm": ("trainer.optimizer.gradient_norm_max", float),
+    "lora_r": ("trainer.lora.rank", int),
+    "lora_rank": ("trainer.lora.rank", int),
+    "lora_alpha": ("trainer.lora.alpha", float),
+    "seed": ("trainer.seed", int),
+    "kl_coef": ("trainer.loss.kl", float),
+    "beta": ("trainer.loss.kl", float),
+}
+"""Parameters that are settings of the trainer."""
+ONLY_GRPO = ("num_generations", "temperature", "max_new_tokens", "max_completion_length", "kl_coef", "beta")
+LORA_ALONE = ("lora_r", "lora_rank", "lora_alpha")
+TRAIN = (
+    "algorithm", "model_name", "format", "reward_type", "num_epochs", "output_dir", "use_lora", "batch_size",
+    "gradient_accumulation_steps", "custom_dataset", "custom_reward", "accelerate_config", "use_wandb",
+    "use_tensorboard", *SETTINGS, "num_generations", "temperature", "max_new_tokens", "max_completion_length",
+)  # fmt: skip
+BY_ACTION: dict[str, tuple[str, ...]] = {
+    "train": (*DATA, *TRAIN),
+    "evaluate": (*DATA, "model_path", "use_lora"),
+    "load_dataset": (*DATA, "format"),
+    "create_reward": ("reward_type",),
+}
+PARAMETERS = ("action", *dict.fromkeys(name for names in BY_ACTION.values() for name in names))
+_REASONS = {
+    "wandb_project": "results are written for TensorBoard",
+    "warmup_ratio": "the trainer has no schedule of the learning rate",
+    "warmup_steps": "the trainer has no schedule of the learning rate",
+    "lr_scheduler_type": "the trainer has no schedule of the learning rate",
+    "fp16": "the trainer chooses the type from the device (trainer.compute)",
+    "bf16": "the trainer chooses the type from the device (trainer.compute)",
+    "save_steps": "each version is kept by the registry",
+    "logging_steps": "each step is written for TensorBoard",
+    "verbose": "the log of the services says what happens",
+}
+
+
+def check(action: str, parameters: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for the first parameter that `action` does not honour."""
+    known = ["action", *BY_ACTION[action]]
+    if action in ("train", "create_reward"):
+        kind = str(parameters.get("reward_type", "accuracy"))
+        known += KINDS[kind][1] if kind in KINDS else ()
+    for name in parameters:
+        if name not in known:
+            raise UsageError(f"{printable(str(name))}: {_reason(str(name), action, known)}; leave it out")
+    if action == "train":
+        _check_training(parameters)
+
+
+def trainer_settings(parameters: Mapping[str, Any]) -> dict[str, object]:
+    """Return the settings of the trainer that the parameters of `train` stand for."""
+    settings: dict[str, object] = {}
+    for name, (setting, kind) in SETTINGS.items():
+        if parameters.get(name) is not None:
+            if setting in settings:
+                raise UsageError(f"{name}: another parameter sets {setting} as well; name it once")
+            settings[setting] = _value(name, parameters[name], kind)
+    return settings
+
+
+def number(parameters: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    """Return a whole number that is at least `least`. Raises `UsageError`."""
+    found = _value(name, parameters.get(name, default), int)
+    if not isinstance(found, int) or found < least:
+        raise UsageError(f"{name} = {found}: must be at least {least}")
+    return found
+
+
+def _value(name: str, value: Any, kind: Callable[[Any], object]) -> object:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        found = kind(value)
+        if kind is int and found != float(value):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{name} = {printable(repr(value))}: must be {what}") from None
+    return found
+
+
+def _check_training(parameters: Mapping[str, Any]) -> None:
+    algorithm = str(parameters.get("algorithm", "sft")).lower()
+    form = "sft" if algorithm == "sft" else "rl"
+    if parameters.get("format", form) != form:
+        raise UsageError(f"format = {parameters['format']!r}: {algorithm} trains on rows in the format {form!r}")
+    if algorithm == "sft" and (wrong := next((name for name in ONLY_GRPO if name in parameters), None)):
+        raise UsageError(f"{wrong}: only grpo has it, and algorithm is sft; leave it out")
+    if not parameters.get("use_lora", True) and (wrong := next((n for n in LORA_ALONE if n in parameters), None)):
+        raise UsageError(f"{wrong}: use_lora is false, so that no adapter is trained; leave one of them out")
+    if parameters.get("use_wandb"):
+        raise UsageError("use_wandb: results are written for TensorBoard; leave it out")
+    if not parameters.get("use_tensorboard", True):
+        raise UsageError("use_tensorboard = False: results are always written for TensorBoard; leave it out")
+    if "custom_dataset" in parameters and (wrong := next((n for n in ("dataset", "split") if n in parameters), None)):
+        raise UsageError(f"{wrong}: custom_dataset has the rows already; leave one of them out")
+    if {"max_new_tokens", "max_completion_length"} <= set(parameters):
+        raise UsageError("max_completion_length: max_new_tokens sets the same; name it once")
+
+
+def _reason(name: str, action: str, known: list[str]) -> str:
+    if name in _REASONS:
+        return _REASONS[name]
+    if name in PARAMETERS:
+        return f"means nothing for the action {action}"
+    similar = closest(name, known)
+    hint = f"did you mean {similar!r}?" if similar else f"there are {', '.join(known)}"
+    return f"is no parameter of the action {action}; {hint}"
