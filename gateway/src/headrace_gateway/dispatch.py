@@ -62,6 +62,22 @@ class _Line:
                 del self.sessions[session]
 
 
+class Dispatchers:
+    """A dispatcher for each model, since models have replicas of their own. `capacity` returns the places of one."""
+
+    def __init__(self, capacity: Callable[[str], int]) -> None:
+        self._capacity = capacity
+        self._by_model: dict[str, Dispatcher] = {}
+
+    def place(self, call: ChatCall) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait for the call's turn, then count it while the body runs."""
+        model = call.target.model
+        dispatcher = self._by_model.get(model)
+        if dispatcher is None:  # bounded: routing names the models
+            dispatcher = self._by_model[model] = Dispatcher(functools.partial(self._capacity, model))
+        return dispatcher.place(call)
+
+
 class Dispatcher:
     """Counts choices in flight. `capacity` returns the places of all replicas that can take calls; with none, calls do
     not wait here. How many may wait is bounded by the limits of their tenant."""

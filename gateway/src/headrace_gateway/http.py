@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from headrace_gateway.admission import Admission
 from headrace_gateway.chat import Chat, read_chat
 from headrace_gateway.counting import Counting
-from headrace_gateway.dispatch import Dispatcher
+from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines
 from headrace_gateway.ingest import Lookup, nothing_known
 from headrace_gateway.model_catalog import ModelCatalog
@@ -51,8 +51,8 @@ def application(parts: Parts) -> ASGIApp:
     """`/health` is 200 while chat requests can be served and captured; the bus being away does not change that."""
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
-    dispatcher = Dispatcher(parts.replica_set.capacity)
-    relay = Relay(parts.engines, parts.replica_set, placement, dispatcher, parts.settings.upstream, parts.clock)
+    dispatchers = Dispatchers(parts.replica_set.capacity)
+    relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
     aside, recent = Aside(parts.settings.parse_threads), RecentTurns()
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from headrace_gateway import metrics
 from headrace_gateway.chat_call import ChatCall
-from headrace_gateway.dispatch import Dispatcher
+from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines, ReplicaFailed
 from headrace_gateway.engine_wire import EngineAnswer, EngineUsage
 from headrace_gateway.placement import Placement, Upstream
@@ -70,14 +70,14 @@ class Relay:
         engines: Engines,
         replica_set: ReplicaSet,
         placement: Placement,
-        dispatcher: Dispatcher,
+        dispatchers: Dispatchers,
         settings: UpstreamSettings,
         clock: Clock,
     ) -> None:
         self._engines = engines
         self._replica_set = replica_set
         self._placement = placement
-        self._dispatcher = dispatcher
+        self._dispatchers = dispatchers
         self._settings = settings
         self._clock = clock
 
@@ -89,7 +89,7 @@ class Relay:
 
     async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
         """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
-        async with self._dispatcher.place(call):
+        async with self._dispatchers.place(call):
             return await self._complete(call)
 
     async def _complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
@@ -114,7 +114,7 @@ class Relay:
         Those that only open the answer are held until a token is there: the replica may still fail, and the one that
         takes its upstream may sample from another prompt, and with another version.
         """
-        async with self._dispatcher.place(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
+        async with self._dispatchers.place(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

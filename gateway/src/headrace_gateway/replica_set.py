@@ -134,10 +134,11 @@ class ReplicaSet:
         first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
-    def capacity(self) -> int:
-        """Return the places of all replicas that could take a call now."""
+    def capacity(self, model: str) -> int:
+        """Return the places of all replicas with a version of `model` that could take a call now."""
         now = self._clock.monotonic_s()
-        able = [one for one in self._members.values() if not one.hung and one.shunned_until_s <= now]
+        holders = [one for one in self._members.values() if _versions_of(one, model)]
+        able = [one for one in holders if not one.hung and one.shunned_until_s <= now]
         fresh = [one for one in able if now - one.heard_s <= one.replica.ttl_s] or able
         return sum(one.replica.capacity for one in fresh)
 

@@ -14,7 +14,7 @@ from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.dispatch import WINDOW, Dispatcher
 from headrace_gateway.settings import LimitSettings
 from tests.support.fake_replica import FakeReplica
-from tests.support.gateway import gateway, until
+from tests.support.gateway import gateway, routing, until
 
 PLACES = 8
 
@@ -138,6 +138,20 @@ async def test_calls_that_leave_while_they_wait_take_nothing_along() -> None:
             assert going, f"SEED={seed}: nobody goes of {len(left)} that wait"
             await calls.end(going)
         assert calls.dispatcher.waiting == 0, f"SEED={seed}"
+
+
+async def test_a_model_whose_replicas_are_busy_keeps_no_other_model_waiting(tmp_path: Path) -> None:
+    busy = FakeReplica("busy", versions=("tiny@0123456789abcdef",), capacity=1)
+    free = FakeReplica("free", versions=("other@0123456789abcdef",), capacity=1)
+    async with busy.running(), free.running(), gateway(tmp_path, busy, free) as served:
+        served.catalog.update("other", routing(free.versions[0]))
+        busy.moves.clear()
+        waiting = [asyncio.create_task(served.chat(headers={"X-Session-Id": "s"})) for _ in range(8)]
+        await until(lambda: len(busy.requests) >= WINDOW)
+        assert (await served.chat(model="other", headers={"X-Session-Id": "s"})).status_code == 200
+        assert len(busy.requests) == WINDOW, "the others wait in the gateway"
+        busy.moves.set()
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 
 async def test_without_a_replica_calls_do_not_wait_here() -> None:
