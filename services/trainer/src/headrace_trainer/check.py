@@ -4,22 +4,22 @@ where the base is small, what the back end finds (`torch`: whether we compute wh
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+from headrace_runtime.model_folder import find_folder_problems
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.templates import environment, read_json, special_tokens, template_of
 from headrace_trainer.settings import TrainerSettings
 
+log = get_logger(__name__)
 _CONFIG = "config.json"
-_HEADER_BYTES_MAX = 100_000_000
 _COMPARED_BYTES_MAX = 256 << 20
 """Weights of bases that are loaded to be examined; larger ones are examined by the start alone."""
 _MESSAGES = [
@@ -75,9 +75,7 @@ def _problems(folder: Path) -> Iterator[str]:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         yield "has no weights in safetensors; convert the model first"
-    for path in weights:
-        if (why := _broken(path)) is not None:
-            yield f"{path.name} is no safetensors file: {why}"
+    yield from find_folder_problems(folder)
     if not isinstance(read_json(folder / _CONFIG), dict):
         yield f"has no {_CONFIG} that can be read; convert the model first"
     if not (folder / TOKENIZER_FILE).exists():
@@ -85,21 +83,6 @@ def _problems(folder: Path) -> Iterator[str]:
     elif (why := _tokenizer_trouble(folder / TOKENIZER_FILE)) is not None:
         yield f"{TOKENIZER_FILE} cannot be used: {why}"
     yield from _template_problems(folder)
-
-
-def _broken(path: Path) -> str | None:
-    """The format's own rule: eight bytes with the length of a JSON header, then as many bytes as that says."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _HEADER_BYTES_MAX:
-                return "its header has an impossible length"
-            header = json.loads(file.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
-        return str(error)
-    missing = 8 + length + end - path.stat().st_size
-    return f"{missing} bytes are missing" if missing > 0 else None
 
 
 def _tokenizer_trouble(path: Path) -> str | None:
@@ -133,5 +116,9 @@ def _template_problems(folder: Path) -> Iterator[str]:
         except Exception as error:  # noqa: BLE001 - a template may raise whatever its expressions raise
             yield f"its chat template does not take {what}: {type(error).__name__}: {error}"
             return
+        if what == "tools" and "weather" not in text:
+            log.warning(
+                "template_drops_tools", base=str(folder), remedy="agents with tools need a template that names them"
+            )
         if what == "messages" and "tomorrow" not in text:
             yield "its chat template leaves out what the user says"

@@ -115,10 +115,10 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "no template": (_no_template, "chat template"),
     "a template that fails": (_template("{{ raise_exception('never') }}"), "template"),
     "a template that is none": (_template("{% for %}"), "emplate"),
-    "a foreign tokenizer": (_larger_tokenizer, "it is another model's"),
+    "a foreign tokenizer": (_larger_tokenizer, "has no row in the embedding"),
     "a missing tensor": (_weights("model.norm.weight", lambda _: None), "missing_keys"),
     "a reshaped tensor": (_weights("model.norm.weight", lambda w: w[:4].clone()), ""),
-    "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "not finite"),
+    "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "holds NaN or infinity"),
     "an unknown architecture": (_config(model_type="no_such_model"), "no_such_model"),
     "sliding attention": (
         _config(layer_types=["full_attention", "sliding_attention"], sliding_window=16),

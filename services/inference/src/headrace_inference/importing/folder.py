@@ -21,6 +21,7 @@ from headrace_inference.torch_engine.probe import probe
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused
+from headrace_runtime.model_folder import find_folder_problems
 from headrace_schemas.importing import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 
@@ -144,6 +145,9 @@ def _check_files(folder: Path) -> None:
     ):
         if not any(folder.glob(pattern)):
             raise VersionUnusable(f"{folder} has no {what}")
+    problem = next(find_folder_problems(folder), None)
+    if problem is not None:
+        raise VersionUnusable(f"{folder}: {problem}")
 
 
 def _files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:

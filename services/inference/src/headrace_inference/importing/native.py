@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_inference.errors import VersionUnusable
+from headrace_inference.torch_engine.loader import check_whole
 from headrace_runtime.versions import fingerprint_tokens
 from headrace_schemas.manifest import Fingerprint
 
@@ -26,6 +27,8 @@ def answers(folder: Path, adapter: Path | None, device: torch.device, dtype: tor
             logits = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, :-1].float()
         targets = torch.tensor(tokens[1:], device=device)
         found = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+    except VersionUnusable as error:
+        raise VersionUnusable(f"{adapter or folder}: {error}") from error
     except Exception as error:
         raise VersionUnusable(f"{adapter or folder}: {type(error).__name__}: {str(error)[:500]}") from error
     if not bool(torch.isfinite(found).all()):
@@ -35,14 +38,17 @@ def answers(folder: Path, adapter: Path | None, device: torch.device, dtype: tor
 
 def opened(folder: Path, adapter: Path | None, dtype: torch.dtype | None) -> Any:
     """The model of `folder`, with the adapter over it where there is one."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype or "auto",
         attn_implementation="eager",
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    check_whole(model, info)
     if adapter is None:
         return model
     from peft import PeftModel

@@ -8,7 +8,7 @@ LoRA version costs its adapter, and no version can change what another one compu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,9 @@ class Loader:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_whole` names them
         )
-        wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
-        if wrong:
-            raise VersionUnusable(f"the weights are not those of its architecture: {wrong}")
+        check_whole(module, info)
         loaded: nn.Module = module.to(self._device)
         return loaded
 
@@ -95,6 +94,17 @@ class Loader:
             vocabulary=int(config.vocab_size),
             context_tokens=context,
         )
+
+
+def check_whole(module: nn.Module, info: Mapping[str, Any]) -> None:
+    """Raise `VersionUnusable` for tensors that the files lack, have too many or in another shape, by transformers' own
+    report, and for those that are not finite."""
+    wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
+    if wrong:
+        raise VersionUnusable(f"the weights are not those of its architecture: {wrong}")
+    for name, parameter in module.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise VersionUnusable(f"its tensor {name} holds NaN or infinity")
 
 
 def _as_module(value: Any) -> nn.Module:
