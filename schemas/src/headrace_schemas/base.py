@@ -66,7 +66,7 @@ class Event(Model):
 
     topic: ClassVar[str]
     type: ClassVar[str]
-    values_max: ClassVar[int] = 524_288
+    values_max: ClassVar[int] = 262_144
     """Most values in the JSON of one event from other producers than Headrace's own: parsing costs that much."""
 
     time: Timestamp

@@ -119,6 +119,9 @@ def check_json(value: object) -> None:
     while todo:
         item, depth = todo.pop()
         values += 1
+        inside = len(item) if isinstance(item, Mapping | list | tuple) else 0
+        if values + len(todo) + inside > JSON_VALUES_MAX:
+            raise _refusal("json", f"must hold at most {JSON_VALUES_MAX} values")
         match item:
             case str():
                 characters += _length(item)
@@ -133,8 +136,6 @@ def check_json(value: object) -> None:
                 todo += [(inner, depth + 1) for inner in item]
         if depth > JSON_DEPTH_MAX:
             raise _refusal("json", f"must have at most {JSON_DEPTH_MAX} levels of objects and lists")
-        if values + len(todo) > JSON_VALUES_MAX:
-            raise _refusal("json", f"must hold at most {JSON_VALUES_MAX} values")
         if characters > JSON_CHARACTERS_MAX:
             raise _refusal("json", f"must hold at most {JSON_CHARACTERS_MAX} characters of text and names")
 
