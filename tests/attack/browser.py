@@ -55,7 +55,12 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
-            args=["--no-sandbox", "--host-resolver-rules=MAP evil.example 127.0.0.1", "--disable-popup-blocking"],
+            args=[
+                "--no-sandbox",
+                "--host-resolver-rules=MAP evil.example 127.0.0.1",
+                "--disable-popup-blocking",
+                "--disable-features=LocalNetworkAccessChecks",  # other browsers have none
+            ],
         )
         for host in ("127.0.0.1", "evil.example"):  # another port of this machine, and another site
             page = browser.new_page()
