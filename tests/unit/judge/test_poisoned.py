@@ -106,7 +106,7 @@ async def test_a_poisoned_run_fails_alone(
         return Reply(fake_llm.completion(json.dumps({"reason": reason, "criteria": SCORES})))
 
     llm.usual = reply
-    async with judge(settings(llm), data_dir, database_url) as rig:
+    async with judge(settings(llm, retry={"attempts_max": 3}), data_dir, database_url) as rig:
         await rig.bench.deliver(*[trajectory(name, answer="poison" if name == "t2" else name) for name in NAMES])
         outcomes = await judge_all(rig)
         assert outcomes == {**dict.fromkeys(NAMES, "scored"), "t2": "failed"}
