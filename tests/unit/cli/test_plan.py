@@ -232,3 +232,8 @@ def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
 def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, given: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make(tmp_path, pythons=planning.parse_pythons([given]))
+
+
+def test_up_without_any_service_names_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no service of Headrace is installed .* install headrace-gateway"):
+        planning.make(tmp_path, Overrides(None, {}, {}), {})
