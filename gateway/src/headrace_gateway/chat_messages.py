@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, JsonValue, model_validator
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.events.chat import Role
+from headrace_schemas.plain_values import none_if_empty
 
 
 def _content(value: Any) -> Any:
@@ -74,7 +75,7 @@ class ChatMessage(Model):
 
     role: Role
     content: Annotated[LongText | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
-    name: Text | None = None
+    name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     tool_calls: tuple[EchoedToolCall, ...] | None = None
     tool_call_id: Text | None = None
     reasoning_content: LongText | None = None

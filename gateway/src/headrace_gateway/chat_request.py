@@ -13,6 +13,7 @@ from headrace_schemas import Sampling, Tool
 from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs, recorded
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
+from headrace_schemas.plain_values import stop_strings
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change what is sampled. Any value is accepted."""
@@ -56,12 +57,6 @@ class StreamOptions(Model):
     """Padding against traffic analysis; accepted, none is sent."""
 
 
-def _stop(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
 class ChatRequest(Model):
     """A chat request. `parse_chat` builds it; fields that are not declared here are never passed on."""
 
@@ -83,7 +78,7 @@ class ChatRequest(Model):
     max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(_stop)] = None
+    stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(stop_strings)] = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     logprobs: bool | None = None

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.bounds import Score
+from headrace_schemas.plain_values import plain_number
+
+
+def _plain(value: object) -> object:
+    """Return a number of any library as a float. Other values are left to pydantic, which names the field."""
+    try:
+        return plain_number(value)
+    except TypeError as error:
+        if isinstance(value, str):
+            return value
+        raise ValueError(str(error)) from None
+
+
+PlainScore = Annotated[Score, BeforeValidator(_plain)]
 
 
 class RewardResult(Model):
@@ -14,8 +30,8 @@ class RewardResult(Model):
     With `value` left out and `criteria` given, the value is their mean.
     """
 
-    value: Score | None = None
-    criteria: dict[Text, Score] = Field(default_factory=dict, max_length=64)
-    turns: dict[Text, Score] = Field(default_factory=dict, max_length=4096)
+    value: PlainScore | None = None
+    criteria: dict[Text, PlainScore] = Field(default_factory=dict, max_length=64)
+    turns: dict[Text, PlainScore] = Field(default_factory=dict, max_length=4096)
     """What single turns are worth by themselves, by turn id: process rewards. Turns in no branch are passed over."""
     reason: LongText | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 from urllib.parse import quote
 
 from headrace_schemas.ids import uuid7
+from headrace_schemas.plain_values import plain_value
 
 if TYPE_CHECKING:
     import httpx2
@@ -145,7 +146,8 @@ def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
 
 
 def _json(item: object) -> JsonValue:
-    """What a mapping or a sequence of any kind is in JSON."""
+    """Return a mapping, a sequence, or a number of any library as JSON."""
+    item = plain_value(item)
     if isinstance(item, Mapping):
         return {str(name): _json(value) for name, value in item.items()}
     if isinstance(item, Sequence) and not isinstance(item, str):

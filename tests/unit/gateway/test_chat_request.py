@@ -171,3 +171,13 @@ def test_text_parts_are_kept_as_parts() -> None:
     message = parsed(messages=[{"role": "user", "content": parts}]).messages[0].event()
     assert message.text == "ab"
     assert isinstance(message.content, tuple)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop": ""}, {"stop": []}, {"messages": [{"role": "user", "content": "q", "name": ""}]}]
+)
+def test_empty_fields_ask_for_nothing(fields: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}
+    request = parse_chat(json.dumps(body).encode(), 1, 1000)
+    assert request.stop is None
+    assert request.messages[0].name is None

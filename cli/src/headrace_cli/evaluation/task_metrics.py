@@ -7,7 +7,6 @@ the task says nothing that it could measure. None is left out of the mean and co
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_cli.evaluation.asking import Playthrough
 from headrace_cli.evaluation.tasks import EvaluationTask
 from headrace_runtime.registries import PluginError, Registry
+from headrace_schemas.plain_values import plain_number
 
 Compute = Callable[[EvaluationTask, Playthrough], object]
 """A function of anybody: what it returns is looked at."""
@@ -64,9 +64,10 @@ def value_of(name: str, metric: TaskMetric, task: EvaluationTask, played: Playth
         ) from error
     if found is None:
         return None
-    if not isinstance(found, int | float) or not math.isfinite(found):
-        raise HeadraceError(f"the metric {name} returned {found!r} on task {task.name!r}; a finite number is wanted")
-    return float(found)
+    try:
+        return plain_number(found)
+    except (TypeError, ValueError) as error:
+        raise HeadraceError(f"the metric {name} on task {task.name!r}: {error}; return a finite number") from None
 
 
 def loaded(path: Path, name: str) -> Callable[..., Any]:

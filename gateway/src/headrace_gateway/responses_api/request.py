@@ -14,6 +14,7 @@ from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_gateway.responses_api.items import Item, Json, MessageItem, messages_of
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.bounds import JsonObject
+from headrace_schemas.plain_values import none_if_empty
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
@@ -72,7 +73,7 @@ class TextFormat(Model):
     """`text.format`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
+    name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     description: LongText | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None

@@ -13,6 +13,7 @@ from headrace.evaluation.intervals import interval
 from headrace.practice.agents import in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack
+from headrace_schemas.plain_values import plain_number
 
 Measure = Callable[[Any, Any], float | bool | Awaitable[float | bool | None] | None]
 """A metric of one play: `measure(task, result)`. None abstains."""
@@ -110,6 +111,7 @@ async def measured(measure: Measure, task: object, result: object) -> float | No
     )
     if found is None:
         return None
-    if not math.isfinite(found):
-        raise ValueError(f"a metric is a finite number, not {found}")
-    return float(found)
+    try:
+        return plain_number(found)
+    except ValueError as error:
+        raise ValueError(f"a metric is a finite number: {error}") from None

@@ -15,6 +15,7 @@ from headrace.practice.agents import in_thread
 from headrace.sessions import Purpose, new_id
 from headrace.stack import Stack
 from headrace_schemas.ids import derived_id
+from headrace_schemas.plain_values import describe_error, plain_number, plain_value
 
 Play = Callable[[Any, "Run"], Awaitable[Any] | Any]
 """One run of the agent on a task. What it returns is kept as `Run.result`; what it raises, as `Run.error`."""
@@ -135,7 +136,7 @@ class Run:
                 play(self.task, self) if inspect.iscoroutinefunction(play) else in_thread(lambda: play(self.task, self))
             )
         except Exception as error:  # noqa: BLE001 (a user's play may raise anything)
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = describe_error(error)
         if self._whole is not None:
             self.rewards = dict.fromkeys(self._sessions or (SOLO,), self._whole) | self.rewards
         if self.error is not None:
@@ -180,8 +181,11 @@ def task_id_of(task: object) -> str:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"a reward is a number, not {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"a reward is a finite number, not {value}")
-    return float(value)
+    if isinstance(plain_value(value), bool):
+        raise ValueError("a reward is a number, not bool")
+    try:
+        return plain_number(value)
+    except TypeError:
+        raise ValueError(f"a reward is a number, not {type(value).__name__}") from None
+    except ValueError as error:
+        raise ValueError(f"a reward is a finite number: {error}") from None

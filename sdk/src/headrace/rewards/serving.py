@@ -21,7 +21,6 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from headrace.bus_access import client_options, unreachable
@@ -32,6 +31,7 @@ from headrace_schemas import Reward, RewardResult, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.errors import InvalidEvent
 from headrace_schemas.events.reward import Outcome
+from headrace_schemas.plain_values import describe_error, plain_number
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord
@@ -136,7 +136,7 @@ async def verdicts(function: Function, trajectory: Trajectory, source: str, time
         outcome = "scored" if result.value is not None else "abstained"
     except Exception as error:  # noqa: BLE001 (a user's function may raise anything)
         outcome = "timed_out" if limit.expired() else "failed"
-        result = RewardResult(reason=repr(error)[:_REASON_LENGTH_MAX] if outcome == "failed" else None)
+        result = RewardResult(reason=describe_error(error)[:_REASON_LENGTH_MAX] if outcome == "failed" else None)
     whole = Reward(
         time=utcnow(),
         trajectory_id=trajectory.trajectory_id,
@@ -200,8 +200,7 @@ def _result(returned: object) -> RewardResult:
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(
-            f"returned {type(value).__name__}; a number, None, a dict of numbers or a RewardResult is wanted"
-        )
-    return float(value)
+    try:
+        return plain_number(value)
+    except TypeError as error:
+        raise TypeError(f"returned: {error}; or None, a dict of numbers, a RewardResult") from None

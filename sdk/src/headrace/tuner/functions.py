@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace_schemas.plain_values import plain_number, plain_value
 
 _OPTIONAL = ("auxiliary_models", "logger")
 
@@ -49,9 +49,14 @@ async def outcome(
     if judge is not None:
         said = await called(judge, auxiliary, task=task, response=output.response)
         reward, metrics = said.reward, metrics | dict(said.metrics or {})
-    if reward is None or isinstance(reward, bool) or not math.isfinite(reward):
-        raise UsageError(f"the reward is {reward!r}; a finite number is wanted, of the judge or of the workflow")
-    return float(reward), metrics
+    try:
+        if reward is None or isinstance(plain_value(reward), bool):
+            raise TypeError(f"{reward!r} is no number")
+        return plain_number(reward), metrics
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the reward is {str(reward)[:100]!r}; a finite number is wanted, of the judge or of the workflow: {error}"
+        ) from None
 
 
 def _check(function: Callable[..., Any], what: str, required: tuple[str, ...]) -> None:

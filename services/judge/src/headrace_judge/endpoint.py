@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -16,10 +17,12 @@ from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import key_of_response, uuid7
+from headrace_schemas.redaction import redacted
 from headrace_schemas.text import printable, storable
 
 OWN_SESSIONS = "headrace-judge-"
 """How the sessions of the judge's own calls begin when the endpoint is a gateway; each call is one."""
+_QUOTED_BYTES_MAX = 1024
 _CONTENT_REFUSED = frozenset({400, 413, 422})
 
 
@@ -111,7 +114,7 @@ class Endpoint:
         return body | settings.extra
 
     async def complete(self, messages: list[ChatMessage]) -> Completion:
-        """Raises `EndpointAway`, `CallTimedOut` or `CallRefused`, whose messages never hold text of a run."""
+        """Raises `EndpointAway`, `CallTimedOut` or `CallRefused`, which quote the endpoint, cut and redacted."""
         try:
             with CALL_SECONDS.time():
                 completion = await self._call(messages)
@@ -147,19 +150,33 @@ class Endpoint:
 
     def _read(self, status: int, headers: httpx2.Headers, content: bytes) -> Completion:
         if status in _CONTENT_REFUSED:
-            raise CallRefused(f"the endpoint answered {status}")
+            raise CallRefused(f"the endpoint answered {status}{_quoted(content)}")
         if status != 200:
             wait_s = retry_after_s(headers.get("retry-after"), self._retry_after_max_s)
-            raise EndpointAway(f"the endpoint answered {status}", wait_s=wait_s)
+            raise EndpointAway(f"the endpoint answered {status}{_quoted(content)}", wait_s=wait_s)
         try:
             response = _Response.model_validate_json(content)
-        except ValidationError:
-            raise EndpointAway("the endpoint answered 200 without a chat completion", billed=True) from None
+        except ValidationError as error:
+            (problem, *_) = error.errors(include_input=False, include_url=False)
+            where = ".".join(map(str, problem["loc"])) or "the body"
+            text = f"the endpoint answered 200 without a chat completion: {where}: {problem['msg']}{_quoted(content)}"
+            raise EndpointAway(text, billed=True) from None
         if not self._settings.is_gateway and key_of_response(response.id):
             raise SettingError(
                 "judge.endpoint.is_gateway", False, f"{self._settings.base_url} is a Headrace gateway; set this to true"
             )
         return _completion(response)
+
+
+def _quoted(content: bytes) -> str:
+    """Return the beginning of the endpoint's own words, or the message of its error."""
+    try:
+        found = json.loads(content)
+        message = found["error"]["message"] if isinstance(found["error"], dict) else found["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = None
+    text = message if isinstance(message, str) else content[:_QUOTED_BYTES_MAX].decode(errors="replace")
+    return f": {printable(redacted(text[:_QUOTED_BYTES_MAX]).strip())!r}" if text.strip() else ""
 
 
 def _completion(response: _Response) -> Completion:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN, Rubric
-from headrace_schemas.text import storable
+from headrace_schemas.text import printable, storable
 
 REASON_CHARS_MAX = 4_000
+_ESCAPES = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+"""A backslash, with what completes it to an escape of JSON."""
 _ANSWER_CHARS_MAX = 65_536
 _OBJECTS_MAX = 64
+_AROUND = 40
 _PROBLEMS_MAX = 5
+_SPELLINGS = {"a": "A", "b": "B", "tie": "tie"}
 _PREFERENCES: dict[str, int] = {"A": 1, "tie": 0, "B": -1}
 
 
@@ -35,21 +40,43 @@ class Verdict(BaseModel):
     reason: str
 
 
-Score = Annotated[int, Field(ge=SCALE_MIN, le=SCALE_MAX)]
-Preference = Literal["A", "B", "tie"]
+def _whole(value: object) -> object:
+    """Return a float without a fraction as an integer: models write 4.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _preference(value: object) -> object:
+    """Return a preference in the case of the rubric."""
+    return _SPELLINGS.get(value.strip().casefold(), value) if isinstance(value, str) else value
+
+
+Score = Annotated[int, BeforeValidator(_whole), Field(ge=SCALE_MIN, le=SCALE_MAX)]
+Preference = Annotated[Literal["A", "B", "tie"], BeforeValidator(_preference)]
 V = TypeVar("V")
 
 
 class _Answer(BaseModel, Generic[V]):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    abstain: bool = False
+    abstain: bool | None = False
     reason: str
     criteria: dict[str, V] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_criteria(cls, data: object) -> object:
+        """An abstention may list criteria without scores: {}, or null for each."""
+        if isinstance(data, dict) and data.get("abstain") is True:
+            criteria = data.get("criteria")
+            if isinstance(criteria, dict | list) and not any(
+                score is not None for score in (criteria.values() if isinstance(criteria, dict) else criteria)
+            ):
+                return {**data, "criteria": None}
+        return data
+
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Self:
-        if self.abstain == bool(self.criteria):
+        if bool(self.abstain) == bool(self.criteria):
             raise ValueError("give either criteria, or abstain = true with a reason")
         return self
 
@@ -108,27 +135,47 @@ def _object(text: str) -> dict[str, object]:
         raise Unreadable(f"the answer has {len(text)} characters; at most {_ANSWER_CHARS_MAX} are read")
     found = [item for item in _objects(text) if {"criteria", "abstain"} & set(item)]
     if not found:
-        raise Unreadable('there is no JSON object with "criteria" or "abstain" in it')
+        raise Unreadable(f'there is no JSON object with "criteria" or "abstain" in it{_problem(text)}')
     if any(item != found[0] for item in found):
         raise Unreadable(f"there are {len(found)} JSON objects that differ; give one")
     return found[0]
 
 
+def _problem(text: str) -> str:
+    """Return what is wrong with the first object of an answer, and the words around the place."""
+    start = text.find("{")
+    if start < 0:
+        return f": the answer is {printable(text)!r}" if text.strip() else ": the answer is empty"
+    try:
+        item, _ = _DECODER.raw_decode(_ESCAPES.sub(_repaired_escape, text), start)
+    except json.JSONDecodeError as error:
+        place = max(0, error.pos - _AROUND)
+        return f": {error.msg} at character {error.pos}, in {printable(text[place : error.pos + _AROUND])!r}"
+    except (ValueError, RecursionError) as error:
+        return f": {printable(str(error))}, in {printable(text[start:])!r}"
+    return f": the object has {printable(', '.join(map(repr, item)))}"
+
+
 def _objects(text: str) -> list[dict[str, object]]:
     """JSON objects that lie in `text` one after the other, outermost ones only."""
-    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+    text = _ESCAPES.sub(_repaired_escape, text)
     found: list[dict[str, object]] = []
     start = text.find("{")
     for _ in range(_OBJECTS_MAX):
         if start < 0:
             return found
         try:
-            item, end = decoder.raw_decode(text, start)
+            item, end = _DECODER.raw_decode(text, start)
             found.append(item)
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)
     raise Unreadable("there are too many braces in the answer to find the JSON object")
+
+
+def _repaired_escape(match: re.Match[str]) -> str:
+    r"""Return a valid escape as it is. The backslash of another, as in `\d`, stands for itself."""
+    return match[0] if match[1] else f"\\{match[0]}"
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -140,3 +187,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, strict=False)
+"""Strings may hold raw line breaks and tabs, as models write them."""

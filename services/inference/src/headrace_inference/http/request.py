@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -14,6 +14,7 @@ from headrace_schemas import Message, Tool
 from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
+from headrace_schemas.plain_values import none_if_empty, stop_strings
 from headrace_schemas.resume import Resume, ResumedChoice
 
 _TOP_LOGPROBS_MAX = 20
@@ -30,16 +31,11 @@ class StreamOptions(Model):
 class ChatMessage(Message):
     """A message with what SDKs echo back along with it, which must say nothing."""
 
+    name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: tuple[()] | None = None
-
-
-def _stops(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 class ChatRequest(Model):
@@ -64,7 +60,7 @@ class ChatRequest(Model):
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[Text, ...] | None, Field(max_length=_STOPS_MAX), BeforeValidator(_stops)] = None
+    stop: Annotated[tuple[Text, ...] | None, Field(max_length=_STOPS_MAX), BeforeValidator(stop_strings)] = None
     ignore_eos: bool | None = None
     """vLLM's extension: go on past the end of the turn, up to `max_tokens`."""
     logprobs: bool | None = None

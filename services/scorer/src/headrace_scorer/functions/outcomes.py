@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping
-from numbers import Real
 from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
 from headrace_schemas import RewardResult
+from headrace_schemas.plain_values import describe_error, plain_number
+from headrace_schemas.text import storable
 
 _REASON_LENGTH_MAX = 4000
 
@@ -29,14 +30,14 @@ class Outcome(BaseModel):
 
     @classmethod
     def failed(cls, reason: str) -> Outcome:
-        return cls(outcome="failed", reason=reason[:_REASON_LENGTH_MAX])
+        return cls(outcome="failed", reason=storable(reason[:_REASON_LENGTH_MAX]))
 
 
 def outcome_of(returned: object) -> Outcome:
     """A number scores; None abstains; a dict of criteria scores by its `value`, else by their mean."""
     try:
         result = _result(returned)
-    except (TypeError, ValueError, OverflowError) as error:  # pydantic's ValidationError is a ValueError
+    except Exception as error:  # noqa: BLE001 (conversions run the user's code: `item`, `__float__`, `items`)
         return Outcome.failed(_complaint(error))
     value = result.value
     if value is None and result.criteria:
@@ -52,41 +53,35 @@ def outcome_of(returned: object) -> Outcome:
 def _result(returned: object) -> RewardResult:
     if returned is None or isinstance(returned, RewardResult):
         return returned or RewardResult()
-    if isinstance(returned, Real):
-        return RewardResult(value=_finite(returned))
     if isinstance(returned, Mapping):
         if not returned:
             raise TypeError("returned an empty dict; return None to abstain")
         if "value" in returned and returned["value"] is None:
             return RewardResult()
-        named = {name: _finite(value) for name, value in returned.items()}
+        named = {name: _number(value, f"returned {str(name)[:100]!r}") for name, value in returned.items()}
         return RewardResult(value=named.pop("value", None), criteria=named)
-    raise TypeError(
-        f"returned {type(returned).__name__}; a number, None, a dict of numbers or a RewardResult is wanted"
-    )
+    return RewardResult(value=_number(returned, "returned"))
 
 
-def _finite(value: object) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(f"returned {type(value).__name__} where a number is wanted")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is not a finite number")
-    return number
+def _number(value: object, where: str) -> float:
+    try:
+        return plain_number(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}; or None, a dict of numbers, a RewardResult") from None
 
 
 def _complaint(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(item["msg"] for item in error.errors(include_url=False, include_input=False)[:3])
-    return str(error)
+    return describe_error(error).partition(": ")[2]
 
 
 def raised(error: BaseException) -> Outcome:
     """Failed, with the exception and the innermost line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return Outcome.failed(f"{type(error).__name__}: {error}{where}")
+    return Outcome.failed(f"{describe_error(error)}{where}")
 
 
 def _short(reason: str | None) -> str | None:
-    return reason[:_REASON_LENGTH_MAX] if reason else None
+    return storable(reason[:_REASON_LENGTH_MAX]) if reason else None

@@ -1,0 +1,113 @@
+"""Numbers and errors of users' programs as plain values, whatever library made them.
+
+No library is imported: a scalar of numpy, torch, JAX or pandas is recognised by its empty shape and its `item()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Real
+
+from headrace_schemas.text import storable
+
+ERROR_LENGTH_MAX = 2000
+_TIMES = ("m", "M")
+"""Kinds of numpy's data types for durations and dates, whose scalars may hold integers."""
+
+
+def plain_number(value: object) -> float:
+    """Return a number that a user's program made as a float.
+
+    Taken are `bool`, `int`, `float`, `Decimal`, `Fraction` and other real numbers, and scalars of array libraries:
+    `numpy.bool_`, arrays and tensors without dimensions.
+
+    Raises:
+        TypeError: `value` is no single real number; a text with digits is none.
+        ValueError: it is masked, not finite, or too large for a float.
+    """
+    shape = getattr(value, "shape", None)
+    if shape is not None and callable(item := getattr(value, "item", None)):
+        return _scalar(value, shape, item)
+    if not isinstance(value, Real | Decimal):
+        raise TypeError(f"{_kind(value)} is no number; return a number")
+    return _finite(value)
+
+
+def plain_value(value: object) -> object:
+    """Return scalars of array libraries and decimal numbers as Python's own; all other values as they are.
+
+    Booleans stay booleans and integers integers.
+    """
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    if shape is not None and callable(item):
+        number, held = plain_number(value), item()
+        return held if type(held) in (bool, int) else number
+    return plain_number(value) if isinstance(value, Decimal | Fraction) else value
+
+
+def stop_strings(value: object) -> object:
+    """Return `stop` of a request as a tuple. An empty string and an empty list ask for nothing: None."""
+    if isinstance(value, str):
+        return (value,) if value else None
+    return (tuple(value) or None) if isinstance(value, list | tuple) else value
+
+
+def none_if_empty(value: object) -> object:
+    """Return None for an empty string, which names nothing."""
+    return None if value == "" else value
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error of a user's program, cut, as UTF-8 and PostgreSQL can hold it.
+
+    The text of an error is code of the user: where it fails, the type stands alone.
+    """
+    try:
+        text = str(error)
+    except BaseException as problem:  # noqa: BLE001 (`__str__` may raise anything)
+        text = f"(its text cannot be read: {_kind(problem)})"
+    name = _kind(error)
+    if len(text) > ERROR_LENGTH_MAX:
+        text = f"{text[:ERROR_LENGTH_MAX]}... ({len(text) - ERROR_LENGTH_MAX} more characters)"
+    return storable(f"{name}: {text}" if text else name)
+
+
+def _scalar(value: object, shape: object, item: Callable[[], object]) -> float:
+    try:
+        dimensions: tuple[object, ...] = tuple(shape)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{_kind(value)} is no number; return a number") from None
+    if dimensions:
+        raise TypeError(f"{_kind(value)} has the shape {dimensions}; return a single number, for example its mean")
+    if _is_true(getattr(value, "mask", False)):
+        raise ValueError(f"{_kind(value)} is masked; return None to abstain")
+    if getattr(getattr(value, "dtype", None), "kind", "") in _TIMES:
+        raise TypeError(f"{_kind(value)} is a time; return a number")
+    number = item()
+    if not isinstance(number, Real | Decimal):
+        raise TypeError(f"{_kind(value)} holds {_kind(number)}, which is no number; return a number")
+    return _finite(number)
+
+
+def _finite(value: Real | Decimal) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError("the number is too large for a float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not a finite number")
+    return number
+
+
+def _is_true(value: object) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        return True
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__[:100]
