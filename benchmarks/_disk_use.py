@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,18 @@ class DiskUse:
         self._told = 0
         """Decisions of the registry that the trainer has received."""
 
-    async def run(self, seconds: float) -> dict[str, Any]:
-        """Train for `seconds`, start again, roll back twice. Raises `AssertionError` where one of them fails."""
+    async def run(self, seconds: float, versions_min: int) -> dict[str, Any]:
+        """Train for `seconds` and at least `versions_min` versions, start again, roll back twice.
+
+        Raises:
+            AssertionError: One of them fails.
+        """
         await self._rig.start()
         peak, began = _Peak(self.data), time.monotonic()
         with peak.watched():
             async with self._training() as trainer:
                 number = 0
-                while number < 4 or time.monotonic() - began < seconds:
+                while number < versions_min or time.monotonic() - began < seconds:
                     await self._promote(number)
                     number += 1
                     self._feed(number)
@@ -142,6 +147,7 @@ class DiskUse:
             async def back(transition: Transition, model: ModelRecord) -> None:
                 await transition.roll_back(model, "a rollback of the benchmark")
 
+            published = self._world.bus.checkpoints
             await self._rig.change(back)
             self._rig.follow()
             self._tell()
@@ -151,8 +157,14 @@ class DiskUse:
             cache = VersionCache(self._rig.blobs, self.data.parent / "cache")
             manifest, _ = await cache.fetch(record.manifest)  # checks each file against its digest
             assert manifest == read_manifest(self._rig.blobs, record.manifest)
-            await self._until(lambda champion=champion: trainer.lineage.state.history.head == champion)  # type: ignore[union-attr]
+            await self._until(partial(self._goes_on_from, trainer, champion, len(published)))
             yield champion
+
+    def _goes_on_from(self, trainer: Trainer, champion: str, published: int) -> bool:
+        """Whether the trainer has the champion's weights, or has published a child of it since."""
+        assert trainer.lineage is not None
+        children = self._world.bus.checkpoints[published:]
+        return trainer.lineage.state.history.head == champion or any(one.parent == champion for one in children)
 
     def _tell(self) -> None:
         decisions = self._rig.sent(ModelEvent)
@@ -199,6 +211,8 @@ def size_of(folder: Path) -> int:
     return total
 
 
-async def measure(folder: Path, seconds: float, shape: dict[str, int], bounds: Bounds | None = None) -> dict[str, Any]:
+async def measure(
+    folder: Path, seconds: float, shape: dict[str, int], bounds: Bounds | None = None, *, versions_min: int = 4
+) -> dict[str, Any]:
     """Measure the data folder of one run."""
-    return await DiskUse(folder, shape, bounds or Bounds()).run(seconds)
+    return await DiskUse(folder, shape, bounds or Bounds()).run(seconds, versions_min)
