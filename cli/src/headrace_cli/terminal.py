@@ -20,7 +20,7 @@ from headrace_schemas.text import printable_lines
 _LOG_WIDTH = 200
 _LENGTH_MAX = 1_000_000
 """Characters of one piece of output."""
-_TAG = re.compile(r"(\\*)\[([^\[\]]*)\]")
+_TAG = re.compile(r"(?<!\\)(\\*+)\[([^\[\]]*)\]")
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 _STYLES = frozenset(
     {"bold", "dim", "italic", "on", "default", "white", *_COLOURS, *(f"bright_{name}" for name in _COLOURS)}
