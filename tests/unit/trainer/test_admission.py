@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from headrace_schemas import Branch, Experience, Span
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, due_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Contribution, Entry
@@ -74,7 +76,13 @@ def test_a_token_that_the_model_lacks_is_invalid() -> None:
     assert odd == Decision("drop", "invalid", replaces=True, detail="vocabulary")
 
 
-@pytest.mark.parametrize("temperature", [1e-320, 1e-39, 1e-9, 0.0099])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-39, 1e-9, math.nextafter(1e-6, 0.0)])
+def test_a_temperature_that_float32_cannot_divide_by_makes_no_event(temperature: float) -> None:
+    with pytest.raises(ValidationError, match=r"temperature\n  must be between 1e-06 and 1e\+06"):
+        Span(start=1, logprobs=(-1.0,), turn_id="t", version=name(5), temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, math.nextafter(SAMPLED_TEMPERATURE_MIN, 0.0)])
 def test_a_temperature_at_which_nothing_is_sampled_is_invalid(temperature: float) -> None:
     span = Span(start=1, logprobs=(-1.0,), turn_id="t", version=name(5), temperature=temperature)
     odd = experience(1, name(5)).model_copy(update={"branch": Branch(token_ids=(1, 2), spans=(span,))})
@@ -91,7 +99,9 @@ def test_a_first_token_has_nothing_to_be_predicted_from() -> None:
 def test_a_reward_out_of_all_proportion_is_invalid() -> None:
     assert arrives(reward=100.0) == QUEUED
     assert arrives(reward=-101.0) == dropped("invalid")
-    assert arrives(reward=1e300) == dropped("invalid")
+    assert arrives(reward=1e15) == dropped("invalid"), "the largest number of an event"
+    with pytest.raises(ValidationError, match=r"reward\n  must be a number between -1e\+15 and 1e\+15"):
+        arrives(reward=1e300)
 
 
 def test_a_redelivery_is_ignored_whatever_became_of_it() -> None:

@@ -12,7 +12,8 @@ from headrace_schemas import Experience
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.experiences.examples import BRANCH, Example
-from headrace_trainer.experiences.state import LineageState, TrainedExperience
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Contributed, Contribution, Entry
 from headrace_trainer.settings import MemorySettings

@@ -17,7 +17,8 @@ from headrace_trainer.batches.rows import row_of
 from headrace_trainer.experiences.admission import stale
 from headrace_trainer.experiences.due import Due, Turns, turns_of
 from headrace_trainer.experiences.pairing import met
-from headrace_trainer.experiences.state import LineageState, TrainedExperience
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import Waiting, run_of, task_of
 
 

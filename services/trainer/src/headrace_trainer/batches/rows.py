@@ -11,7 +11,7 @@ from headrace_schemas import Branch, Experience
 from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.replies import CONTRADICTED, ReplyReader
-from headrace_trainer.experiences.state import TrainedExperience
+from headrace_trainer.experiences.trained_experience import TrainedExperience
 
 
 def row_of(

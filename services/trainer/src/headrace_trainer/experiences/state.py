@@ -9,7 +9,6 @@ the bus delivers records again or has deleted them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -28,59 +27,16 @@ from headrace_trainer.experiences.admission import (
     versions_of,
 )
 from headrace_trainer.experiences.due import Due
-from headrace_trainer.experiences.examples import BRANCH, Example
+from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.experiences.window import Contributed, Contribution, Entry, Window
+from headrace_trainer.experiences.window import Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
 
 Offsets = dict[str, dict[int, int]]
 """Topic to partition to the offset of the next record to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedExperience:
-    """What one step did with one example of an experience. `baseline` and `scale` are those of the branch's first
-    training."""
-
-    waiting: Waiting
-    advantage: float
-    baseline: float
-    scale: float
-    correction: bool = False
-    token_weight: float | None = None
-    """The token weight of the contribution that is corrected. None: the weights hold no contribution of it, so it is
-    trained like a new one."""
-    example: Example = BRANCH
-    turns: tuple[float, ...] = ()
-    """The advantage of each span, where they differ."""
-    turn_terms: tuple[float, float] | None = None
-    anew: bool = False
-    """`baseline` is of this training, and not of the branch's first one."""
-    factor: float = 1.0
-    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share
-    in a mean over sequences."""
-
-    @property
-    def name(self) -> str:
-        """Of its row in the batch."""
-        part = self.example.part
-        return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
-
-    @property
-    def contributed(self) -> Contributed | None:
-        """What it was, where it was more special than a branch with one advantage."""
-        example = self.example
-        if not (example.part or self.turns):
-            return None
-        return Contributed(
-            part=example.part,
-            turn_id=example.turn_id,
-            choice=example.choice,
-            tokens=example.tokens,
-            turns=self.turns,
-        )
 
 
 class Reported(NamedTuple):

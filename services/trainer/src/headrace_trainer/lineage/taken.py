@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace_trainer.batches.prepare import Prepared
-from headrace_trainer.experiences.state import TrainedExperience
+from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.learner import StepResult
 
 

@@ -1,0 +1,55 @@
+"""The record of how a step trained one example of an experience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace_trainer.experiences.examples import BRANCH, Example
+from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.window import Contributed
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedExperience:
+    """Training of one example of an experience by one step.
+
+    `baseline` and `scale` are those of the branch's first training.
+    """
+
+    waiting: Waiting
+    advantage: float
+    baseline: float
+    scale: float
+    correction: bool = False
+    token_weight: float | None = None
+    """The token weight of the contribution that is corrected. None: the weights hold no contribution of it, so it is
+    trained like a new one."""
+    example: Example = BRANCH
+    turns: tuple[float, ...] = ()
+    """The advantage of each span, where they differ."""
+    turn_terms: tuple[float, float] | None = None
+    anew: bool = False
+    """`baseline` is of this training, and not of the branch's first one."""
+    factor: float = 1.0
+    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share
+    in a mean over sequences."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its row in the batch."""
+        part = self.example.part
+        return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
+
+    @property
+    def contributed(self) -> Contributed | None:
+        """Return the details that the window stores, None for a whole branch that was trained with one advantage."""
+        example = self.example
+        if not (example.part or self.turns):
+            return None
+        return Contributed(
+            part=example.part,
+            turn_id=example.turn_id,
+            choice=example.choice,
+            tokens=example.tokens,
+            turns=self.turns,
+        )
