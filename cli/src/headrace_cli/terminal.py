@@ -67,8 +67,13 @@ class CleanConsole(Console):
     """Rich's console for text that may come from anywhere."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render `text` with our styles as markup; other brackets, links among them, are text."""
+        """Render `text` with our styles as markup; other brackets, links among them, are text.
+
+        With `markup=False` all brackets are text.
+        """
         plain = printable_lines(text, _LENGTH_MAX)
+        if options.get("markup") is False:
+            return super().render_str(plain, **options)
         try:
             return super().render_str(_TAG.sub(_our_tag, plain), **options)
         except MarkupError:

@@ -86,6 +86,13 @@ def test_console_cleans_every_kind_of_output(console: terminal.CleanConsole, tex
     assert "plain" in written
 
 
+@pytest.mark.parametrize("text", [*HOSTILE, "probe refused [0.5]", "[]", "[A] [b [c]]", "\\[red]a[/]", "a\\"])
+def test_console_without_markup_adds_no_character(console: terminal.CleanConsole, text: str) -> None:
+    console.print(text, markup=False)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written == printable(text) + "\n"
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_progress_is_clean(text: str) -> None:
     stream = io.StringIO()
