@@ -7,6 +7,7 @@ the task says nothing that it could measure. None is left out of the mean and co
 from __future__ import annotations
 
 import importlib.util
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,9 @@ def value_of(name: str, metric: TaskMetric, task: EvaluationTask, played: Playth
     try:
         return plain_number(found)
     except (TypeError, ValueError) as error:
-        raise HeadraceError(f"the metric {name} on task {task.name!r}: {error}; return a finite number") from None
+        raise HeadraceError(
+            f"the metric {name} returned {reprlib.repr(found)} on task {task.name!r}; a finite number is wanted: {error}"
+        ) from None
 
 
 def loaded(path: Path, name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,11 +52,11 @@ async def outcome(
         reward, metrics = said.reward, metrics | dict(said.metrics or {})
     try:
         if reward is None or isinstance(plain_value(reward), bool):
-            raise TypeError(f"{reward!r} is no number")
+            raise TypeError(f"{type(reward).__name__} is no number; return a number")
         return plain_number(reward), metrics
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"the reward is {str(reward)[:100]!r}; a finite number is wanted, of the judge or of the workflow: {error}"
+            f"the reward is {reprlib.repr(reward)}; a finite number is wanted, of the judge or of the workflow: {error}"
         ) from None
 
 

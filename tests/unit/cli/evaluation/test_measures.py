@@ -123,6 +123,11 @@ def test_metrics_of_files_and_names(tmp_path: Path) -> None:
     assert value_of("length", found["length"], task(), said("abc")) == 3.0
     with pytest.raises(HeadraceError, match="returned 'x' on task 't'; a finite number is wanted"):
         value_of("broken", found["broken"], task(), said(""))
+    with pytest.raises(HeadraceError, match=r"returned nan on task 't'; a finite number is wanted"):
+        value_of("bad", TaskMetric(lambda task, played: float("nan")), task(), said(""))
+    with pytest.raises(HeadraceError) as refusal:
+        value_of("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), said(""))
+    assert len(str(refusal.value)) < 200
     with pytest.raises(HeadraceError, match="the metric bad failed on task 't': ZeroDivisionError"):
         value_of("bad", TaskMetric(lambda one, played: 1 / 0), task(), said(""))
     with pytest.raises(UsageError, match=r"'succes'; did you mean 'success'\?.*FILE\.py:NAME"):
