@@ -55,7 +55,8 @@ async def _lines(folder: Path, temporary: Path) -> list[Line]:
         url = f"{stack.gateway.url}/v1"
         command = ("{python}", "-m", "trinity_bench.gate", "--settings", str(settings), "--base-url", "{base_url}")
         python = ("--python", str(ROOT / ".venv-trinity/bin/python"))
-        gate = Gate(GateSettings(command=command + python, base_url=url, silence_s=_START_S))
+        environment = ("OPENAI_API_KEY",)
+        gate = Gate(GateSettings(command=command + python, base_url=url, environment=environment, silence_s=_START_S))
         async with gate.session() as court:
             plays = [Play(version=v, task=t, seed=_SEED) for v in (stack.version, other) for t in court.tasks.gate]
             scores = await asyncio.gather(*(court.play(one.version, one.task, one.seed) for one in plays))

@@ -41,7 +41,13 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeGate:
         lines = [f"{name} = {value!r}".replace("'", '"') for name, value in settings.items()]
         (tmp_path / "bench.toml").write_text("\n".join(lines))
         command = ("{python}", "-m", "trinity_bench.gate", "--settings", str(tmp_path / "bench.toml"))
-        return Gate(GateSettings(command=(*command, "--base-url", "{base_url}"), base_url="http://gateway/v1"))
+        return Gate(
+            GateSettings(
+                command=(*command, "--base-url", "{base_url}"),
+                base_url="http://gateway/v1",
+                environment=("OPENAI_API_KEY", "STAND_IN"),
+            )
+        )
 
     return make
 
