@@ -7,6 +7,7 @@ import random
 import pytest
 
 from headrace_registry.leader import LostLeadership
+from headrace_registry.lifecycle import RunTrial
 from tests.unit.registry.rig import MODEL, Rig, loaded
 from tests.unit.registry.test_api import client
 from tests.unit.registry.test_leader import held_by
@@ -148,5 +149,5 @@ async def test_a_gate_result_of_a_former_leader_is_not_recorded(rig: Rig) -> Non
     await held_by(rig, "elsewhere:1:x")
     rig.gate.open.set()
     with pytest.raises(LostLeadership):
-        await rig.director._runner._runs[MODEL].task
+        await rig.director._runner._runs[MODEL, RunTrial].task
     assert ("evaluated", version) not in rig.decided()

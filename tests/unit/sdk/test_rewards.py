@@ -54,7 +54,7 @@ async def test_async_functions_are_awaited_and_errors_are_no_scores() -> None:
 
     assert (await said(later)).value == 1.0
     reward = await said(wrong)
-    assert (reward.outcome, reward.reason) == ("failed", "TimeoutError('my own')")
+    assert (reward.outcome, reward.reason) == ("failed", "TimeoutError: my own")
 
 
 async def test_what_takes_too_long_is_timed_out_whether_it_can_be_stopped_or_not() -> None:

@@ -154,7 +154,7 @@ def test_a_recipe_says_its_stages(tmp_path: Path) -> None:
         (f'lineage = "s"\n{stage}sources = ["a"]\nplay = ["b"]', "a stage has either sources or play"),
         (f'lineage = "s"\n{stage}sources = ["a"]\nepoch = 2', "stages.0.epoch: Extra inputs"),
         ('lineage = "s"', "stages: Field required"),
-        ("lineage", "is no TOML"),
+        ("lineage", "recipe.toml is not valid TOML: Expected"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
