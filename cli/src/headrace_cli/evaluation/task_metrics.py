@@ -68,9 +68,8 @@ def value_of(name: str, metric: TaskMetric, task: EvaluationTask, played: Playth
     try:
         return plain_number(found)
     except (TypeError, ValueError) as error:
-        raise HeadraceError(
-            f"the metric {name} returned {reprlib.repr(found)} on task {task.name!r}; a finite number is wanted: {error}"
-        ) from None
+        wrong = f"the metric {name} returned {reprlib.repr(found)} on task {task.name!r}"
+        raise HeadraceError(f"{wrong}; a finite number is wanted: {error}") from None
 
 
 def loaded(path: Path, name: str) -> Callable[..., Any]:
