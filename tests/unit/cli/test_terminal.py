@@ -169,7 +169,8 @@ class _Poison:
             "boolean": self._true,
         }
         makers["integer"] = makers["number"] = self._number
-        return makers.get(part.get("type", ""), self._string)(part)
+        maker: Callable[[dict[str, Any]], Any] = makers.get(part.get("type", ""), self._string)
+        return maker(part)
 
     def _number(self, part: dict[str, Any]) -> Any:
         return part.get("minimum", 1)
