@@ -54,12 +54,12 @@ def _first_word(words: Any) -> Any:
 @contextlib.contextmanager
 def _withdrawal_unheard() -> Iterator[None]:
     """What was taken back counts on."""
-    sound = feedback_entries._values
+    sound = feedback_entries.values_of
 
     def faulty(one: Feedback, labels: Any) -> Any:
         yield from () if one.withdrawn else sound(one, labels)
 
-    with mock.patch.object(feedback_entries, "_values", faulty):
+    with mock.patch.object(feedback_entries, "values_of", faulty):
         yield
 
 
@@ -78,12 +78,12 @@ def _reward_alone(made: Experience) -> str:
 @contextlib.contextmanager
 def _raw_ratings() -> Iterator[None]:
     """A rating counts as it is, whatever its scale."""
-    sound = feedback_entries._values
+    sound = feedback_entries.values_of
 
     def faulty(one: Feedback, labels: Any) -> Any:
         yield from ((source, one.rating if one.rating is not None else value) for source, value in sound(one, labels))
 
-    with mock.patch.object(feedback_entries, "_values", faulty):
+    with mock.patch.object(feedback_entries, "values_of", faulty):
         yield
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import NormalDist
 
 import mpmath
@@ -14,7 +12,6 @@ import pytest
 
 from headrace_schemas.student import lower_bound, mean_margin, quantile
 
-ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-10
 TAILS = (
     1e-300,
@@ -125,15 +122,3 @@ def test_margins_of_few_values() -> None:
     assert lower_bound([1.0, 2.0], 0.025) == pytest.approx(1.5 - mean_margin([1.0, 2.0], 0.975))
     assert lower_bound([1.0], 0.025) == -math.inf
     assert lower_bound([], 0.025) == -math.inf
-
-
-def test_no_other_module_writes_the_expansion_or_a_table_of_student() -> None:
-    """The coefficients of the expansion, and quantiles for 1 to 4 degrees of freedom, appear in no other source."""
-    written = re.compile(r"92_?160|\b12\.706|\b4\.302\d|\b3\.182\d|\b2\.776\d")
-    sources = [
-        path
-        for root in ("schemas", "runtime", "sdk", "cli", "gateway", "services", "benchmarks", "examples")
-        for path in (ROOT / root).rglob("*.py")
-    ]
-    assert len(sources) > 300
-    assert [str(path) for path in sources if written.search(path.read_text(encoding="utf-8"))] == []
