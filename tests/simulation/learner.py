@@ -108,7 +108,7 @@ class RememberingLearner(WholeLearner):
         return Frozen(about + self._bytes(), about + str(self.updates).encode())
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        self.lessons = read_frozen(frozen.weights)
+        self.lessons = read_frozen(bytes(frozen.weights))
         self.updates = int(frozen.optimizer.partition(b"\n")[2])
 
     def load(self, folder: Path) -> None:

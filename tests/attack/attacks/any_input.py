@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
-import os
 import random
 import time
 from collections import Counter, defaultdict
@@ -28,10 +26,11 @@ from headrace.topics import Range, connected
 from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import uuid7
+from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import TEXTS, mutate, to_bytes
 from tests.attack.line import Line, at_most, none_of
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, topic_inputs
-from tests.support import fake_llm, tiny_model
+from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp
 from tests.support.postgres_node import PostgresNode, missing
@@ -41,7 +40,6 @@ OTHER_REQUESTS = 12_000
 CHAT_REQUESTS = 1_500
 RECORDS = 6_500
 """Together 20,000 inputs for each database."""
-MODEL = "tiny"
 _LOOP_BLOCK_S_MAX = 1.0
 _SETTLE_S = 240.0
 TIMEOUT_S = 3600.0
@@ -53,36 +51,9 @@ PLANTED = (
     "an acknowledged feedback vanishes",
 )
 """What `tests.attack.planted` breaks, by the line that has to notice."""
-_PLANTED_FOLDER = Path(__file__).parents[1] / "planted"
 _LOOK_S = 5.0
 _AT_ONCE = 16
 _VERDICT = {"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}}
-
-REWARDS = '''
-"""A reward function whose results are as strange as the context that callers send."""
-RESULTS = [
-    {"a": 1.7e308, "b": 1.7e308}, float("nan"), float("inf"), 1.7e308, -1.7e308, 10**400, "text", None, [], {"a": None},
-    {f"criterion-{number}": 1.0 for number in range(65)}, {"\\x00": 1.0}, {"\\ud83d": 0.5}, 1e-320, True, object(), 0.5,
-]
-
-class Unprintable(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-def strange(trajectory, context):
-    choice = hash(trajectory.trajectory_id) % (len(RESULTS) + 5)
-    if choice == len(RESULTS):
-        raise ValueError("a\\x00b \\ud83d")
-    if choice == len(RESULTS) + 1:
-        raise Unprintable
-    if choice == len(RESULTS) + 2:
-        raise RecursionError("x" * 100_000)
-    if choice == len(RESULTS) + 3:
-        return context.get("k")
-    if choice == len(RESULTS) + 4:
-        raise SystemExit(3)
-    return RESULTS[choice]
-'''
 
 
 @dataclass
@@ -131,7 +102,7 @@ async def _lines_on(
     verdict_rng = random.Random(rng.random())
     endpoint = fake_llm.answer(lambda _call: mutate(_VERDICT, verdict_rng).decode("utf-8", "surrogateescape"))
     with FakeLLM(endpoint) as judge:
-        up = _stack(folder, judge, settings, planted=planted)
+        up = hostile_stack(folder, judge, settings, planted=planted)
         try:
             before = await asyncio.to_thread(up.start)
             seen = await _send_all(up, rng, 10 if planted else 1)
@@ -183,41 +154,6 @@ def _explain(seen: Observations, lost: list[str], refused: list[DeadLetter], log
         print(f"    {log}: {entries[-1][-1200:] if entries else 'it names no error'}")
     for text in [*seen.server_errors[:5], *seen.friend_failures[:5], *lost[:5]]:
         print(f"    {text[:500]}")
-
-
-def _stack(folder: Path, judge: FakeLLM, settings: dict[str, object], *, planted: bool) -> HeadraceUp:
-    folder.mkdir(parents=True)
-    (folder / "strange_rewards.py").write_text(REWARDS, encoding="utf-8")
-    base = tiny_model.build(folder / "base")
-    keys = [
-        {"name": name, "tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "scopes": scopes}
-        for name, scopes in (("mallory", ["chat", "feedback", "admin"]), ("alice", ["chat", "feedback"]))
-    ]
-    limits = {"requests_per_s": 5000.0, "burst": 10_000}
-    config = folder / "headrace.toml"
-    config.write_text("", encoding="utf-8")
-    chosen: dict[str, object] = {
-        "gateway.keys": keys,
-        **{
-            f"gateway.{whose}.{name}": value
-            for whose in ("limits_per_key", "limits_total")
-            for name, value in limits.items()
-        },
-        "trainer.base": str(base),
-        "trainer.model": MODEL,
-        "trainer.batch_experiences": 64,
-        "trainer.batch_experiences_min": 1,
-        "collector.idle_s": 20.0,
-        "scorer.functions": ["strange_rewards:strange"],
-        "scorer.labels": {"good": 1.0},
-        "scorer.reward_wait_s": 5.0,
-        "judge.endpoint.base_url": judge.base_url,
-        "judge.endpoint.model": "judge-1",
-        **settings,
-    }
-    folders = [str(folder), *([str(_PLANTED_FOLDER)] if planted else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {"PYTHONPATH": os.pathsep.join(folders)}
-    return HeadraceUp(folder / "data", config, chosen, environ)
 
 
 async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observations:

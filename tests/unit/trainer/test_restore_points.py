@@ -161,7 +161,7 @@ def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
 
 def test_saved_bytes_are_those_that_the_library_writes() -> None:
     draw = torch.Generator().manual_seed(3)
-    shapes = ([], [0], [7], [3, 5], [2, 0, 4], [16, 16])
+    shapes: tuple[list[int], ...] = ([], [0], [7], [3, 5], [2, 0, 4], [16, 16])
     weights = {
         f"ü {number}.{dtype}": torch.rand(shape, generator=draw).to(dtype)
         for number, shape in enumerate(shapes)

@@ -68,7 +68,7 @@ def step(lineage: Lineage) -> int:
 
 def weights(lineage: Lineage) -> bytes:
     assert isinstance(lineage.learner, TorchLearner)
-    return lineage.learner.freeze().weights
+    return bytes(lineage.learner.freeze().weights)
 
 
 @pytest.mark.usefixtures("later")

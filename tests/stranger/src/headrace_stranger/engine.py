@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from headrace_inference.engine import Finish, Sampling, Start, Tokens
+from headrace_inference.engine import NOBODY, Finish, Sampling, Share, Start, Tokens
 from headrace_inference.engines import EngineKind
 from headrace_inference.errors import UnknownVersion
 from headrace_runtime.settings import Section
@@ -55,7 +55,7 @@ class Parrot:
         starts: Sequence[Start],
         *,
         stream: bool,
-        salt: str = "",
+        share: Share = NOBODY,
     ) -> Speech:
         if version not in self._tokenizers:
             raise UnknownVersion(version)
