@@ -23,14 +23,7 @@ class RegistryOptions:
         str | None,
         typer.Option("--registry", help="URL of the registry, when it was not started by `up`.", metavar="URL"),
     ] = None
-    key: Annotated[
-        str | None,
-        typer.Option(
-            "--key",
-            envvar="HEADRACE_SECURITY__INTERNAL_KEY",
-            help="security.internal_key, if it was set.",
-        ),
-    ] = None
+    key: InternalKey = None
     who: Annotated[
         str | None,
         typer.Option("--who", envvar="HEADRACE_WHO", help="Who asks, for the audit log; default: the user here."),

@@ -24,6 +24,12 @@ DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Where Headrace keeps its data.", metavar="DIR"),
 ]
+InternalKey = Annotated[
+    str | None,
+    typer.Option(
+        "--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, if it was set.", metavar="KEY"
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="A settings file (TOML).", metavar="FILE"),

@@ -40,14 +40,7 @@ def status(
         list[str] | None,
         typer.Option(help="Account for this lineage instead of the last one.", metavar="MODEL=LINEAGE"),
     ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            "--key",
-            envvar="HEADRACE_SECURITY__INTERNAL_KEY",
-            help="security.internal_key, if it was set.",
-        ),
-    ] = None,
+    key: InternalKey = None,
     bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
     data_dir: DataDir = None,
     json: AsJson = False,
