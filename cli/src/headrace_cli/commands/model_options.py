@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import DataDir, know_stack, running
+from headrace_cli.commands.shared import DataDir, InternalKey, know_stack, running
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry

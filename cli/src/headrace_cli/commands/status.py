@@ -12,6 +12,7 @@ import typer
 from headrace_cli.commands.shared import (
     AsJson,
     DataDir,
+    InternalKey,
     command,
     condition,
     console,
