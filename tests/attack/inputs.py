@@ -147,7 +147,7 @@ def _add_key(container: Any, key: Any, rng: random.Random) -> None:
 
 def _deepen(container: Any, key: Any, rng: random.Random) -> None:
     value = container[key]
-    for _ in range(rng.choice((2, 16, 60, 300))):
+    for _ in range(rng.choice((2, 16, 60, 120))):
         value = {"a": value} if rng.random() < 0.5 else [value]
     container[key] = value
 

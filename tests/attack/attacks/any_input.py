@@ -22,10 +22,12 @@ import httpx
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from headrace.bus_access import client_options
 from headrace.topics import Range, connected
 from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import uuid7
+from headrace_schemas.stack_access import read_token
 from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import TEXTS, mutate, to_bytes
 from tests.attack.line import Line, at_most, none_of
@@ -238,7 +240,7 @@ async def _send_requests(client: httpx.AsyncClient, inputs: list[HttpInput], see
 
 async def _send_records(bus: str, rng: random.Random, seen: Observations, count: int) -> None:
     examples = topic_inputs()
-    producer = AIOKafkaProducer(bootstrap_servers=bus, acks="all")
+    producer = AIOKafkaProducer(**client_options(bus), acks="all")
     await producer.start()
     try:
         for _ in range(count):
@@ -317,7 +319,8 @@ async def _loops_run_freely(up: HeadraceUp) -> None:
 
 async def _block_s(up: HeadraceUp) -> dict[str, float]:
     name, block_s = 'headrace_event_loop_block_seconds{kind="busy"} ', {}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {read_token(up.folder)}"}
+    async with httpx.AsyncClient(timeout=60, trust_env=False, headers=headers) as client:
         for service, state in up.state.services.items():
             with contextlib.suppress(httpx.HTTPError):
                 text = (await client.get(f"{state.url}/metrics")).text
