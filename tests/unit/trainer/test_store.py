@@ -63,6 +63,14 @@ def replace_pointer(world: World, content: bytes) -> None:
     assert records.append(found.number, content)
 
 
+def replace_state(world: World, content: bytes) -> None:
+    """Store `content` as the state that the pointer names."""
+    pointer = pointer_of(world)
+    ref = world.blobs.area(f"{POINTER}/{pointer.epoch:010d}").put(content)
+    changed = {"state": ref, "epochs": pointer.epochs | {ref.sha256: pointer.epoch}}
+    replace_pointer(world, pointer.model_copy(update=changed).model_dump_json().encode())
+
+
 def stored(world: World) -> set[str]:
     """Everything in the owners' areas."""
     names = world.blobs.areas(POINTER)
@@ -114,10 +122,7 @@ async def test_a_damaged_pointer_is_a_clear_crash(world: World, make: Make, cont
 async def test_a_state_of_another_format_is_refused(world: World, make: Make) -> None:
     saved = await trained(world, make)
     other = saved.model_dump_json().replace('"format":1', '"format":2', 1).encode()
-    pointer = pointer_of(world)
-    ref = world.blobs.area(f"{POINTER}/{pointer.epoch:010d}").put(other)
-    changed = {"state": ref, "epochs": pointer.epochs | {ref.sha256: pointer.epoch}}
-    replace_pointer(world, pointer.model_copy(update=changed).model_dump_json().encode())
+    replace_state(world, other)
     with pytest.raises(CorruptBlob, match=r"format: Input should be 1"):
         await world.run(make())
 

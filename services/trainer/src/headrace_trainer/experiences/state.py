@@ -64,6 +64,7 @@ class LineageState:
         offsets: Offsets | None = None,
         promoted: tuple[str, ...] = (),
         steps: int = 0,
+        outcomes: Sequence[TrainingOutcome] = (),
     ) -> None:
         self.limits = limits
         self._memory = memory
@@ -76,7 +77,7 @@ class LineageState:
         self.promoted = promoted or (history.head,)
         """The champion and the previous champion; at first the version that the lineage started from."""
         self.steps = steps
-        self.outcomes: list[TrainingOutcome] = []
+        self.outcomes = list(outcomes)
         """Outcomes since the last save."""
         self.undone: list[Undone] = []
         """Outcomes that were taken back since the last save."""

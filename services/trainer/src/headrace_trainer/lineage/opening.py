@@ -146,6 +146,8 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
         context = min(context, learner.sequence_bound() // pair)
         log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
     limits = limits_of(settings, abilities.vocabulary, context)
+    for outcome in saved.refused:
+        log.warning("waiting_experience_refused", experience=outcome.experience_id, problem=outcome.detail)
     return LineageState(
         History(saved.versions, saved.head, saved.head_step, replayed, frozenset(saved.excluded)),
         limits,
@@ -156,4 +158,5 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
         offsets={topic: dict(offsets) for topic, offsets in saved.offsets.items()},
         promoted=saved.promoted,
         steps=saved.steps,
+        outcomes=saved.refused,
     )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+import json
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from headrace_schemas import Checkpoint, TrainingMetrics
+from headrace_schemas import Checkpoint, TrainingMetrics, TrainingOutcome
 from headrace_schemas.base import Model, ModelName, Sha256, Version
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import Published
 from headrace_trainer.experiences.state import Offsets
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
+
+_BOUNDS = frozenset({"bound", "greater_than_equal", "too_short"})
+"""Types of pydantic errors of values that earlier releases accepted; `too_short` follows a refused item of a list."""
+_DETAIL_LENGTH_MAX = 200
 
 
 class Range(NamedTuple):
@@ -78,11 +84,55 @@ class Saved(Model):
     """The last version, announced again after a restart."""
     metrics: TrainingMetrics
     """The outcomes since the save before this one, announced again after a restart."""
+    refused: Annotated[tuple[TrainingOutcome, ...], Field(exclude=True)] = ()
+    """Outcomes of the experiences that `read_saved` left out of `waiting`. They are not part of the stored JSON."""
 
     def blobs(self) -> dict[str, BlobRef]:
         """The tensors that must exist as long as this is the lineage's state, by digest."""
         points = (self.present, *self.restore_points.values())
         return {ref.sha256: ref for point in points for ref in point.blobs}
+
+
+def read_saved(data: bytes) -> Saved:
+    """Read a state that this release or an earlier one saved.
+
+    An earlier release may have stored text and numbers that no event may hold today. Such text is cleaned. An
+    experience that waited with such a number is left out and gets an outcome in `Saved.refused`; the others go on.
+
+    Raises:
+        ValidationError: Something else is wrong with the state.
+    """
+    try:
+        return Saved.model_validate_json(data, context={STORED: True})
+    except ValidationError as error:
+        problems = _waiting_beyond_bounds(error)
+        if not problems:
+            raise
+    fields = json.loads(data)
+    outcomes = tuple(_refused(fields["waiting"][place]["experience"], detail) for place, detail in problems.items())
+    fields["waiting"] = [item for place, item in enumerate(fields["waiting"]) if place not in problems]
+    saved = Saved.model_validate_json(json.dumps(fields), context={STORED: True})
+    return saved.model_copy(update={"refused": outcomes})
+
+
+def _waiting_beyond_bounds(error: ValidationError) -> dict[int, str]:
+    """Return the first problem of each experience that waits with a number beyond its bound, by its place.
+
+    The result is empty if anything else is wrong.
+    """
+    problems: dict[int, str] = {}
+    for problem in error.errors(include_input=False, include_url=False):
+        match problem["loc"]:
+            case ("waiting", int(place), "experience", *path) if problem["type"] in _BOUNDS:
+                problems.setdefault(place, f"{'.'.join(map(str, path))}: {problem['msg']}"[:_DETAIL_LENGTH_MAX])
+            case _:
+                return {}
+    return problems
+
+
+def _refused(experience: dict[str, Any], detail: str) -> TrainingOutcome:
+    fields = {name: experience[name] for name in ("experience_id", "revision", "turn_ids")}
+    return TrainingOutcome.model_validate(fields | {"dropped": "invalid", "detail": detail}, context={STORED: True})
 
 
 class Pointer(Model):

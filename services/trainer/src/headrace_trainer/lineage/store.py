@@ -28,7 +28,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
 from headrace_trainer.lineage.assembly import SharedWeights, assemble
-from headrace_trainer.lineage.saved import Assembly, Pointer, Saved, ShortPointer, Tensors
+from headrace_trainer.lineage.saved import Assembly, Pointer, Saved, ShortPointer, Tensors, read_saved
 from headrace_trainer.settings import TrainerSettings
 
 _M = TypeVar("_M", Pointer, ShortPointer, Saved)
@@ -261,7 +261,7 @@ class LineageStore:
     def _state(self, pointer: Pointer) -> Saved | None:
         if pointer.state is None:
             return None
-        saved = self._parsed(Saved, self.get(pointer.state))
+        saved = self._parsed(read_saved, self.get(pointer.state))
         # What an earlier release wrote is in no table.
         epochs = dict.fromkeys((*saved.blobs(), pointer.state.sha256), _SHARED) | pointer.epochs
         self._pointer = pointer.model_copy(update={"epochs": epochs})
@@ -269,19 +269,21 @@ class LineageStore:
 
     def _newest(self) -> tuple[int, Pointer] | None:
         record = self._records.newest() or self._of_an_earlier_release()
-        return None if record is None else (record.number, self._parsed(Pointer, record.data))
+        return None if record is None else (record.number, self._parsed(Pointer.model_validate_json, record.data))
 
     def _of_an_earlier_release(self) -> Record | None:
         """The pointer as a file that is replaced in place. It stays as it is; an owner's records come before it."""
         data = self._blobs.pointer(f"lineages/{self._lineage}")
         if data is None:
             return None
-        pointer = Pointer(epoch=0, owner="", state=self._parsed(ShortPointer, data).state, epochs={})
+        pointer = Pointer(
+            epoch=0, owner="", state=self._parsed(ShortPointer.model_validate_json, data).state, epochs={}
+        )
         return Record(0, pointer.model_dump_json().encode())
 
-    def _parsed(self, model: type[_M], data: bytes) -> _M:
+    def _parsed(self, read: Callable[[bytes], _M], data: bytes) -> _M:
         try:
-            return model.model_validate_json(data)
+            return read(data)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             raise CorruptBlob(self._advise(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
