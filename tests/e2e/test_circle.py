@@ -22,6 +22,7 @@ from email_agent.tools import DEFINITIONS, Mailtools
 from headrace_cli.from_topics import read_turn_account
 from headrace_cli.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.stack_access import login_for
 from tests.e2e import circle
 from tests.e2e.circle import MODEL, Observed, Work
 from tests.support import presence
@@ -202,11 +203,20 @@ def test_engine_and_trainer_agree_on_the_version_that_sampled(lineage: Retrainin
     assert max(reported) < 1e-4
 
 
-def test_kcat_reads_the_topics(up: HeadraceUp, observed: Observed) -> None:
+def test_kcat_reads_the_topics(up: HeadraceUp, observed: Observed, tmp_path: Path) -> None:
     presence.need("kcat")
+    login = tmp_path / "kcat.conf"  # a file, as `ps` shows arguments to everybody
+    access = login_for(up.state.bus)
+    login.write_text(
+        "security.protocol=SASL_PLAINTEXT\nsasl.mechanism=PLAIN\n"
+        f"sasl.username={access.username}\nsasl.password={access.password}\n"
+        if access
+        else "",
+        encoding="utf-8",
+    )
     for kind in (Turn, Trajectory, Experience, TrainingMetrics):
         options = ["-C", "-t", kind.topic, "-o", "beginning", "-e", "-q", "-f", "%k %h\n%s\n"]
-        command = ["kcat", "-b", up.state.bus, *options]
+        command = ["kcat", "-F", str(login), "-b", up.state.bus, *options]
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
         heads, values = lines[::2], [json.loads(line) for line in lines[1::2]]
         assert len(values) >= len(observed.all(kind))
