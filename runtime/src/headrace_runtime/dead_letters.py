@@ -42,7 +42,7 @@ def dead_letter(
         if name
     }
     error = storable(error)[:_ERROR_LENGTH_MAX]
-    key = _text(record.key or b"")[:_NAME_LENGTH_MAX]
+    key = storable((record.key or b"").decode("utf-8", "replace"))[:_NAME_LENGTH_MAX]  # a retry restores only UTF-8
     DEAD_LETTERS.labels(record.topic, reason).inc()
     log.warning(
         "dead_letter", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason, error=error

@@ -58,6 +58,11 @@ def test_long_keys_and_many_headers_are_cut() -> None:
     assert list(found.headers) == [f"h{number}" for number in range(64)]
 
 
+@pytest.mark.parametrize("key", [b"\xff\xfe", "müller".encode("latin-1"), b"k\x00", b"\xed\xa0\x80"], ids=range(4))
+def test_a_key_that_a_retry_cannot_restore_is_marked(key: bytes) -> None:
+    assert "\ufffd" in (letter(Record("turns", 0, 0, key, b"{}", ())).source_key or "")
+
+
 def test_the_newest_ten_thousand_ids_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "refused"
     told = Told(path)
