@@ -59,10 +59,15 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
             return b"".join(chunks)
 
 
-def check_values(body: bytes, values_max: int, remedy: str = "send less at once") -> None:
-    """Raises `ApiError` 413 when `body` holds more JSON values than are parsed here."""
-    if more_values_than(body, values_max):
-        message = f"the request body holds more than {values_max} JSON values; {remedy}"
+def check_values(
+    body: bytes, values_max: int, remedy: str = "send less at once", *, containers_max: int | None = None
+) -> None:
+    """Raises `ApiError` 413 when `body` holds more JSON values, or objects and lists, than are parsed here."""
+    if more_values_than(body, values_max, containers_max):
+        containers = (
+            f", or more than {containers_max} objects and lists" if (containers_max or values_max) < values_max else ""
+        )
+        message = f"the request body holds more than {values_max} JSON values{containers}; {remedy}"
         raise ApiError(413, "too_many_values", message)
 
 

@@ -45,7 +45,7 @@ class SessionsApi:
 
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            events, copies = await self._read(admitted, Feedback.values_max, self._feedback)
+            events, copies = await self._read(admitted, Feedback, self._feedback)
             size_bytes = len(admitted.body)
             await self.admission.publish_many(admitted.caller, events, size_bytes=size_bytes, copies=copies)
             for event in events:
@@ -75,7 +75,7 @@ class SessionsApi:
         async with self.admission.enter(request.scope, request.receive, "admin") as admitted:
             now = self.clock.now()
             event = await self._read(
-                admitted, Trajectory.values_max, lambda request: trajectory_of(request.body, request.caller.tenant, now)
+                admitted, Trajectory, lambda request: trajectory_of(request.body, request.caller.tenant, now)
             )
             check(event, await self.known(event.model))
             admitted.caller.check_session(event.session_id, "session_id")
@@ -86,7 +86,7 @@ class SessionsApi:
 
     async def trinity_feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            events = await self._read(admitted, Feedback.values_max, self._trinity_feedback)
+            events = await self._read(admitted, Feedback, self._trinity_feedback)
             if events:
                 await self.admission.publish_many(admitted.caller, events, size_bytes=len(admitted.body))
             said = self._teaching(events)
@@ -95,7 +95,7 @@ class SessionsApi:
     async def trinity_commit(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             admitted.caller.check_unbound("a commit")
-            body = await self._read(admitted, SessionEnd.values_max, _commit)
+            body = await self._read(admitted, SessionEnd, _commit)
             try:
                 before = body.before
             except (ValueError, OverflowError, OSError):
@@ -108,11 +108,11 @@ class SessionsApi:
             await self.admission.publish_many(admitted.caller, [end], copies=_PARTITIONS)
             return JSONResponse(_TRINITY_OK)
 
-    async def _read(self, admitted: AdmittedRequest, values_max: int, read: Callable[[AdmittedRequest], T]) -> T:
-        """Read the body beside the event loop. Raises `ApiError`, 413 for more than `values_max` JSON values."""
+    async def _read(self, admitted: AdmittedRequest, kind: type[Event], read: Callable[[AdmittedRequest], T]) -> T:
+        """Read the body beside the event loop. Raises `ApiError`, 413 for more JSON values than a `kind` may hold."""
 
         def checked() -> T:
-            check_values(admitted.body, values_max)
+            check_values(admitted.body, kind.values_max, containers_max=kind.containers_max)
             return read(admitted)
 
         return await self.aside.run(len(admitted.body), checked)

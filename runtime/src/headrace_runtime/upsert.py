@@ -22,6 +22,11 @@ async def upsert(
     return bool((await tx.execute(statement, {**key, **values})).rowcount)
 
 
+def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
+    """Return the statement that inserts rows, many at a time, and leaves those as they are whose `key` is taken."""
+    return _statement(tx.dialect.name, table, key, ())
+
+
 @lru_cache(maxsize=256)
 def _statement(dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...]) -> Any:
     """Built once: building costs several times what SQLite needs to run it."""

@@ -68,6 +68,8 @@ class Event(Model):
     type: ClassVar[str]
     values_max: ClassVar[int] = 262_144
     """Most values in the JSON of one event from other producers than Headrace's own: parsing costs that much."""
+    containers_max: ClassVar[int] = 16_384
+    """Most objects and lists among these values."""
 
     time: Timestamp
     """When the fact came to be, by its producer's clock."""

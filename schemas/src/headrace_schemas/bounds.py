@@ -7,7 +7,8 @@ Validators here keep the JSON Schema of a field as it was released: a schema wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import NoneType
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
@@ -125,19 +126,36 @@ def check_json(value: object) -> None:
         match item:
             case str():
                 characters += _length(item)
-            case float() if not math.isfinite(item):
-                raise _refusal("number", "must hold finite numbers only; JSON has no NaN and no infinity")
-            case int() if not -INT64_MAX - 1 <= item <= UINT64_MAX:
-                raise _refusal("number", "must hold whole numbers of at most 64 bits; send longer ones as text")
+            case int() | float():
+                _check_plain((item,))
             case Mapping():
                 characters += sum(map(_length, item))
                 todo += [(inner, depth + 1) for inner in item.values()]
             case list() | tuple():
-                todo += [(inner, depth + 1) for inner in item]
+                others = [inner for inner in item if type(inner) not in _PLAIN]
+                _check_plain(item)
+                values += inside - len(others)
+                todo += [(inner, depth + 1) for inner in others]
+                if inside and depth == JSON_DEPTH_MAX:
+                    depth += 1
         if depth > JSON_DEPTH_MAX:
             raise _refusal("json", f"must have at most {JSON_DEPTH_MAX} levels of objects and lists")
         if characters > JSON_CHARACTERS_MAX:
             raise _refusal("json", f"must hold at most {JSON_CHARACTERS_MAX} characters of text and names")
+
+
+_PLAIN = frozenset({int, float, bool, NoneType})
+"""Types of JSON values that are checked many at a time: long lists of numbers are common, and checking each alone takes
+twenty times as long."""
+
+
+def _check_plain(values: Collection[object]) -> None:
+    """Raise a pydantic error for a number among `values` that is not finite, or a whole one beyond 64 bits."""
+    if not all(map(math.isfinite, [value for value in values if type(value) is float])):
+        raise _refusal("number", "must hold finite numbers only; JSON has no NaN and no infinity")
+    whole = [value for value in values if type(value) is int]
+    if whole and not -INT64_MAX - 1 <= min(whole) <= max(whole) <= UINT64_MAX:
+        raise _refusal("number", "must hold whole numbers of at most 64 bits; send longer ones as text")
 
 
 def _length(text: str) -> int:

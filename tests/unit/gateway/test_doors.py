@@ -177,3 +177,20 @@ async def test_a_body_at_the_bound_of_values_is_taken(tmp_path: Path) -> None:
         assert (await served.client.post("/v1/feedback", content=body(room))).status_code == 202
         refused = await served.client.post("/v1/feedback", content=body(room + 8))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
+
+
+async def test_a_trajectory_has_a_bound_on_its_objects_beside_that_on_its_numbers(tmp_path: Path) -> None:
+    def body(messages: int, numbers: int) -> bytes:
+        said = [{"role": "user", "content": "a"}] * 1000
+        span = {"start": 0, "logprobs": [-0.5], "turn_id": "t", "version": "tiny@0123456789ab"}
+        fields = {"trajectory_id": "t", "session_id": "s", "model": "tiny", "started_at": "2026-01-01T00:00:00Z"}
+        branch = {"token_ids": [1] * numbers, "spans": [span]}
+        return json.dumps(fields | {"branches": [branch], "dialogues": [{"messages": said}] * messages}).encode()
+
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        taken = await served.client.post("/v1/trajectories", content=body(1, 200_000))
+        assert taken.status_code == 202, taken.text
+        refused = await served.client.post("/v1/trajectories", content=body(17, 1))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
+        assert str(Trajectory.containers_max) in refused.json()["error"]["message"]

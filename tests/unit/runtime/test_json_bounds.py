@@ -53,3 +53,22 @@ def test_what_is_no_json_ends_too(body: bytes, monkeypatch: pytest.MonkeyPatch) 
 
 def test_text_full_of_commas_is_one_value() -> None:
     assert not more_values_than(json.dumps({"content": "1,2,3\n" * 500_000}).encode(), 10)
+
+
+@pytest.mark.parametrize("portion", [2, 1000])
+def test_objects_and_lists_are_counted_by_themselves(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", portion)
+    for _ in range(100):
+        body = json.dumps([drawn(rng), [1, 2, 3], "[{" * 9]).encode()
+        containers = opened(json.loads(body))
+        assert not more_values_than(body, 10**6, containers), body
+        assert more_values_than(body, 10**6, containers - 1), body
+
+
+def opened(value: object) -> int:
+    """The objects and lists of `value`, by recursion."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inside is None else 1 + sum(map(opened, inside))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from headrace_runtime.wire import Outgoing, Record, decode, encode
 from headrace_schemas import Feedback
 from headrace_schemas.base import utcnow
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from headrace_schemas.envelope import Envelope
+from tests.support.loop_block import blocked
 
 
 def damage(ref: BlobRef) -> None:
@@ -89,3 +92,13 @@ async def test_an_identifier_from_which_no_id_can_be_derived_is_poison(blobs: Bl
     with pytest.raises(InvalidEvent) as refusal:
         await decode(Record("feedback", 0, 0, b"k", value), blobs)
     assert refusal.value.reason == "invalid_event"
+
+
+async def test_a_record_full_of_values_is_parsed_beside_the_event_loop(blobs: BlobStore) -> None:
+    context = {"x": [{"a": "b"}] * 8000}  # below the size from which values are in the blob store
+    value = json.dumps(json.loads(feedback("x").to_json()) | {"context": context}).encode()
+    assert len(value) < PAYLOAD_BYTES_MAX
+    async with blocked() as block:
+        for _ in range(3):
+            await decode(Record("feedback", 0, 0, b"k", value, Envelope.of(feedback("x"), "outside").headers()), blobs)
+    assert block.busy_s < 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
@@ -14,7 +15,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import upsert
+from headrace_runtime.upsert import insert_new, upsert
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_scorer.feedback_entries import Answer
@@ -23,6 +24,10 @@ from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn
 
 log = get_logger(__name__)
 _CACHED_MAX = 256
+_TURNS_AT_ONCE = 500
+"""Turns that one statement takes."""
+_INLINE_BYTES_MAX = 32_768
+"""Longer trajectories are read in a thread, beside the event loop."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 
 
@@ -45,7 +50,10 @@ class TrajectoryCache:
             payload = await tx.scalar(query)
             if payload is None:
                 return None
-            found = Trajectory.from_stored(payload)
+            if len(payload) > _INLINE_BYTES_MAX:
+                found = await asyncio.to_thread(Trajectory.from_stored, payload)
+            else:
+                found = Trajectory.from_stored(payload)
             self.keep(found)
         return found
 
@@ -89,15 +97,25 @@ async def add_trajectory(
 async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
     """Make the trajectory the only one of its tenant that holds its turns. Raises `InvalidEvent` when one has another.
 
-    Turns are taken in the order of their ids, so that two replicas cannot deadlock.
+    Turns are taken in the order of their ids, so that two replicas cannot deadlock, and many at a time: a trajectory
+    from outside may have thousands.
     """
-    for turn in sorted(trajectory.turn_ids):
-        key = {"tenant": trajectory.tenant, "turn_id": turn}
-        if not await upsert(tx, turn_owners, key, {"trajectory_id": trajectory.trajectory_id}, update=False):
-            query = select(turn_owners.c.trajectory_id).where(
-                turn_owners.c.tenant == trajectory.tenant, turn_owners.c.turn_id == turn
-            )
-            text = f"turn {turn!r} belongs to trajectory {await tx.scalar(query)!r}; a turn is in one trajectory only"
+    if not trajectory.turn_ids:
+        return
+    taking = insert_new(tx, turn_owners, ("tenant", "turn_id"))
+    ordered = sorted(trajectory.turn_ids)
+    for start in range(0, len(ordered), _TURNS_AT_ONCE):
+        some = ordered[start : start + _TURNS_AT_ONCE]
+        names = {"tenant": trajectory.tenant, "trajectory_id": trajectory.trajectory_id}
+        await tx.execute(taking, [{**names, "turn_id": turn} for turn in some])
+        query = select(turn_owners.c.turn_id, turn_owners.c.trajectory_id).where(
+            turn_owners.c.tenant == trajectory.tenant,
+            turn_owners.c.turn_id.in_(some),
+            turn_owners.c.trajectory_id != trajectory.trajectory_id,
+        )
+        taken = (await tx.execute(query.order_by(turn_owners.c.turn_id).limit(1))).first()
+        if taken is not None:
+            text = f"turn {taken[0]!r} belongs to trajectory {taken[1]!r}; a turn is in one trajectory only"
             raise InvalidEvent("turn_taken", text)
 
 
