@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sqlalchemy import event
+
 from headrace_schemas import DeadLetter
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
@@ -33,3 +35,30 @@ async def test_what_a_stranger_sends_is_checked(database_url: str, data_dir: Pat
         record = rig.stream.append("trajectories", closed(ask([user("q")])).to_json())
         await rig.stream.deliver(record)
         assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["foreign_end_reason"]
+
+
+async def test_a_trajectory_of_thousands_of_turns_takes_few_statements(database_url: str, data_dir: Path) -> None:
+    """What one caller sends as one run must not hold the scorer, and its database, for everybody else."""
+    turn = ask([user("q")])
+    branch = closed(turn).branches[0]
+    span = branch.spans[0]
+    spans = [span.model_copy(update={"start": at, "logprobs": (-0.5,), "turn_id": f"t{at}"}) for at in range(4000)]
+    many = branch.model_copy(update={"token_ids": (1,) * 4000, "spans": tuple(spans)})
+    statements: list[str] = []
+    async with scorer(database_url, data_dir) as rig:
+        await rig.deliver(closed(turn, trajectory_id="first"))
+        engine = rig.stream.processor.database.engine.sync_engine
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+            statements.append(statement)
+
+        await rig.deliver(closed(turn, trajectory_id="many", branches=(many,)))
+        assert await rig.stream.count("turn_owners") == 4001
+        assert len(statements) < 200
+        statements.clear()
+        taken = many.model_copy(update={"spans": (*spans[1:], spans[0].model_copy(update={"start": 4000}))})
+        again = taken.model_copy(update={"token_ids": (1,) * 4001})
+        await rig.deliver(closed(turn, trajectory_id="again", branches=(again,)))
+        assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["turn_taken"]
+        assert len(statements) < 200
