@@ -92,6 +92,16 @@ def test_a_tenant_has_units_of_its_own() -> None:
     assert ranges.bound(of_acme, LIMITS) is of_acme
 
 
+def test_a_source_of_the_default_tenant_that_is_named_like_another_tenants_has_units_of_its_own() -> None:
+    ranges = RewardRanges()
+    for number in range(40):
+        ones = event(2 * number, Run(0, float(number % 2))).model_copy(update={"tenant": "acme"})
+        hundreds = event(2 * number + 1, Run(1, 100.0 * (number % 2), "acme/feedback"))
+        ranges = ranges.absorb([(f"a{number}", ones), (f"b{number}", hundreds)], LIMITS)
+    stray = event(200, Run(0, 100.0)).model_copy(update={"tenant": "acme"})
+    assert ranges.bound(stray, LIMITS).reward == 1.0
+
+
 def test_only_the_stray_part_of_a_reward_is_winsorised() -> None:
     ranges = RewardRanges(sources={"feedback": range_of([0.0, 1.0] * 20), "judge:r": range_of([0.25, 0.75] * 20)})
     parts = (RewardPart(source="feedback", value=1e6, weight=0.5), RewardPart(source="judge:r", value=0.75, weight=0.5))
@@ -113,7 +123,7 @@ def test_a_revision_to_a_stray_value_is_named_and_trains_no_more_than_the_usual_
 def test_an_alarm_ends_with_the_age_of_its_stray_or_with_a_change_of_unit() -> None:
     ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
     ranges = ranges.absorb([("stray", event(64, Run(0, 100.0)))], LIMITS)
-    assert len(ranges.strays) == 1
+    assert [stray.source for stray in ranges.strays] == ["feedback", "turn rewards"], "the run and its only turn"
     hundreds = [(f"h{n}", event(70 + n, Run(0, 100.0))) for n in range(8)]
     assert ranges.absorb(hundreds, LIMITS).strays == ()
     later = ranges

@@ -239,8 +239,8 @@ def _add(sources: dict[str, SourceRange], values: Iterable[tuple[str, str, float
 
 
 def _key(experience: Experience, source: str) -> str:
-    """Return the name of a source's range: tenants have units of their own."""
-    return source if experience.tenant == "default" else f"{experience.tenant}/{source}"
+    """Return the name of a source's range: tenants have units of their own, whatever their sources are called."""
+    return source if experience.tenant == "default" and "/" not in source else f"{experience.tenant}/{source}"
 
 
 def _values(experience: Experience) -> Iterable[tuple[str, float]]:
