@@ -43,7 +43,7 @@ class ReplicaProcess:
         path = self._data_dir / "inference.log"
         return path.read_text() if path.exists() else ""
 
-    def start(self, timeout_s: float = 90.0) -> None:
+    def start(self, timeout_s: float = 300.0) -> None:
         """Returns once it listens. torch takes most of the time."""
         self._data_dir.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
