@@ -121,9 +121,17 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
 @pytest.mark.parametrize("kind", ["byte-level", "word-piece"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_tokens_come_out_as_the_tokenizer_decodes_them(kind: str, data: st.DataObject) -> None:
+def test_any_tokens_come_out_as_the_tokenizer_decodes_them_but_for_nul(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), max_size=30))
-    assert in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids)
+    assert in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids).replace("\0", HALF)
+
+
+def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
+    nul = KINDS["byte-level"].token_to_id("\N{LATIN CAPITAL LETTER A WITH MACRON}")  # byte 0 in GPT-2's alphabet
+    assert nul is not None
+    made = decoding("byte-level")
+    assert made.of([nul]) == "\0"
+    assert in_portions(made, [nul, nul], [1]) == (HALF * 2, HALF * 2)
 
 
 def test_one_wrong_byte_costs_one_character() -> None:

@@ -90,7 +90,7 @@ def test_freed_memory_stays() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to keep memory")
 def test_who_asks_what_is_free_has_it_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True, timeout=300)
     kept_mb, left_mb = (int(each) for each in done.stdout.split()[-2:])
     assert kept_mb > 350
     assert left_mb < 100
