@@ -233,7 +233,8 @@ async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(rig
         )
         bodies = {b"{": 400, b'{"model": "tiny", "messages": 3}': 400, b"x" * 17_000_000: 413}
         for body, status in bodies.items():
-            response = await http.post("/v1/chat/completions", content=body, timeout=WAIT_S)
+            headers = {"content-type": "application/json"}
+            response = await http.post("/v1/chat/completions", content=body, headers=headers, timeout=WAIT_S)
             assert response.status_code == status
             assert response.json()["error"]["type"] == "invalid_request_error"
         assert (await going).json()["usage"]["completion_tokens"] == 300

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import Table
 from headrace_runtime.dead_letters import Refusals
@@ -86,6 +87,7 @@ class RegistryRig:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
+        await topics.ensure(self.common.bus)  # a version may be published before the first registry has started
         await self.producer.start()
         tasks = [asyncio.create_task(work) for work in (self.routing.run(), self._events.run(), self._replica())]
         try:
@@ -129,7 +131,7 @@ class RegistryRig:
             )
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
