@@ -2,7 +2,7 @@
 
 Rows are shared max-min: the next row goes to whoever has the fewest, and a full batch sets back a row of whoever has
 the most. Time is shared by debts: while several flows have rows, a flow with more than its part of them may take half
-of the engine's time, and background work an eighth of it; a flow that took more is paused for some steps. Without
+of the engine's time, and background work too; a flow that took more is paused for some steps. Without
 contention nothing is paused, and sequences run in order of arrival.
 """
 
@@ -18,8 +18,9 @@ from headrace_inference.torch_engine.sequence import Sequence
 
 HEAVY_SHARE = 1 / 2
 """Part of the time that a flow with many rows or long prompts may take while others have rows."""
-BACKGROUND_SHARE = 1 / 8
-"""Part of the time that evaluations may take while users have rows."""
+BACKGROUND_SHARE = 1 / 2
+"""Part of the time that evaluations may take while users have rows. With less a gate's trial takes so long beside
+steady traffic that new versions wait for it, and the agent learns from old ones."""
 PORTION_DIVISOR = 4
 """A portion of a prompt is so much smaller while others wait for the step."""
 Flow = tuple[str, ...]
