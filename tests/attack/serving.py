@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -84,6 +85,18 @@ async def serving(
 def block_s(urls: Mapping[str, str], kind: str) -> dict[str, float]:
     """The longest block of the event loop of each process, by the URLs of their pages."""
     return {name: _gauge(httpx.get(f"{url}/metrics", timeout=60).text, kind) for name, url in urls.items()}
+
+
+@contextlib.asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the body, and cancel it at the end of the body."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def _loaded(replica: ReplicaProcess) -> bool:

@@ -21,13 +21,13 @@ from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_schemas import Event
+from headrace_schemas.base import problems_of
 from headrace_schemas.text import storable
 
 log = get_logger(__name__)
 TRIES = 3
 """How often an item is tried before it fails by name."""
 _REASON_LENGTH_MAX = 2_000
-_PROBLEMS_MAX = 5
 _ENCODE = "headrace_encode_alone"
 T = TypeVar("T")
 Encode = Callable[[Sequence[Event]], Awaitable[object]]
@@ -41,15 +41,10 @@ def reason_of(error: BaseException) -> str:
     Of a `ValidationError` it names the fields, never their values: they may be somebody's text.
     """
     try:
-        text = f"{type(error).__name__}: {_fields(error) if isinstance(error, ValidationError) else error}"
+        text = f"{type(error).__name__}: {problems_of(error) if isinstance(error, ValidationError) else error}"
     except Exception:  # noqa: BLE001 (an exception may define any `__str__`)
         text = type(error).__name__
     return storable(text[:_REASON_LENGTH_MAX])
-
-
-def _fields(error: ValidationError) -> str:
-    problems = error.errors(include_input=False, include_url=False, include_context=False)[:_PROBLEMS_MAX]
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'value'}: {one['msg']}" for one in problems)
 
 
 def is_fatal(error: Exception) -> bool:

@@ -47,6 +47,10 @@ Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 """An instant, kept in UTC."""
 
 
+_PROBLEMS_MAX = 5
+"""Problems of one invalid value that a message names."""
+
+
 def utcnow() -> datetime:
     return datetime.now(UTC)
 
@@ -112,13 +116,18 @@ class Event(Model):
         try:
             return cls.model_validate_json(value, extra="ignore", context=context)
         except ValidationError as error:
-            problems = error.errors(include_input=False, include_url=False, include_context=False)
-            reason = "invalid_json" if problems[0]["type"] == "json_invalid" else "invalid_event"
-            listed = "; ".join(map(_said, problems[:5]))
-            raise InvalidEvent(reason, f"{cls.type}: {listed}") from None
+            kind = error.errors(include_input=False, include_url=False, include_context=False)[0]["type"]
+            reason = "invalid_json" if kind == "json_invalid" else "invalid_event"
+            raise InvalidEvent(reason, f"{cls.type}: {problems_of(error)}") from None
 
 
-def _said(problem: ErrorDetails) -> str:
-    """The field at fault and why. A rule about several fields names the field itself."""
+def problems_of(error: ValidationError) -> str:
+    """Return the first problems of `error` with their fields, never with values: they may be somebody's text."""
+    problems = error.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(map(_problem_text, problems[:_PROBLEMS_MAX]))
+
+
+def _problem_text(problem: ErrorDetails) -> str:
+    """Return the field at fault and the reason. A rule about several fields names the field itself."""
     where = ".".join(map(str, problem["loc"]))
     return problem["msg"] if problem["type"] == "feedback_rule" else f"{where or 'value'}: {problem['msg']}"

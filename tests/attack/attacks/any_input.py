@@ -13,7 +13,6 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import TEXTS, mutate, to_bytes
 from tests.attack.line import Line, at_most, none_of
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, topic_inputs
+from tests.attack.serving import beside
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp
@@ -165,14 +165,14 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
     async with (
         _client(root, "alice") as alice,
         _client(root, "mallory") as mallory,
-        _beside(_work(alice, seen)),
+        beside(_work(alice, seen)),
     ):
         turns = await _known_turns(alice, mallory)
         await _loops_run_freely(up)
         inputs = [http_input(turns, rng, chat=False) for _ in range(OTHER_REQUESTS // divisor)]
         inputs += [http_input(turns, rng, chat=True) for _ in range(CHAT_REQUESTS // divisor)]
         rng.shuffle(inputs)
-        async with _beside(_watch_loops(up, seen)):
+        async with beside(_watch_loops(up, seen)):
             records = asyncio.create_task(_send_records(up.state.bus, rng, seen, RECORDS // divisor))
             await asyncio.gather(*(_send_requests(mallory, inputs[at::_AT_ONCE], seen) for at in range(_AT_ONCE)))
             await records
@@ -184,17 +184,6 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
 
 def _client(root: str, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=root, headers={"authorization": f"Bearer {key}"}, timeout=120, trust_env=False)
-
-
-@contextlib.asynccontextmanager
-async def _beside(work: Any) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _known_turns(alice: httpx.AsyncClient, mallory: httpx.AsyncClient) -> KnownTurns:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from headrace_schemas import Experience
 from tests.attack import neighbour_rewards
 from tests.attack.line import Line, at_most, none_of
 from tests.attack.neighbour_load import GARBLE, KINDS, TENANT
-from tests.attack.serving import MODEL, Serving, block_s, serving
+from tests.attack.serving import MODEL, Serving, beside, block_s, serving
 from tests.support import fake_llm, tiny_model
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.processes import wait_until
@@ -155,7 +155,7 @@ class Measured:
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     lines: list[Line] = []
     async with _stack(folder) as stack:
-        async with _beside(stack.innocent.work(stack.running.gateway.url)):
+        async with beside(stack.innocent.work(stack.running.gateway.url)):
             await _quiet(stack)
             for kind in os.environ.get("NEIGHBOURS", " ".join(KINDS)).split():
                 tries: list[Measured] = []
@@ -324,17 +324,6 @@ async def _load(running: Serving, kind: str, rng: random.Random) -> AsyncIterato
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _unrewarded(stack: Stack) -> tuple[set[str], float]:
