@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from headrace_cli.demo.watch import Watch
@@ -15,17 +17,21 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.base import utcnow
 from tests.support.broker_process import BrokerProcess
 
+TIME = utcnow()
 
-def promoted(digest: str, model: str = "m") -> ModelEvent:
-    version = f"{model}@{digest * 16}"
+
+def decided(decision: str, digest: str, model: str = "m", *, at_s: float = 0.0) -> ModelEvent:
     fields = {
-        "time": utcnow(),
+        "time": TIME + timedelta(seconds=at_s),
         "model": model,
-        "version": version,
-        "decision": "promoted",
+        "version": f"{model}@{digest * 16}",
+        "decision": decision,
         "statistics": {"score": 0.5},
     }
-    return ModelEvent.model_validate({"decision_id": digest, **fields})
+    return ModelEvent.model_validate({"decision_id": f"{decision} {digest}", **fields})
+
+
+promoted = partial(decided, "promoted")
 
 
 async def test_it_outlives_the_bus_and_passes_over_other_models(tmp_path: Path) -> None:
@@ -57,8 +63,9 @@ async def test_it_outlives_the_bus_and_passes_over_other_models(tmp_path: Path) 
         await asyncio.to_thread(broker.kill)
         await asyncio.sleep(2.0)  # it looks at the bus that is not there, more than once
         await asyncio.to_thread(broker.start)
-        await tell(promoted("b"))
+        await tell(decided("registered", "b", at_s=1.5), promoted("b", at_s=9.0))
         await seen(2)
+        assert watch.takeover_s == {f"m@{'b' * 16}": 7.5}
         assert watch.champions == [f"m@{digest * 16}" for digest in "ab"]
     finally:
         watching.cancel()

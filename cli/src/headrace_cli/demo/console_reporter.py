@@ -68,9 +68,11 @@ class ConsoleReporter:
 
     def ended(self, report: Report, shortfalls: list[str]) -> None:
         dropped = ", ".join(f"{count} {reason}" for reason, count in report.turns_dropped.items()) or "none"
+        takeover_s = report.takeover_mean_s
+        serving = "" if takeover_s is None else f", {takeover_s:.1f} s after they were published"
         self._console.print(
             f"\nheld-out success [bold]{report.before:.1%} → {report.after:.1%}[/] in {report.wall_s:.0f} s "
-            f"({report.traffic_s:.0f} s of traffic), {report.swaps} versions took over\n"
+            f"({report.traffic_s:.0f} s of traffic), {report.swaps} versions took over{serving}\n"
             f"turns captured {report.turns_captured} = trained {report.turns_trained} + waiting {report.turns_waiting}"
             f" + dropped {sum(report.turns_dropped.values())} ({dropped})\n"
             f"requests {report.requests}, failed {report.failed_requests}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from headrace_cli.turn_account import TurnAccount
 @dataclass(frozen=True, slots=True)
 class VersionScore:
     """Held-out success of one version on the audit tasks, None of one that was refused; `at_s` counts from the start of
-    the traffic.
+    the traffic, `takeover_s` from the registration to the promotion.
     """
 
     version: str
     score: float | None
     at_s: float
     promoted: bool
+    takeover_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ class Report:
             "turns_dropped": dict(account.dropped),
             "account_problems": account.problems,
         }
+
+    @property
+    def takeover_mean_s(self) -> float | None:
+        """Mean seconds from published to serving of the versions that took over by training; None without any."""
+        waits_s = [version.takeover_s for version in self.versions[1:] if version.takeover_s is not None]
+        return statistics.fmean(waits_s) if waits_s else None
 
     def shortfalls(self, goal: Goal) -> list[str]:
         """What is not as promised; empty on success."""

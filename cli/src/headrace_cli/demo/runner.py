@@ -107,7 +107,9 @@ def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:
     ]
     found += [(time, version, None, False) for version, time in watch.rejected.items() if version not in watch.scores]
     return tuple(
-        VersionScore(version, score, max(0.0, time.timestamp() - traffic_began), promoted)
+        VersionScore(
+            version, score, max(0.0, time.timestamp() - traffic_began), promoted, watch.takeover_s.get(version)
+        )
         for time, version, score, promoted in sorted(found, key=lambda one: one[0])
     )
 

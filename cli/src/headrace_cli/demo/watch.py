@@ -38,6 +38,10 @@ class Watch:
     """Versions that the gate refused, and when."""
     champions: list[str] = field(default_factory=list)
     """Versions that took over, in order; the first one began the demo."""
+    registered: dict[str, datetime] = field(default_factory=dict)
+    """When the registry first had each version."""
+    takeover_s: dict[str, float] = field(default_factory=dict)
+    """Seconds from the registration of each version that took over to its promotion, both by the registry's clock."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: set[str] = field(default_factory=set)
     _offset: int = 0
@@ -74,8 +78,13 @@ class Watch:
     def _take(self, event: ModelEvent) -> None:
         if "score" in event.statistics:
             self.scores.setdefault(event.version, Scored(event.version, event.statistics["score"], event.time))
-        if event.decision == "promoted":
+        if event.decision == "registered":
+            self.registered.setdefault(event.version, event.time)
+        elif event.decision == "promoted":
             self.champions.append(event.version)
+            if event.version in self.registered:
+                waited = event.time - self.registered[event.version]
+                self.takeover_s.setdefault(event.version, waited.total_seconds())
         elif event.decision == "rejected":
             self.rejected[event.version] = event.time
         elif event.decision == "rolled_back" and event.previous is not None:
