@@ -73,7 +73,7 @@ def _called(call: Any) -> tuple[str, str]:
     function = call["function"]
     try:
         return function["name"], str(json.loads(function["arguments"])[PARAMETER_OF[function["name"]]])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return function["name"], function["arguments"]
 
 

@@ -119,5 +119,5 @@ def _called(call: Mapping[str, Any]) -> tuple[str, Any]:
     function = call["function"]
     try:
         return function["name"], json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return function["name"], function["arguments"]

@@ -40,7 +40,7 @@ def named_arguments(arguments: str, parameters: Sequence[str]) -> dict[str, Any]
     """The values of a call's JSON, which names these parameters and no others. Raises `WrongCall`."""
     try:
         values = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         raise WrongCall("arguments are not JSON") from None
     if not isinstance(values, dict) or values.keys() != set(parameters):
         raise WrongCall(f"expected the argument {' and '.join(parameters)}")

@@ -97,5 +97,5 @@ def _turns(spoken: Sequence[tuple[str, str, Sequence[str]]]) -> Iterable[Turn]:
 def _argument(call: str) -> Any:
     try:
         return json.loads(call)[PARAMETER]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return call

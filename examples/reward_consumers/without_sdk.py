@@ -76,7 +76,7 @@ async def main(bus: str = "127.0.0.1:9092") -> None:
             try:
                 trajectory = json.loads(content(record.value or b"", dict(record.headers)))
                 key = trajectory["session_key"].encode()
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # no trajectory: the scorer reads the same topic, and dead-letters it
             await producer.send_and_wait("rewards", json.dumps(reward(trajectory)).encode(), key)
             await consumer.commit()

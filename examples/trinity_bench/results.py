@@ -26,7 +26,7 @@ def scores(results: Path, plays: Sequence[Play], settings: Settings, log: Path) 
         try:
             told = json.loads(line)
             play = Play.model_validate(told["play"])
-        except ValueError as error:  # a full disk cuts lines off
+        except (ValueError, RecursionError) as error:  # a full disk cuts lines off
             raise BenchFailed(f"a result is none: {error}") from None
         if play not in plays or play in found or play in failed:
             raise BenchFailed(f"task {play.task}: was not asked for, or has a second result")

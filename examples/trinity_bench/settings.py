@@ -99,7 +99,7 @@ def rows(path: Path, name_key: str, prefix: str) -> dict[str, Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unusable(f"{path}, line {number}: {error}") from None
         if not isinstance(row, dict):
             raise Unusable(f"{path}, line {number}: is no JSON object")

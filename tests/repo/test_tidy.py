@@ -6,6 +6,7 @@ import ast
 import re
 import statistics
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,34 @@ def test_metrics_are_made_in_their_catalogue_only() -> None:
     for path in SOURCES:
         if path.name != "metrics.py":
             assert not makers.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+
+
+def test_whoever_catches_wrong_json_catches_deep_json() -> None:
+    """A thousand brackets raise `RecursionError`, which is no `ValueError`."""
+    careless = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Try) and _parses_json(node.body):
+                caught = _names(handler.type for handler in node.handlers)
+            elif isinstance(node, ast.With) and _parses_json(node.body):
+                caught = _names(item.context_expr for item in node.items)
+            else:
+                continue
+            if caught & {"ValueError", "JSONDecodeError"} and not caught & {"RecursionError", "Exception"}:
+                careless.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert careless == [], "catch RecursionError as well"
+
+
+def _parses_json(body: list[ast.stmt]) -> bool:
+    calls = (node.func for part in body for node in ast.walk(part) if isinstance(node, ast.Call))
+    return any(ast.unparse(call) in ("json.loads", "json.load") or ast.unparse(call).endswith((".json", ".raw_decode"))
+               for call in calls)  # fmt: skip
+
+
+def _names(nodes: Iterable[ast.AST | None]) -> set[str]:
+    inner = (part for node in nodes if node is not None for part in ast.walk(node))
+    return {part.attr if isinstance(part, ast.Attribute) else part.id for part in inner
+            if isinstance(part, ast.Attribute | ast.Name)}  # fmt: skip
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:

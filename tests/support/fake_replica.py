@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -48,6 +48,11 @@ class Fault:
     no_usage: bool = False
     model: str | None = None
     """Report this version instead of the one that was asked for."""
+    altered: Callable[[dict[str, Any]], bytes] | None = None
+    """Send these bytes in place of a JSON object: an error, a whole answer or a chunk."""
+
+    def encoded(self, document: dict[str, Any]) -> bytes:
+        return self.altered(document) if self.altered else json.dumps(document).encode()
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ class FakeReplica:
         fault = self.faults.pop(0) if self.faults else Fault()
         if fault.status != 200:
             error = {"message": fault.message, "type": "fault", "param": None, "code": fault.status}
-            return web.json_response({"error": error}, status=fault.status)
+            content = fault.encoded({"error": error})
+            return web.Response(body=content, status=fault.status, content_type="application/json")
         if body["model"] not in self.versions:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         try:
@@ -172,7 +178,7 @@ class FakeReplica:
             "prompt_logprobs": None,
             "kv_transfer_params": {"secret": 1},
         }
-        return web.json_response(answer)
+        return web.Response(body=fault.encoded(answer), content_type="application/json")
 
     def _whole(self, work: Generation, index: int, fault: Fault) -> dict[str, Any]:
         tokens = work.tokens(index)
@@ -202,7 +208,7 @@ class FakeReplica:
                 await self.go_on.wait()
             await self.moves.wait()
             sent += tokens
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await response.write(b"data: " + fault.encoded(chunk) + b"\n\n")
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s)
         await response.write(b"data: [DONE]\n\n")

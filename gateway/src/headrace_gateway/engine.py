@@ -195,7 +195,7 @@ def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
         found = json.loads(body)
         inner = found.get("error", found)
         message, code, param = inner.get("message"), inner.get("code"), inner.get("param")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "", None, None
     return str(message or ""), code if isinstance(code, str) else None, param if isinstance(param, str) else None
 

@@ -81,7 +81,7 @@ class KnownVersions:
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}
             config = json.loads(self._blobs.get(files["config.json"]))
-        except (KeyError, ValueError, CorruptBlob, Unavailable):
+        except (KeyError, ValueError, CorruptBlob, Unavailable, RecursionError):
             return None
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         return size if isinstance(size, int) else None

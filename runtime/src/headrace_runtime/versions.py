@@ -96,7 +96,7 @@ def _template_inside(config: bytes) -> bytes | None:
     """The template, or the list of them, in `tokenizer_config.json`."""
     try:
         value = json.loads(config).get("chat_template")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return config  # no configuration that we understand: all of it may act
     return None if value is None else json.dumps(value, sort_keys=True).encode()
 

@@ -129,7 +129,7 @@ def _look() -> None:
     data_dir = Path(_variable("DATA_DIR") or _DEFAULT_DATA_DIR)
     try:
         state = json.loads((data_dir / "run" / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     if isinstance(state, dict):
         remember_stack(data_dir, state)

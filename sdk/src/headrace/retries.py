@@ -65,6 +65,6 @@ def checked(answer: httpx2.Response | None, cause: Exception | None, url: str) -
     try:
         error = answer.json()["error"]
         message, code, param = str(error["message"]), str(error.get("code")), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message, code, param = f"{url} answered {answer.text[:200]!r}", "unknown", None
     raise ApiError(answer.status_code, code, message, param)

@@ -128,7 +128,7 @@ class FeedbackId(str):
         made = cls(body["feedback_id"])
         try:
             fields = answer.json()
-        except ValueError:  # what lies between may answer 2xx without a body
+        except (ValueError, RecursionError):  # what lies between may answer 2xx without a body
             return made
         if isinstance(fields, dict):
             made.teaches, made.reason = fields.get("teaches"), fields.get("reason")

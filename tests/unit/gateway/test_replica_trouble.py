@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from headrace_gateway.settings import UpstreamSettings
 from headrace_schemas import DeadLetter, LoadedVersion
+from tests.attack.inputs import mutate
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.ports import free_port
@@ -351,3 +353,26 @@ async def test_a_version_that_is_none_is_dead_lettered(tmp_path: Path) -> None:
         (letter,) = served.bus.events(DeadLetter)
         assert letter.reason == "invalid_turn"
         assert letter.error.startswith("version: ")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("status", [200, 400], ids=["answers", "errors"])
+async def test_no_answer_of_an_engine_is_an_error_of_the_gateway(tmp_path: Path, status: int, stream: bool) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    deep = [b"[" * 100_000, b'{"error": ' * 50_000, b"1" * 5000, b"\xff\xfe", b"null", b"[]", b'"text"', b""]
+
+    def altered(document: dict[str, Any]) -> bytes:
+        return rng.choice(deep) if rng.random() < 0.2 else mutate(document, rng).replace(b"\n", b"")
+
+    replica = FakeReplica()
+    quick = UpstreamSettings(hold_s=0.01, routing_wait_s=0.01, stall_timeout_s=0.2)
+    async with replica.running(), gateway(tmp_path, replica, upstream=quick) as served:
+        for _ in range(100):
+            replica.faults = [Fault(status=status, altered=altered)]
+            answer = await served.chat(stream=stream, max_tokens=3)
+            assert answer.status_code in (200, 400, 502, 503), answer.text
+            served.beat(replica)
+        replica.faults = []
+        assert content(await served.chat(stream=stream)) == expected(replica)

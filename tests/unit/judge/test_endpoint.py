@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
 from datetime import timedelta
 from email.utils import format_datetime
 
@@ -13,10 +16,12 @@ from headrace_judge.prompts import ChatMessage
 from headrace_judge.settings import EndpointSettings, RetrySettings
 from headrace_judge.worker import backoff_s
 from headrace_schemas.base import utcnow
+from tests.attack.inputs import mutate
 from tests.support import fake_llm
-from tests.support.fake_llm import FakeLLM
+from tests.support.fake_llm import FakeLLM, Reply
 from tests.support.streams import ManualClock
 
+ANSWER = {**fake_llm.completion('{"reason": "r", "criteria": {"a": 1}}'), "created": 1, "system_fingerprint": None}
 MESSAGES: list[ChatMessage] = [{"role": "user", "content": "private"}]
 
 
@@ -45,6 +50,49 @@ async def test_json_mode_is_asked_for_when_wanted(llm: FakeLLM) -> None:
 async def test_fields_can_be_left_out_and_added(llm: FakeLLM) -> None:
     await complete(llm, omit=["temperature", "max_tokens"], extra={"max_completion_tokens": 9})
     assert llm.calls[0].body == {"model": "m", "messages": MESSAGES, "max_completion_tokens": 9}
+
+
+def parts(*texts: str) -> fake_llm.Behaviour:
+    thought = {"type": "thinking", "thinking": []}
+    content = [thought, *({"type": "text", "text": text} for text in texts)]
+    return fake_llm.raw(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+
+
+@pytest.mark.parametrize("usage", [{}, {"prompt_tokens": -1}, {"prompt_tokens": 10**400}, "many", [], 7])
+async def test_an_answer_counts_whatever_its_bill_is(llm: FakeLLM, usage: object) -> None:
+    document = {**fake_llm.completion("hi"), "id": None, "usage": usage}
+    llm.then(fake_llm.raw(json.dumps(document).encode()))
+    assert await complete(llm) == Completion(text="hi")
+
+
+async def test_an_answer_in_parts_is_their_text(llm: FakeLLM) -> None:
+    llm.then(parts("4 ", "of 5"))
+    assert (await complete(llm)).text == "4 of 5"
+
+
+async def test_no_answer_is_an_unnamed_error(llm: FakeLLM) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    waits = [
+        "1e400",
+        "-1",
+        "nan",
+        "Mon, 01 Jan " + "9" * 30 + " 00:00:00 GMT",
+        "Mon, 01 Jan 2030 00:00:00 +9999",
+        "\xe9",
+    ]
+    endpoint = Endpoint(EndpointSettings.model_validate({"base_url": llm.base_url, "model": "m"}), "key", 60.0)
+    try:
+        for _ in range(200):
+            content = rng.choice((b"[" * 100_000, b"1" * 5000)) if rng.random() < 0.1 else mutate(ANSWER, rng)
+            reply = Reply(status=rng.choice((200, 200, 200, 400, 429, 503)), raw=content)
+            reply.headers["Retry-After"] = rng.choice(waits)
+            llm.then(lambda _call, reply=reply: reply)
+            with contextlib.suppress(EndpointAway, CallRefused):
+                await endpoint.complete(MESSAGES)
+    finally:
+        await endpoint.close()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def _scores(version: VersionState) -> dict[str, float]:
 def _values(path: str, before: bytes, after: bytes) -> Iterator[Change]:
     try:
         mine, theirs = _flat(json.loads(before)), _flat(json.loads(after))
-    except ValueError:
+    except (ValueError, RecursionError):
         yield Change(path, "no JSON", "no JSON")
         return
     for name in sorted({*mine, *theirs}):

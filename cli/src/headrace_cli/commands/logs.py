@@ -87,7 +87,7 @@ def _inode(descriptor: int) -> int:
 def _parsed(line: str) -> dict[str, object] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -39,7 +39,7 @@ def _event(path: Path, number: int, line: str) -> Experience | None:
         read = json.loads(line)
         event = read.get("event", None if "problem" in read else read)
         return None if event is None else Experience.from_json(json.dumps(event).encode())
-    except (ValueError, AttributeError, InvalidEvent) as error:  # pydantic's too
+    except (ValueError, AttributeError, InvalidEvent, RecursionError) as error:  # pydantic's too
         reason = str(error).splitlines()[0]
         raise UsageError(f"{path}, line {number}: no line of `headrace replay events experiences`: {reason}") from None
 

@@ -21,7 +21,7 @@ def as_json(one: Letter, *, with_value: bool = False) -> dict[str, Any]:
     found["decisions"] = [item.model_dump(mode="json", exclude_none=True) for item in one.decisions]
     if with_value:
         found["value_base64"] = one.letter.value_base64
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found["value"] = json.loads(one.letter.value)
     return found
 
@@ -53,7 +53,7 @@ def decoded(value: bytes) -> str:
         shown = value[:_HEX_BYTES_MAX]
         lines = [f"{at:08x}  {shown[at : at + 16].hex(' ')}" for at in range(0, len(shown), 16)]
         return "\n".join([*lines, *([f"... {len(value)} bytes in all"] if len(value) > len(shown) else [])])
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     return harmless(text)
 

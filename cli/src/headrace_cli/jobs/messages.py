@@ -53,7 +53,7 @@ def tools(value: object) -> tuple[Tool, ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRow("format", "tools is no JSON") from None
     if value is None:
         return ()
@@ -94,7 +94,7 @@ def _of_share_gpt(value: dict[str, Any]) -> dict[str, Any]:
 def _parsed(text: object) -> object:
     try:
         return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadRow("format", "a function_call is no JSON") from None
 
 

@@ -65,7 +65,7 @@ def reason_of(lines: Sequence[str], name: str) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
         found = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return last.removeprefix("headrace ")
     return f"{name}: {found.get('error') or found.get('event')}" if isinstance(found, dict) else last
 

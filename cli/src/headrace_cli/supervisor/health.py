@@ -45,5 +45,5 @@ def lacking(body: bytes) -> tuple[str, ...]:
         reasons = page.get("reasons", {})
         unexplained = [name for name, holds in page["checks"].items() if not holds and name not in reasons]
         return tuple(dict.fromkeys([*unexplained, *map(str, reasons.values())]))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ()

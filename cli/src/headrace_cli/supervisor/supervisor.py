@@ -304,7 +304,7 @@ def _sentence(line: str) -> str:
     """What a line of a log says to people; logs may be JSON."""
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     said = fields.get("error") or fields.get("event") if isinstance(fields, dict) else None
     return str(said or line)

@@ -75,7 +75,7 @@ def chat_model(run: Run, config: Any) -> Any:
 def _read(call: Any) -> Any:
     try:
         return json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

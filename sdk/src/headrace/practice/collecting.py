@@ -109,5 +109,5 @@ def _json(text: str) -> Any:
     """Arguments as the model wrote them where they are no JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -53,7 +53,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
             if file.suffix == ".json"
             else [json.loads(line) for line in text.splitlines() if line.strip()]
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: {error}; each row is a JSON object") from None
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise UsageError(f"{file}: each row is a JSON object")

@@ -80,5 +80,5 @@ def _canonical(arguments: str) -> str:
     """Equal arguments whatever the order of their names and the spaces between."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments.strip()

@@ -178,5 +178,5 @@ def _alike(one: str, other: str) -> float:
 def _canonical(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments.strip()

@@ -63,7 +63,7 @@ def failed(answer: str) -> bool:
     """Whether a tool's answer is an error: a JSON object with an `error`, or a text that begins like one."""
     try:
         found = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return answer.lstrip().casefold().startswith(_FAILED)
     if isinstance(found, dict):
         return bool(found.get("error")) or found.get("status") in ("error", "failed") or found.get("ok") is False
@@ -107,7 +107,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _arguments(call: ToolCall) -> Mapping[str, Any] | None:
     try:
         found = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

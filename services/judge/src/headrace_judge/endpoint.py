@@ -61,25 +61,43 @@ class Completion(BaseModel):
     tokens: int | None = None
 
 
+class _Part(BaseModel):
+    text: str = ""
+
+
 class _Message(BaseModel):
-    content: str | None = None
-    refusal: str | None = None
+    content: str | list[_Part] | None = None
+    """Some endpoints answer in parts, their thoughts among them; only texts are read."""
+    refusal: object = None
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class _Choice(BaseModel):
     message: _Message
-    finish_reason: str | None = None
+    finish_reason: object = None
 
 
 class _Usage(BaseModel):
-    prompt_tokens: int = Field(ge=0)
-    completion_tokens: int = Field(default=0, ge=0)
+    prompt_tokens: int = Field(ge=0, lt=2**53)
+    completion_tokens: int = Field(default=0, ge=0, lt=2**53)
 
 
 class _Response(BaseModel):
-    id: str = ""
+    id: object = None
     choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage | None = None
+    usage: object = None
+
+    @property
+    def usage_if_readable(self) -> _Usage | None:
+        """A verdict is not thrown away because its bill cannot be read."""
+        try:
+            return _Usage.model_validate(self.usage)
+        except ValidationError:
+            return None
 
 
 class Endpoint:
@@ -161,7 +179,8 @@ class Endpoint:
             where = ".".join(map(str, problem["loc"])) or "the body"
             text = f"the endpoint answered 200 without a chat completion: {where}: {problem['msg']}{_quoted(content)}"
             raise EndpointAway(text, billed=True) from None
-        if not self._settings.is_gateway and key_of_response(response.id):
+        own = isinstance(response.id, str) and key_of_response(response.id)
+        if not self._settings.is_gateway and own:
             raise SettingError(
                 "judge.endpoint.is_gateway", False, f"{self._settings.base_url} is a Headrace gateway; set this to true"
             )
@@ -180,12 +199,12 @@ def _quoted(content: bytes) -> str:
 
 
 def _completion(response: _Response) -> Completion:
-    choice, usage = response.choices[0], response.usage
+    choice, usage = response.choices[0], response.usage_if_readable
     if usage:
         TOKENS.labels("prompt").inc(usage.prompt_tokens)
         TOKENS.labels("completion").inc(usage.completion_tokens)
     return Completion(
-        text=storable(choice.message.content or ""),
+        text=storable(choice.message.text),
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
         tokens=usage.prompt_tokens + usage.completion_tokens if usage else None,
     )
@@ -200,7 +219,7 @@ def retry_after_s(header: str | None, limit_s: float) -> float | None:
     except ValueError:
         try:
             when = parsedate_to_datetime(header)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         wait_s = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - utcnow()).total_seconds()
     return None if math.isnan(wait_s) else min(max(wait_s, 0.0), limit_s)

@@ -36,7 +36,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length", "0"))
         try:
             request = json.loads(self.rfile.read(min(length, _BODY_BYTES_MAX)) or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             request = {}
         if not self.path.endswith("/chat/completions"):  # feedback, ends of sessions
             self._send("{}", status=202)

@@ -23,7 +23,7 @@ def check(folder: Path, base: Path, manifest: Manifest) -> None:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         named = str(config.get("base_model_name_or_path") or "")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise VersionUnusable(f"{folder / CONFIG} cannot be read: {error}") from None
     if manifest.kind != "full":
         raise VersionUnusable(f"{manifest.version} is an adapter itself; name the version that it applies to")

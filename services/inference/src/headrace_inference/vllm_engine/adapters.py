@@ -25,7 +25,7 @@ def check(folder: Path, rank_max: int) -> None:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VersionUnusable(f"{CONFIG} cannot be read: {type(error).__name__}: {error}") from None
     if kind != "LORA":
         raise VersionUnusable(f"adapters of type {kind} are not supported; LoRA is")

@@ -85,5 +85,5 @@ def _context(folder: Path) -> int:
         config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
         return int(text.get("max_position_embeddings") or _UNBOUNDED)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise VersionUnusable(f"{folder}: its config.json cannot be read: {error}") from None

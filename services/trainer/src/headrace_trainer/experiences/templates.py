@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
     """None where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

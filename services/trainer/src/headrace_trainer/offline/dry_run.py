@@ -170,7 +170,7 @@ def _shape(base: Path) -> tuple[int, int]:
     path = base / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError("trainer.base", str(base), f"has no readable config.json: {error}") from None
     text = config.get("text_config") or config
     vocabulary = text.get("vocab_size")

@@ -131,7 +131,7 @@ class TeacherEndpoint:
             try:
                 with _DIRECT.open(request, timeout=settings.timeout_s) as answer:
                     return json.load(answer)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if refused or attempt == settings.attempts:
                     raise LearnerLost(f"{self._what} cannot be asked: {error}") from None

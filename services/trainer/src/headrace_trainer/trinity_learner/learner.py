@@ -134,7 +134,7 @@ class TrinityLearner(WholeLearner):
         weights = self._disk.put_model(files.weights_in(self._disk.folder / "thawed"))
         try:
             about: dict[str, Any] = json.loads(frozen.optimizer.splitlines()[1])
-        except (IndexError, ValueError):
+        except (IndexError, ValueError, RecursionError):
             raise _other_back_end(self._settings.lineage) from None
         momentum = bool(about["momentum"]) and self._disk.kept(weights).exists()
         if about["momentum"] and not momentum:

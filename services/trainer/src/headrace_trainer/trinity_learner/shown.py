@@ -34,7 +34,7 @@ def _yaml(settings: TrainerSettings) -> str:
     base = Path(settings.base)
     try:
         config = json.loads((base / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError("trainer.base", settings.base, f"has no config.json that can be read: {error}") from None
     job = TrinityJob(
         Path(chosen.folder).absolute() / settings.lineage / "jobs", "JOB", base.absolute(), size_of(settings, 0)
