@@ -35,7 +35,7 @@ class UntaughtFeedback:
     """`add` every feedback event once or more often, then `count`."""
 
     def __init__(self) -> None:
-        self._judgements: dict[str, _Judgement] = {}
+        self._judgements: dict[Name, _Judgement] = {}
 
     def add(self, event: Feedback) -> None:
         """Remember the event if it judges turns. One about a task may teach runs that are still to come."""
@@ -44,7 +44,7 @@ class UntaughtFeedback:
         answers = event.preference.pair if event.preference is not None else ()
         turn_ids = frozenset([*event.msg_ids, *(answer.turn_id for answer in answers)])
         name = event.tenant, event.feedback_id
-        self._judgements[event.event_id] = _Judgement(name, event.session_key, turn_ids, bool(answers))
+        self._judgements[event.tenant, event.event_id] = _Judgement(name, event.session_key, turn_ids, bool(answers))
 
     def count(self, turns: Mapping[Name, CapturedTurn]) -> dict[str, int]:
         """Return the number of feedbacks that trained nothing, by the reasons of their turns.

@@ -13,7 +13,7 @@ from headrace_gateway.requests import refusal_of
 from headrace_schemas import Trajectory, ids
 from headrace_schemas.ingest import Known, objection
 
-_PLAIN = frozenset({"foreign_session_key", "no_branches", "invalid_id"})
+_PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches", "invalid_id"})
 """Objections that are about one value alone."""
 
 Lookup = Callable[[str], Awaitable[Known]]
@@ -44,6 +44,8 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
         raise refusal_of(error, Trajectory, 422) from None
     if trajectory.tenant != tenant:
         raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
+    own_id = ids.ingested_trajectory_id(tenant, trajectory.trajectory_id)
+    trajectory = trajectory.model_copy(update={"trajectory_id": own_id})
     if "time" not in given and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
         trajectory = trajectory.model_copy(update={"time": trajectory.started_at})
     return trajectory

@@ -30,10 +30,11 @@ async def new_letters(
 async def unseen(
     tx: AsyncConnection, tables: StreamTables, received: Sequence[Received], now: datetime
 ) -> list[Received]:
-    """Return the events whose id is new, each id once, and mark the ids as seen."""
-    first = {item.envelope.id: item for item in reversed(received)}
-    new = set(await _mark_new(tx, tables, {item.envelope.id: item for item in received}, now))
-    fresh = [item for item in received if item is first[item.envelope.id] and item.envelope.id in new]
+    """Return the events whose id is new to their tenant, each id once, and mark the ids as seen."""
+    named = [(item.identity, item) for item in received]
+    first = dict(reversed(named))
+    new = set(await _mark_new(tx, tables, dict(named), now))
+    fresh = [item for name, item in named if item is first[name] and name in new]
     kept = {id(item) for item in fresh}
     for item in received:
         EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in kept else "duplicate").inc()

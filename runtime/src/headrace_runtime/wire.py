@@ -15,6 +15,7 @@ from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers, is_own
+from headrace_schemas.ids import derived_id
 from headrace_schemas.records import carried
 from headrace_schemas.text import storable
 
@@ -59,6 +60,17 @@ class Received:
     event: Event
     envelope: Envelope
     record: Record
+
+    @property
+    def identity(self) -> str:
+        """The id of the event among those of all tenants; that of the default tenant is the event's own.
+
+        Callers choose parts of some ids, so two tenants may send events of one id.
+        """
+        tenant = tenant_of(self)
+        if tenant in (UNKNOWN_TENANT, "default"):
+            return self.envelope.id
+        return derived_id("event-of-tenant", tenant, self.envelope.id)
 
     @property
     def place(self) -> int:

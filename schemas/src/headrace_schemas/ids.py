@@ -14,6 +14,9 @@ NAMESPACE = uuid.UUID("6f1d3c1e-9c0e-5d0a-8a55-6865616472ab")
 
 SESSION_KEY_LENGTH = 16
 _RESPONSE_ID = re.compile(rf"^chatcmpl-([a-z2-7]{{{SESSION_KEY_LENGTH}}})-([0-9a-f]{{32}})$")
+_TENANT_PREFIX = re.compile(rf"^tenant-[a-z2-7]{{{SESSION_KEY_LENGTH}}}/")
+_DEFAULT_TENANT = "default"
+_NAME_LENGTH_MAX = 512
 
 
 def uuid7(unix_ms: int | None = None) -> uuid.UUID:
@@ -43,6 +46,31 @@ def session_key(tenant: str, session_id: str) -> str:
     """
     digest = hashlib.sha256(f"{tenant}\0{session_id}".encode("utf-8", "surrogatepass")).digest()[:10]
     return base64.b32encode(digest).decode().lower()
+
+
+def tenant_name(tenant: str, name: str) -> str:
+    """Return `name` with its tenant before it. No two pairs of a tenant and a name share a result."""
+    return f"/{len(tenant)}/{tenant}/{name}" if "/" in tenant else f"{tenant}/{name}"
+
+
+def ingested_trajectory_id(tenant: str, name: str) -> str:
+    """Return the id of a trajectory that a tenant named itself, which is no other tenant's id.
+
+    Those of the tenant `default` keep their names, unless they have a tenant's prefix. The others get a prefix, once:
+    names that have it already keep it.
+    """
+    if tenant == _DEFAULT_TENANT and not has_tenant_prefix(name):
+        return name
+    prefix = f"tenant-{session_key(tenant, 'trajectories')}/"
+    if name.startswith(prefix):
+        return name
+    whole = prefix + name
+    return whole if len(whole) <= _NAME_LENGTH_MAX else prefix + derived_id("ingested-trajectory", name)
+
+
+def has_tenant_prefix(trajectory_id: str) -> bool:
+    """Return whether a trajectory id has the prefix that `ingested_trajectory_id` gives."""
+    return _TENANT_PREFIX.match(trajectory_id) is not None
 
 
 def response_id(key: str, turn_uuid: uuid.UUID | None = None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from headrace_schemas.events.trajectory import Trajectory
-from headrace_schemas.ids import key_of_response, session_key
+from headrace_schemas.ids import has_tenant_prefix, ingested_trajectory_id, key_of_response, session_key
 
 OWN_END_REASON = "ingest"
 _YEARS = range(2000, 2100)
@@ -54,6 +54,10 @@ def _identity(trajectory: Trajectory) -> Objection | None:
         return Objection("no_branches", "branches", "at least one is needed, with token ids and logprobs")
     if any("\0" in name for name in (trajectory.trajectory_id, *trajectory.turn_ids)):
         return Objection("invalid_id", "trajectory_id", "an id holds a NUL character")
+    own_id = ingested_trajectory_id(trajectory.tenant, trajectory.trajectory_id)
+    if has_tenant_prefix(trajectory.trajectory_id) and own_id != trajectory.trajectory_id:
+        message = "begins with the prefix of another tenant; choose a name that does not begin with `tenant-`"
+        return Objection("foreign_trajectory_id", "trajectory_id", message)
     taken = next((turn for turn in trajectory.turn_ids if key_of_response(turn) is not None), None)
     if taken is not None:
         message = f"turn {taken!r} has the id of a call through the gateway, whose trajectory the collector makes"

@@ -12,7 +12,9 @@ from urllib.parse import quote
 import pytest
 
 from headrace_gateway.settings import KeySettings
+from headrace_runtime.wire import Received, Record
 from headrace_schemas import Feedback, SessionEnd, ids
+from headrace_schemas.envelope import Envelope
 from tests.support import session_names
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until
@@ -146,3 +148,50 @@ async def test_a_response_id_of_another_tenant_leaves_the_version_of_its_session
         assert (await served.client.post("/v1/sessions/mine/end", headers=victim)).status_code == 202
         await served.chat(headers=victim)
         assert served.turns[-1].version == newer
+
+
+async def test_two_tenants_may_name_their_trajectories_and_feedback_alike(tmp_path: Path) -> None:
+    """Their events have ids of their own, so neither is dropped as a duplicate of the other."""
+    keys = {tenant: f"key-{tenant}" for tenant in ("default", "a", "b", "a/b")}
+    settings = [
+        KeySettings(name=f"k{at}", sha256=hashlib.sha256(key.encode()).hexdigest(), tenant=tenant, scopes=("admin",))
+        for at, (tenant, key) in enumerate(keys.items())
+    ]
+    span = {"start": 1, "logprobs": [-0.5], "turn_id": "t-1", "version": "tiny@0123456789ab", "finish_reason": "stop"}
+    longest = "x" * 512
+    async with gateway(tmp_path, keys=settings) as served:
+        await until(lambda: served.publisher.connected)
+        names: dict[str, list[str]] = {}
+        for tenant, key in keys.items():
+            headers = {"authorization": f"Bearer {key}"}
+            names[tenant] = []
+            for name in ("run-1", "run-1", longest):
+                body = {
+                    "trajectory_id": name,
+                    "session_id": "run-1",
+                    "model": "tiny",
+                    "branches": [{"token_ids": [1, 2], "spans": [span]}],
+                    "started_at": "2026-01-01T00:00:00Z",
+                }
+                answer = await served.client.post("/v1/trajectories", json=body, headers=headers)
+                assert answer.status_code == 202, answer.text
+                names[tenant].append(answer.json()["trajectory_id"])
+            again = {**body, "trajectory_id": names[tenant][0]}
+            answer = await served.client.post("/v1/trajectories", json=again, headers=headers)
+            assert answer.json()["trajectory_id"] == names[tenant][0]
+            said = {"response_id": OWN, "value": 1, "feedback_id": "f"}
+            assert (await served.client.post("/v1/feedback", json=said, headers=headers)).status_code == 202
+        for tenant in ("b", "default"):  # a name that has the prefix of another tenant
+            headers = {"authorization": f"Bearer {keys[tenant]}"}
+            foreign = {**body, "trajectory_id": names["a"][0]}
+            answer = await served.client.post("/v1/trajectories", json=foreign, headers=headers)
+            names[tenant].append(answer.json()["trajectory_id"])
+        identities = [_identity(event) for event in served.bus.events(Feedback)]
+    assert names["default"][:3] == ["run-1", "run-1", longest]
+    assert all(of[0] == of[1] and max(map(len, of)) <= 512 for of in names.values())
+    assert len({name for of in names.values() for name in of}) == 2 * len(keys) + 2
+    assert len(set(identities)) == len(keys)
+
+
+def _identity(event: Feedback) -> str:
+    return Received(event, Envelope.of(event, "test"), Record("feedback", 0, 0, None, None)).identity

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_judge.settings import JudgeSettings
-from headrace_schemas import Reward, Trajectory
+from headrace_schemas import DeadLetter, Reward, Trajectory
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM
 from tests.support.judge_rig import Rig, judge, settings, trajectory
@@ -216,3 +216,20 @@ async def test_a_restart_in_the_middle_of_a_pair_asks_only_for_the_missing_order
             "b": (0.0, 0),
         }
     assert len(llm.calls) == 3
+
+
+async def test_runs_of_two_tenants_with_one_id_are_judged_apart(
+    llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
+) -> None:
+    """Alone each tenant gets its verdict; in a comparison the second one is refused by name, and takes nothing."""
+    async with judge(settings(llm), data_dir) as rig:
+        await rig.bench.deliver(*(trajectory("x", tenant=tenant) for tenant in ("default", "a", "b")))
+        assert sorted(reward.tenant for reward in await rig.judged(3)) == ["a", "b", "default"]
+    llm.usual = preference("A")
+    async with judge(paired(), data_dir) as rig:
+        await rig.bench.deliver(*(run(name, at, tenant="a") for at, name in enumerate("xy")))
+        await rig.judged(2)
+        await rig.bench.deliver(run("x", 2, tenant="b"))
+        await rig.idle()
+        assert {reward.tenant for reward in rig.rewards} == {"a"}
+        assert [letter.reason for letter in rig.bench.sent(DeadLetter)] == ["trajectory_taken"]

@@ -36,7 +36,7 @@ async def keep(tx: AsyncConnection, trajectory: Trajectory, place: int = 0) -> d
 
 async def hear(tx: AsyncConnection, *said: Feedback) -> None:
     for one in said:
-        await store.add_feedback(tx, NOW, PlacedFeedback(one, 7, 3, 4), 0)
+        await store.add_feedback(tx, NOW, one.event_id, PlacedFeedback(one, 7, 3, 4), 0)
 
 
 def turns_of(tenant: str = "default", session: str = "s", count: int = 1) -> list[Turn]:

@@ -36,14 +36,12 @@ def about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: i
     ]
 
 
-def used_up(
-    feedback: Sequence[OrderedFeedback], left: Sequence[SessionRun], closed: Iterable[TurnFacts]
-) -> list[Feedback]:
-    """Feedback that cannot be about the runs that are `left` open, nor about later turns."""
+def used_up(feedback: Sequence[OrderedFeedback], left: Sequence[SessionRun], closed: Iterable[TurnFacts]) -> list[str]:
+    """Return the names of feedback that cannot be about the runs that are `left` open, nor about later turns."""
     open_turns = {turn for run in left for turn in run.turn_ids}
     known = {turn.turn_id for turn in closed}
     return [
-        one.event
+        one.name
         for one in feedback
         if (
             open_turns.isdisjoint(one.event.msg_ids) and not known.isdisjoint(one.event.msg_ids)

@@ -22,6 +22,8 @@ from headrace_runtime.upsert import upsert
 from headrace_schemas import Event, Feedback, SessionEnd, Turn
 from headrace_schemas.arrays import MAX_LENGTH
 from headrace_schemas.bounds import PROMPT_MESSAGES_MAX
+from headrace_schemas.ids import key_of_response, session_key
+from headrace_schemas.text import printable
 
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 """What an end must not overtake. Feedback may say which turns are one run, so an end waits for it, too."""
@@ -35,7 +37,11 @@ class Collector:
     started: datetime
 
     async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
-        """Store it. If its session has become too large, close the runs that were idle for longest."""
+        """Store it. If its session has become too large, close the runs that were idle for longest.
+
+        Raises `InvalidEvent` for a turn that is too long, and for one that is not of the session that it names.
+        """
+        _check_session(turn)
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
         facts = facts_of(turn, handling.now, handling.received.place)
@@ -61,7 +67,7 @@ class Collector:
             "resolved": False,
             "payload": feedback.to_json(),
         }
-        await upsert(handling.tx, feedback_table, {"event_id": feedback.event_id}, row, update=False)
+        await upsert(handling.tx, feedback_table, {"event_id": handling.received.identity}, row, update=False)
         if feedback.ends_session:
             end = End(
                 tenant=feedback.tenant,
@@ -112,6 +118,14 @@ class Collector:
             else:
                 kept.append(candidate.run)
         return surplus
+
+
+def _check_session(turn: Turn) -> None:
+    """Raise `InvalidEvent` unless session key and response id are those of the turn's tenant and session."""
+    if turn.session_key != session_key(turn.tenant, turn.session_id):
+        raise InvalidEvent("foreign_session_key", "session_key: is not that of tenant and session_id")
+    if key_of_response(turn.turn_id) not in (None, turn.session_key):
+        raise InvalidEvent("foreign_turn_id", f"turn_id: {printable(turn.turn_id)!r} is of another session")
 
 
 def _check_size(turn: Turn) -> None:

@@ -14,3 +14,5 @@ class OrderedFeedback:
     event: Feedback
     place: int
     turns_until: int
+    name: str = ""
+    """The `event_id` of its row."""

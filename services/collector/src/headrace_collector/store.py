@@ -23,6 +23,7 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Turn
+from headrace_schemas.text import printable
 
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
@@ -45,7 +46,10 @@ class SessionSize:
 async def add_turn(
     tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int
 ) -> SessionSize | None:
-    """Keep a turn as open, and say how much of its session is open now. None: this turn is known already."""
+    """Keep a turn as open, and say how much of its session is open now. None: this turn is known already.
+
+    Raises `InvalidEvent` when another session has a turn of this id.
+    """
     row = asdict(facts) | {
         "session_key": turn.session_key,
         "prefixes": digests.pack(facts.prefixes),
@@ -53,6 +57,9 @@ async def add_turn(
         "payload": turn.to_json(),
     }
     if not await upsert(tx, turns, {"turn_id": row.pop("turn_id")}, row, update=False):
+        owner = await tx.scalar(select(turns.c.session_key).where(turns.c.turn_id == turn.turn_id))
+        if owner not in (None, turn.session_key):
+            raise InvalidEvent("turn_taken", f"turn_id: {printable(turn.turn_id)!r} is a turn of another session")
         return None
     return await _open(tx, turn, facts, partition, check_ms)
 
@@ -159,13 +166,13 @@ async def feedback_of_session(
     What another tenant said is none of it.
     """
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
-    columns = feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
+    columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
     found = []
     for row in rows:
         event = read_feedback(row.payload)
         if event is not None and event.tenant == tenant:
-            found.append(OrderedFeedback(event, row.source_offset, row.turns_until))
+            found.append(OrderedFeedback(event, row.source_offset, row.turns_until, row.event_id))
     return sorted(found, key=lambda one: one.place)
 
 
@@ -183,9 +190,8 @@ async def close(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: s
     await tx.execute(update(turns).where(turns.c.turn_id.in_(turn_ids)).values(values))
 
 
-async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime) -> None:
-    """Mark feedback that cannot be about an open or a later run."""
-    names = [one.event_id for one in said]
+async def mark_used(tx: AsyncConnection, names: Collection[str], now: datetime) -> None:
+    """Mark feedback that cannot be about an open or a later run. `names` are the `event_id` of its rows."""
     if names:
         used = update(feedback).where(feedback.c.event_id.in_(names), feedback.c.used_ms.is_(None))
         await tx.execute(used.values(used_ms=epoch_ms(now)))

@@ -18,10 +18,12 @@ from headrace_judge.scoring import Judgement
 from headrace_judge.settings import PairSettings
 from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.jobs import Job, Jobs, of_tenant
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id
+from headrace_schemas.text import printable
 
 
 class PairwiseComparisons:
@@ -42,6 +44,10 @@ class PairwiseComparisons:
         key = {"rubric": subject.rubric, "trajectory_id": subject.trajectory_id}
         row = {"contest": contest, "run": run, "case": case.to_json(), "arrived_ms": epoch_ms(now)}
         if not await upsert(tx, CONTESTANTS, key, {**row, "closed": False, "revision": 0}, update=False):
+            entered = await tx.scalar(select(CONTESTANTS.c.case).where(_is(subject.rubric, subject.trajectory_id)))
+            if entered is not None and Case.model_validate_json(entered).subject.tenant != subject.tenant:
+                text = f"trajectory_id: {printable(subject.trajectory_id)!r} is a trajectory of another tenant"
+                raise InvalidEvent("trajectory_taken", text)
             return
         for rival in await self._rivals(tx, now, contest, run):
             pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)

@@ -18,7 +18,7 @@ from headrace_judge.settings import JudgeSettings
 from headrace_runtime.jobs import Jobs, of_tenant
 from headrace_runtime.processor import Handling
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.ids import derived_id
+from headrace_schemas.ids import derived_id, tenant_name
 
 _TENANTS_MAX = 64
 
@@ -83,7 +83,8 @@ class TrajectoryHandler:
         if rubric.mode == "pair":
             await self._pairwise.enter(handling.tx, handling.now, case, trajectory)
         else:
-            job_id = derived_id("judge-verdict", rubric.name, trajectory.trajectory_id)
+            name = tenant_name(trajectory.tenant, trajectory.trajectory_id)
+            job_id = derived_id("judge-verdict", rubric.name, name)
             kind = of_tenant(VERDICT_JOB, trajectory.tenant)
             await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
         return None

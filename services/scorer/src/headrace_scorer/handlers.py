@@ -38,7 +38,8 @@ class Scorer:
     async def on_trajectory(self, trajectory: Trajectory, handling: Handling) -> Sequence[Event]:
         """Store it, match it with feedback that came before, and start the reward functions.
 
-        Raises `InvalidEvent` for a trajectory that must not come from outside, and for a turn of another trajectory.
+        Raises `InvalidEvent` for a trajectory that must not come from outside, for a turn of another trajectory, and
+        for the id of another tenant's trajectory.
         """
         await ingest_check.check(trajectory, handling.received, self.known)
         tx, now = handling.tx, handling.now
@@ -66,7 +67,7 @@ class Scorer:
         tx, now, partition = handling.tx, handling.now, handling.received.record.partition
         after = handling.received.envelope.after or {}
         placed = PlacedFeedback(feedback, handling.received.place, after.get("turns"), after.get("trajectories"))
-        await store.add_feedback(tx, now, placed, partition)
+        await store.add_feedback(tx, now, handling.received.identity, placed, partition)
         if feedback.level == "task":
             assert feedback.task_id is not None
             await store.mark_for_rematch(tx, feedback.tenant, feedback.task_id, partition)

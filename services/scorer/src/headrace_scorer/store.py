@@ -18,6 +18,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import insert_new, upsert
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Feedback, Trajectory
+from headrace_schemas.text import printable
 from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
@@ -61,7 +62,10 @@ class TrajectoryCache:
 async def add_trajectory(
     tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, partition: int, wait_s: float
 ) -> dict[str, Any] | None:
-    """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before."""
+    """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before.
+
+    Raises `InvalidEvent` when another tenant has a trajectory of this id.
+    """
     waits = trajectory.purpose == "train" and trajectory.untrained is None and trajectory.branches
     row = {
         "session_key": trajectory.session_key,
@@ -82,6 +86,10 @@ async def add_trajectory(
     }
     key = {"trajectory_id": trajectory.trajectory_id}
     if not await upsert(tx, trajectories, key, {**row, "payload": trajectory.to_json()}, update=False):
+        owner = await tx.scalar(select(trajectories.c.tenant).filter_by(**key))
+        if owner not in (None, trajectory.tenant):
+            text = f"trajectory_id: {printable(trajectory.trajectory_id)!r} is a trajectory of another tenant"
+            raise InvalidEvent("trajectory_taken", text)
         return None
     await _own(tx, trajectory)
     in_branches = set(branch_turns(trajectory))
@@ -139,7 +147,8 @@ async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> N
     await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
 
 
-async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedback, partition: int) -> None:
+async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: PlacedFeedback, partition: int) -> None:
+    """Store feedback as `name`, which is unique among all tenants (`Received.identity`)."""
     event = placed.event
     of_task = event.level == "task"
     row = {
@@ -154,8 +163,8 @@ async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedbac
         "arrived_ms": epoch_ms(now),
         "payload": event.to_json(),
     }
-    if await upsert(tx, feedback, {"event_id": event.event_id}, row, update=False) and event.msg_ids:
-        rows = [{"turn_id": turn, "event_id": event.event_id} for turn in dict.fromkeys(event.msg_ids)]
+    if await upsert(tx, feedback, {"event_id": name}, row, update=False) and event.msg_ids:
+        rows = [{"turn_id": turn, "event_id": name} for turn in dict.fromkeys(event.msg_ids)]
         await tx.execute(insert(listed), rows)
 
 

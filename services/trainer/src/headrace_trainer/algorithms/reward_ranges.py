@@ -29,6 +29,7 @@ from pydantic import Field
 
 from headrace_schemas import Experience
 from headrace_schemas.base import Finite, Model
+from headrace_schemas.ids import tenant_name
 from headrace_schemas.text import printable
 
 WINDOW = 128
@@ -240,7 +241,8 @@ def _add(sources: dict[str, SourceRange], values: Iterable[tuple[str, str, float
 
 def _key(experience: Experience, source: str) -> str:
     """Return the name of a source's range: tenants have units of their own, whatever their sources are called."""
-    return source if experience.tenant == "default" and "/" not in source else f"{experience.tenant}/{source}"
+    plain = experience.tenant == "default" and "/" not in source
+    return source if plain else tenant_name(experience.tenant, source)
 
 
 def _values(experience: Experience) -> Iterable[tuple[str, float]]:

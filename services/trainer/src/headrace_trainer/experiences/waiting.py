@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import Experience
 from headrace_schemas.base import Model
+from headrace_schemas.ids import tenant_name
 
 
 class Waiting(Model):
@@ -49,7 +50,7 @@ class Selection:
 
 def task_of(experience: Experience) -> str | None:
     """What experiences are compared within; None when nobody said what the task was."""
-    return None if experience.task_id is None else f"{experience.tenant}/{experience.task_id}"
+    return None if experience.task_id is None else tenant_name(experience.tenant, experience.task_id)
 
 
 def run_of(experience: Experience) -> str:
