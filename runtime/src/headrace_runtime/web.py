@@ -27,8 +27,9 @@ from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings, is_loopback
 from headrace_runtime.web_guard import WebGuard
-from headrace_schemas.names import decode_name, decode_path
+from headrace_schemas.names import decode_name, decode_path, decode_segment
 from headrace_schemas.redaction import redacted
+from headrace_schemas.text import closest, printable
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 Holds = bool | str
@@ -157,6 +158,25 @@ def header_of(request: Request, name: str) -> str:
     """Return a header's value by the rule of `headrace_schemas.names`, empty where the request has no such header."""
     wanted = name.lower().encode("ascii")
     return next((decode_name(value) for header, value in request.headers.raw if header == wanted), "")
+
+
+def parameters_of(request: Request, *names: str) -> dict[str, str]:
+    """Return the query parameters of a request, decoded by the rule of `headrace_schemas.names`.
+
+    Raises `Refused` 400 for a parameter that is not one of `names`, and for one that has two different values.
+    """
+    raw: bytes = request.scope.get("query_string", b"")
+    found: dict[str, str] = {}
+    for pair in filter(None, raw.split(b"&")):
+        name, value = (decode_segment(part.replace(b"+", b" ")) for part in pair.partition(b"=")[::2])
+        if name not in names:
+            similar = closest(name, names)
+            hint = f"did you mean {similar!r}?" if similar else f"this page takes {', '.join(names) or 'none'}"
+            text = f"unknown query parameter '{printable(name)}'; {hint}"
+            raise Refused(400, "unknown_parameter", text, printable(name))
+        if found.setdefault(name, value) != value:
+            raise Refused(400, "repeated_parameter", f"{name}: two different values; send one", name)
+    return found
 
 
 def _with_exact_paths(application: ASGIApp) -> ASGIApp:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote_from_bytes
 
 import httpx2
 import pytest
@@ -18,6 +21,7 @@ from starlette.routing import Route
 from headrace_runtime import metrics, web
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
+from headrace_schemas.names import decode_name
 from tests.support.full_disk import no_room
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
@@ -169,3 +173,54 @@ def test_a_socket_for_everybody_is_not_taken_for_a_loopback_address() -> None:
     with socket.create_server(("0.0.0.0", 0)) as listener:
         said = handed(listener).communicate(timeout=30)[1]
     assert "0.0.0.0" in said
+
+
+async def _parameters(request: Request) -> Response:
+    return JSONResponse(web.parameters_of(request, "name", "tenant"))
+
+
+_PARAMETERS = web.app({}, [Route("/parameters", _parameters)])
+
+
+async def test_query_parameters_that_differ_in_one_byte_are_different_names() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    words = {
+        bytes(rng.choice(b"mM\xc3\xbc\xfc\xff\x80a %+&=\xe2") for _ in range(rng.randint(1, 6))) for _ in range(300)
+    }
+    words |= {"müller".encode(), "müller".encode("latin-1"), "möller".encode("latin-1"), b"m\xfcller", b"m\xffller"}
+    names = {}
+    async with web.serve(_PARAMETERS, ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        for word in words:
+            answer = await client.get(f"http://127.0.0.1:{port}/parameters?name={quote_from_bytes(word, safe='')}")
+            assert answer.status_code == 200, word
+            names[word] = answer.json()["name"]
+    assert names == {word: decode_name(word) for word in words}
+    assert "\ufffd" not in "".join(names.values())
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("name=a&tennant=b", "unknown_parameter"),
+        ("name=a&name=b", "repeated_parameter"),
+        ("%ff=a", "unknown_parameter"),
+        ("name", None),
+        ("name=a&name=a", None),
+        ("&&", None),
+    ],
+)
+async def test_unknown_and_repeated_query_parameters_are_refused(query: str, code: str | None) -> None:
+    async with web.serve(_PARAMETERS, ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/parameters?{query}")
+    assert answer.status_code == (400 if code else 200)
+    assert code is None or answer.json()["error"]["code"] == code
+
+
+def test_no_service_reads_query_parameters_in_another_way() -> None:
+    """Starlette's own reader replaces what is not UTF-8, so two names would become one."""
+    root = Path(web.__file__).parents[3]
+    sources = [path for folder in ("gateway", "runtime", "services") for path in (root / folder).rglob("src/**/*.py")]
+    assert len(sources) > 100
+    assert [path.name for path in sources if re.search(r"query_params|parse_qs|QueryParams", path.read_text())] == []

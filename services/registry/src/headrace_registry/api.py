@@ -22,6 +22,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
+from headrace_runtime.web import parameters_of
 from headrace_schemas import Replica
 from headrace_schemas.registry_api import (
     HoldRequest,
@@ -86,7 +87,7 @@ class RegistryApi:
         return probe.live(self._replicas(), self._clock.now())
 
     async def versions(self, request: Request) -> Response:
-        limit = http.limit(request)
+        limit = http.limit(parameters_of(request, "limit"))
         async with self._database.transaction() as tx:
             record = await changes.model(tx, request.path_params["name"])
             found = await store.newest(tx, record.model, limit)

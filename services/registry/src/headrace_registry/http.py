@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -49,13 +49,13 @@ async def body(request: Request, model: type[M]) -> M:
         raise Refused(400, "invalid_request", f"{where or 'body'}: {first['msg']}", where or None) from None
 
 
-def limit(request: Request) -> int:
-    return number(request, "limit", 100, _LIST_MAX)
+def limit(parameters: Mapping[str, str]) -> int:
+    return number(parameters, "limit", 100, _LIST_MAX)
 
 
-def number(request: Request, name: str, default: int, most: int) -> int:
+def number(parameters: Mapping[str, str], name: str, default: int, most: int) -> int:
     """A query parameter from 1 to `most`. Raises `Refused` 400."""
-    text = request.query_params.get(name, str(default))
-    if not text.isdecimal() or len(text) > 19 or not 1 <= int(text) <= most:
+    text = parameters.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()) or len(text) > 19 or not 1 <= int(text) <= most:
         raise Refused(400, "invalid_request", f"{name} must be a number from 1 to {most}", name)
     return int(text)

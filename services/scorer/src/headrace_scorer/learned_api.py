@@ -15,8 +15,9 @@ from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_runtime.processor import Processor
 from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
+from headrace_runtime.web import parameters_of, require_internal_key
 from headrace_schemas import Event
+from headrace_schemas.text import printable
 from headrace_scorer import judge_watch
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.learned import store
@@ -40,7 +41,8 @@ def routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequen
 
     async def forget(request: Request) -> Response:
         require_internal_key(request, common)
-        source, tenant = request.query_params.get("source", ""), request.query_params.get("tenant", "default")
+        parameters = parameters_of(request, "source", "tenant")
+        source, tenant = parameters.get("source", ""), parameters.get("tenant", "default")
         forgotten = 0
 
         async def step(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -50,7 +52,8 @@ def routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequen
 
         await processor.step(step)
         if not forgotten:
-            text = f"source={source!r} of tenant {tenant!r} was not compared with people; GET /agreement lists who was"
+            names = f"source={printable(source)!r} of tenant {printable(tenant)!r}"
+            text = f"{names} was not compared with people; GET /agreement lists who was"
             raise Refused(404, "not_found", text)
         return JSONResponse({"forgotten": forgotten})
 

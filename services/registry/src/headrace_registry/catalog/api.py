@@ -22,6 +22,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common
+from headrace_runtime.web import parameters_of
 from headrace_schemas.catalog import (
     AliasesRequest,
     AuditList,
@@ -161,7 +162,7 @@ class CatalogApi:
     async def notes(self, request: Request) -> Response:
         async with self._database.transaction() as tx:
             record = await changes.model(tx, request.path_params["name"])
-            one = await changes.version(tx, record, request.query_params.get("version", ""))
+            one = await changes.version(tx, record, parameters_of(request, "version").get("version", ""))
             return http.answer(NoteList(data=await queries.notes(tx, one.version)))
 
     async def one(self, request: Request) -> Response:
@@ -182,10 +183,11 @@ class CatalogApi:
             raise Refused(503, "unavailable", f"not done, or not all of it: {error}; ask again") from None
 
     async def audited(self, request: Request) -> Response:
-        before = http.number(request, "before", _NUMBER_MAX, _NUMBER_MAX)
-        limit = http.limit(request)
+        parameters = parameters_of(request, "model", "before", "limit")
+        before = http.number(parameters, "before", _NUMBER_MAX, _NUMBER_MAX)
+        limit = http.limit(parameters)
         async with self._database.transaction() as tx:
-            found = await audit.read(tx, request.query_params.get("model"), before, limit)
+            found = await audit.read(tx, parameters.get("model"), before, limit)
         return http.answer(AuditList(data=found))
 
     async def _of_version(self, request: Request, wanted: str, why: str, work: OfVersion) -> Response:

@@ -22,6 +22,7 @@ from headrace_registry.transition import Transition
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
+from headrace_runtime.web import parameters_of
 from headrace_schemas.rollout_api import RolloutChange, RolloutList, RolloutRequest
 
 Change = Callable[[Transition, ModelRecord, KeptRollout, str], Awaitable[None]]
@@ -50,9 +51,10 @@ class RolloutApi:
         ]
 
     async def list(self, request: Request) -> Response:
-        limit = http.limit(request)
+        parameters = parameters_of(request, "model", "limit")
+        limit = http.limit(parameters)
         async with self._database.transaction() as tx:
-            found = await kept.newest(tx, request.query_params.get("model"), limit)
+            found = await kept.newest(tx, parameters.get("model"), limit)
         return http.answer(RolloutList(data=tuple(states.of(one) for one in found)))
 
     async def one(self, request: Request) -> Response:
