@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.rewards.natural_signals import _alike
+from headrace_schemas.source_patterns import _expression
 from headrace_schemas.text import closest
-from headrace_scorer.patterns import _expression
 from tests.repo.pattern_attacks import Use, slowest, uses
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
-    ("services/scorer/src/headrace_scorer/patterns.py", "_compiled"): tuple(
+    ("schemas/src/headrace_schemas/source_patterns.py", "_compiled"): tuple(
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
 }

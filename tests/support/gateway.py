@@ -32,6 +32,7 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
+from headrace_runtime.source_values import SourceValues
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Event, Routing, ServedVersion, Turn
 from headrace_schemas.blobs import BlobRef
@@ -127,7 +128,9 @@ def routing(champion: str | None, serve: tuple[str, ...] = (), revision: int = 1
 
 
 @contextlib.asynccontextmanager
-async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> AsyncIterator[Gateway]:
+async def gateway(
+    folder: Path, *replicas: FakeReplica, values: SourceValues | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
     """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
     defaults: dict[str, Any] = {
         "port": 0,
@@ -159,7 +162,7 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
             publisher,
             own.body_timeout_s,
         )
-        app = application(Parts(own, admission, catalog, replica_set, engines, clock))
+        app = application(Parts(own, admission, catalog, replica_set, engines, clock, values=values or SourceValues()))
         try:
             async with (
                 _listening(app, own) as port,

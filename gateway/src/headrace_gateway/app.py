@@ -37,6 +37,7 @@ from headrace_runtime.offsets import Offsets
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.replica_trust import ReplicaTrust
 from headrace_runtime.settings import Common, SecuritySettings
+from headrace_runtime.source_values import SourceValues
 from headrace_runtime.wire import Record
 from headrace_schemas import Replica, Routing
 from headrace_schemas.ingest import Known
@@ -49,6 +50,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = read_keys(settings)
+    values = common.part_of("scorer", SourceValues)
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
@@ -122,7 +124,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         )
         beside = [group.create_task(one) for one in work]
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
-        app = application(Parts(settings, admission, catalog, replica_set, engines, clock, common, known))
+        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, known, values)
+        app = application(parts)
         try:
             async with (
                 web.serve(app, settings, common.security) as port,

@@ -1,13 +1,15 @@
-"""What would stop the gateway's start: its keys."""
+"""What would stop the gateway's start: its keys, and declared values that cannot be read."""
 
 from __future__ import annotations
 
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.settings import Common
+from headrace_runtime.source_values import SourceValues
 
 
-async def check(_common: Common, settings: GatewaySettings) -> list[str]:
+async def check(common: Common, settings: GatewaySettings) -> list[str]:
     """Raises `SettingError`."""
+    common.part_of("scorer", SourceValues)
     read_keys(settings)
     return []

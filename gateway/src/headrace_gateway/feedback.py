@@ -15,8 +15,11 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
 from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
+from headrace_runtime.source_values import SourceValues
 from headrace_schemas import Feedback, ids
 from headrace_schemas.events.feedback import task_key
+from headrace_schemas.events.opinion import metric_source, values_of
+from headrace_schemas.text import printable
 
 _HEADERS_BYTES = 300
 """About what an event's envelope adds to it on the log."""
@@ -106,6 +109,26 @@ def _events(
         )
         for key, own in turns.items()
     ]
+
+
+def check_values_of(event: Feedback, values: SourceValues) -> None:
+    """Check that a feedback is inside the declared ranges of its sources: what the scorer refuses gets no 202.
+
+    Raises:
+        ApiError: 400, with the field and the source.
+    """
+    for source, value in values_of(event, values.labels):
+        violation = values.violation(source, value)
+        if violation is not None:
+            raise ApiError(400, "out_of_range", violation, _field_of(event, source))
+
+
+def _field_of(event: Feedback, source: str) -> str:
+    """Return the field that gave the value of `source`."""
+    part = next((metric for metric in event.parts if metric_source(event.source, metric) == source), None)
+    if part is not None:
+        return f"parts.{printable(part)}"
+    return "label" if event.label is not None else "value" if event.rating is None else "rating"
 
 
 def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int, bounds: FeedbackSettings) -> None:

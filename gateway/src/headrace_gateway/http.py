@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -31,6 +31,7 @@ from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
+from headrace_runtime.source_values import SourceValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Parts:
     clock: Clock
     common: Common | None = None
     known: Lookup = nothing_known
+    values: SourceValues = field(default_factory=SourceValues)
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -57,7 +59,14 @@ def application(parts: Parts) -> ASGIApp:
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
     sessions = SessionsApi(
-        parts.admission, sticky_versions, parts.clock, parts.settings.feedback, aside, recent, parts.known
+        parts.admission,
+        sticky_versions,
+        parts.clock,
+        parts.settings.feedback,
+        aside,
+        recent,
+        parts.known,
+        parts.values,
     )
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace_gateway.admission import Admission, AdmittedRequest
-from headrace_gateway.feedback import events_of, from_trinity
+from headrace_gateway.feedback import check_values_of, events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
 from headrace_gateway.ingest import Lookup, check, nothing_known, trajectory_of
@@ -21,6 +21,7 @@ from headrace_gateway.settings import FeedbackSettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
+from headrace_runtime.source_values import SourceValues
 from headrace_runtime.topics import catalogue
 from headrace_schemas import Event, Feedback, SessionEnd, Trajectory, ids
 
@@ -42,6 +43,7 @@ class SessionsApi:
     aside: Aside
     recent: RecentTurns
     known: Lookup = nothing_known
+    values: SourceValues = field(default_factory=SourceValues)
 
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
@@ -133,7 +135,9 @@ class SessionsApi:
         return {} if teaching is None else teaching.fields()
 
     def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:
-        return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
+        events = events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
+        check_values_of(events[0], self.values)
+        return events
 
 
 def _commit(admitted: AdmittedRequest) -> TrinityCommit:

@@ -6,8 +6,9 @@
     [gateway]
     port = 8000
 
-`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. A section is read by its service alone; every service checks the
-names of all sections, so that `[gatway]` is caught wherever the file is used.
+`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. A section is read by its service alone, but for
+`Common.part_of`; every service checks the names of all sections, so that `[gatway]` is caught wherever the file is
+used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from headrace_runtime import services, settings_table
 from headrace_runtime.errors import SettingError
@@ -222,6 +232,16 @@ class Common(Section):
     logs: LogSettings = LogSettings()
     security: SecuritySettings = SecuritySettings()
     dead_letters: DeadLetterSettings = DeadLetterSettings()
+    _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    def part_of(self, section: str, model: type[M]) -> M:
+        """Return the settings of another section that `model` names, where the file of this process has them.
+
+        Raises `SettingError` for what must not be there.
+        """
+        table = self._table.get(section)
+        named = {name: value for name, value in table.items() if name in model.model_fields} if table else {}
+        return _validate(model, named, f"{section}.")
 
 
 class ServiceSettings(Section):
@@ -252,6 +272,7 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
         if name not in ours and name not in (known := (*ours, *services.SERVICES.names(), *elsewhere)):
             raise SettingError(name, value, f"unknown{_hint(name, known)}")
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
+    common._table = table
     own = _validate(complete(model), table.get(service, {}), f"{service}.")
     _check_bind(service, own, common)
     return common, own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -189,3 +190,15 @@ class Opinion(Model):
 def metric_source(source: str, metric: str | None) -> str:
     """A metric of a source is a source: its weight is that of the first pattern that fits, as of any."""
     return source if metric is None else f"{source}:{metric}"
+
+
+def values_of(opinion: Opinion, labels: Mapping[str, float]) -> Iterator[tuple[str, float | None]]:
+    """Yield each source under which an opinion gives a value, with the value; None: withdrawn, or an unknown label."""
+    if opinion.withdrawn:
+        yield opinion.metric_source, None
+    elif opinion.label is not None:
+        yield opinion.metric_source, labels.get(opinion.label)
+    elif opinion.value is not None:
+        yield opinion.metric_source, opinion.value
+    for metric, value in opinion.parts.items():
+        yield metric_source(opinion.source, metric), value

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from headrace_schemas import Feedback
-from headrace_schemas.events.opinion import metric_source
+from headrace_schemas.events.opinion import values_of
 from headrace_schemas.ids import derived_id
+from headrace_schemas.source_patterns import fits_any
 from headrace_scorer.feedback_matching import FeedbackSet
-from headrace_scorer.patterns import fits_any
 
 ANY_CHOICE = -1
 """The choice of what is about a turn whatever was answered, or about the whole trajectory."""
@@ -109,18 +109,6 @@ def _said(
                 words.pop(one.rater or "", None)  # so that the words stand in the order of the log
                 words[one.rater or ""] = _Word(one, value)
     return said
-
-
-def values_of(one: Feedback, labels: Mapping[str, float]) -> Iterator[tuple[str, float | None]]:
-    """Each source under which it says something, with the value. What only brings facts says nothing."""
-    if one.withdrawn:
-        yield one.metric_source, None
-    elif one.label is not None:
-        yield one.metric_source, labels.get(one.label)
-    elif one.value is not None:
-        yield one.metric_source, one.value
-    for metric, value in one.parts.items():
-        yield metric_source(one.source, metric), value
 
 
 def _targets(one: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:

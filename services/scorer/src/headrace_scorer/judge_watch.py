@@ -18,11 +18,11 @@ from headrace_runtime.isolation import each
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Event, Trajectory
+from headrace_schemas.source_patterns import fits_any
 from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement, alarm_at
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.ledger import LedgerEntries
-from headrace_scorer.patterns import fits_any
 from headrace_scorer.schema import agreement, agreement_pairs
 
 log = get_logger(__name__)

@@ -10,20 +10,19 @@ from pydantic import Field, model_validator
 from headrace_runtime.program_environment import VariableName
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
-from headrace_schemas.base import Text
-from headrace_schemas.bounds import WEIGHT_MAX, Score
-from headrace_schemas.text import printable
+from headrace_runtime.source_values import SourceValues
+from headrace_schemas.bounds import WEIGHT_MAX
+from headrace_schemas.source_patterns import fits
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
-from headrace_scorer.patterns import fits
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.service import INFO
 
 Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 
 
-class ScorerSettings(ServiceSettings):
+class ScorerSettings(ServiceSettings, SourceValues):
     """Reward functions, and how the rewards of many sources become one.
 
     Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, `learned:<model>`, or
@@ -49,9 +48,6 @@ class ScorerSettings(ServiceSettings):
     """With several scorers on one database: how long after a scorer died another one makes its calls."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
     """Weight of each source in the reward: that of the first pattern that fits. A source without one does not count."""
-    ranges: dict[Text, tuple[Score, Score]] = Field(default_factory=dict)
-    """The least and the largest value of sources, e.g. `{ feedback = [0, 1] }`; the first pattern that fits counts.
-    Feedback and rewards of other services outside it are dead-lettered, and a reward function's call has failed."""
     required: tuple[str, ...] = ()
     """Sources without whose score there is no reward."""
     expected: tuple[str, ...] = ()
@@ -61,9 +57,6 @@ class ScorerSettings(ServiceSettings):
     combine: Literal["mean", "sum"] = "mean"
     """Whether a reward is the weighted mean of its sources or their weighted sum. Metrics and `parts` of feedback are
     sources, too: `feedback:tone`."""
-    labels: dict[Text, Score] = Field(default_factory=dict)
-    """The value of each label that feedback may carry, e.g. `{ good = 1.0, bad = 0.0 }`. Other labels are kept and
-    abstain."""
     unrewarded_branches: bool = False
     """Whether experiences without a reward bring their tokens, for algorithms that train without one
     (`on_policy_distill`). They take as much room on the bus as others."""
@@ -76,23 +69,6 @@ class ScorerSettings(ServiceSettings):
     """How long a trajectory and its rewards are kept for revisions."""
     learned: LearnedSettings = LearnedSettings()
     drift: DriftSettings = DriftSettings()
-
-    @model_validator(mode="after")
-    def _ranges_have_room(self) -> Self:
-        for pattern, (low, high) in self.ranges.items():
-            if low >= high:
-                raise ValueError(f"ranges.{pattern} = [{low:g}, {high:g}]: the first number must be below the second")
-        return self
-
-    def violation(self, source: str, value: float | None) -> str | None:
-        """Return why `source` must not give `value`; None when it may."""
-        limits = next((limits for pattern, limits in self.ranges.items() if fits(pattern, source)), None)
-        if value is None or limits is None or limits[0] <= value <= limits[1]:
-            return None
-        return (
-            f"{printable(source)} = {value:g}: must be from {limits[0]:g} to {limits[1]:g} (scorer.ranges); send it in "
-            "this unit, or change the range"
-        )
 
     @model_validator(mode="after")
     def _required_sources_count(self) -> Self:

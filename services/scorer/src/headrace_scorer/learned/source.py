@@ -10,6 +10,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_schemas import Reward, Trajectory
+from headrace_schemas.source_patterns import fits_any
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store
@@ -17,7 +18,6 @@ from headrace_scorer.learned.features import features_of
 from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, LikelyThumb
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
-from headrace_scorer.patterns import fits_any
 
 _KEPT_MAX = 64
 

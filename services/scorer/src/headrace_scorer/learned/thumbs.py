@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from headrace_schemas.source_patterns import fits_any
 from headrace_scorer.learned.column import Column
 from headrace_scorer.learned.models import (
     Features,
@@ -32,7 +33,6 @@ from headrace_scorer.learned.models import (
     RewardModel,
     ThumbedRun,
 )
-from headrace_scorer.patterns import fits_any
 
 if TYPE_CHECKING:
     from headrace_scorer.learned.columns import Array
