@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.repo.compose_files import ROOT
 
 TEXT = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -70,10 +68,13 @@ def test_no_word_is_listed_twice() -> None:
     assert not set(words) & set(RETIRED), "a retired word is not in the glossary"
 
 
-@pytest.mark.parametrize(("word", "name", "member"), [row[:3] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_a_word_is_what_the_code_calls_it(word: str, name: str, member: str) -> None:
-    defined = [members for _, _, members in CLASSES.get(name, ()) if not member or member in members]
-    assert defined, f"{word}: no class {name}{f' with {member}' if member else ''} is defined"
+def test_a_word_is_what_the_code_calls_it() -> None:
+    undefined = [
+        (word, name, member)
+        for word, name, member, *_ in ROWS
+        if not any(not member or member in members for _, _, members in CLASSES.get(name, ()))
+    ]
+    assert undefined == []
 
 
 def test_retired_words_do_not_come_back() -> None:
