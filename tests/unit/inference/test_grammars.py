@@ -226,6 +226,7 @@ REFUSED: list[tuple[Json, str, str]] = [
     ({"not": {"type": "string"}}, "unsupported_schema", "Unimplemented keys"),
     ({"type": "objekt"}, "unsupported_schema", "Invalid type"),
     ({"$ref": "http://example.test/s"}, "unsupported_schema", "Resource"),
+    ({"$ref": "#"}, "unsupported_schema", "more than a step may take"),
     ({"type": "string", "pattern": "(?=a)b"}, "unsupported_schema", "look-around"),
     (
         {"type": "object", "properties": {}, "required": ["a"], "additionalProperties": False},
@@ -235,6 +236,15 @@ REFUSED: list[tuple[Json, str, str]] = [
     ({"enum": ["x" * 1000] * 100}, "schema_too_large", "65536 bytes"),
     (json.loads('{"items":' * 60 + "{}" + "}" * 60), "schema_too_large", "deeper than 48"),
 ]
+
+
+async def test_a_form_beyond_the_limit_of_a_step_says_so(grammars: GrammarCompiler, tokenizer: ChatTokenizer) -> None:
+    many = {"type": "string", "pattern": f"^{'(a?){30}' * 30}a{{900}}$"}
+    (guide,) = (await held(grammars, tokenizer, json_form(many))).guides
+    for _ in range(4):
+        mask = guide.allowed()
+        guide.accept(next((token for token in range(320) if mask[token // 32] >> (token % 32) & 1), 0))
+    assert guide.error == "the grammar needs more than a step may take"
 
 
 @pytest.mark.parametrize(("schema", "code", "words"), REFUSED)

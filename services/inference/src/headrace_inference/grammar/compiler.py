@@ -160,7 +160,12 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _unservable(matcher.get_error(), _field(work.form))
         stop_ids = frozenset(token for token in work.tokenizer.stop_ids if token < work.vocabulary)
-        return GrammarGuide(matcher, words.vocab_size, end_id, stop_ids)
+        guide = GrammarGuide(matcher, words.vocab_size, end_id, stop_ids)
+        first = guide.fresh()
+        first.allowed()
+        if first.error:
+            raise _unservable(first.error, _field(work.form))
+        return guide
 
     def _words_of(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
         """The vocabulary as the library wants it: up to a second for a large one."""

@@ -47,8 +47,10 @@ class GrammarGuide:
         return self._mask
 
     def accept(self, token: int) -> None:
-        if token not in self._stop_ids and not self._left:
-            self._left = not self._matcher.is_error() and not self._matcher.consume_token(token)
+        if token in self._stop_ids or self.error:
+            return
+        allowed = self._matcher.consume_token(token)
+        self._left = not allowed and not self._matcher.is_error()
 
 
 _BITS = np.left_shift(np.ones(32, np.uint32), np.arange(32, dtype=np.uint32)).view(np.int32)
