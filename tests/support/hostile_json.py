@@ -1,7 +1,8 @@
 """Requests that are valid, nearly valid and hostile, for every route of the gateway that takes a body.
 
 `requests(random)` yields a route and a body for ever: a valid body with one or two places replaced, repeated or added
-to. Equal seeds give equal requests.
+to. Equal seeds give equal requests. `kinds_everywhere(body)` yields each body with a value of another JSON type at one
+place.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from headrace_schemas import ids
@@ -31,6 +32,11 @@ NUMBERS = (
 )  # fmt: skip
 LENGTHS = (0, 2, 31, 32, 33, 64, 65, 128, 1024)
 
+KINDS: tuple[Any, ...] = (
+    None, True, 0, -1.5, "", "text", {}, [], [None], [[]], [{}], {"a": {"b": []}}, {"type": {}}, {"type": []},
+)  # fmt: skip
+"""A value of each JSON type, and objects and lists that hold others."""
+
 EDIT = {"role": "assistant", "content": "better", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 7}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
@@ -43,6 +49,15 @@ MESSAGES = [
     {"role": "tool", "tool_call_id": "c", "content": "found"},
     {"role": "user", "content": "hello"},
 ]
+NAMED_TOOL = {"type": "function", "name": "look", "description": "d", "parameters": SCHEMA, "strict": True}
+TEXT_FORMAT = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+    {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+    {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "c", "output": "found"},
+]
 ASKED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 7, "stop": ["end"], "n": 1, "presence_penalty": 0.0}
 
 
@@ -53,6 +68,19 @@ def _trajectory() -> dict[str, Any]:
                           for branch in fields["branches"] for span in branch["spans"]]  # fmt: skip
     fields["trajectory_id"] = f"t-{random.random()}"
     return {**fields, "context": {"expected": "42"}, "tools": [TOOL], "task_id": "task"}
+
+
+def kinds_everywhere(body: dict[str, Any], names: Iterable[str] = ()) -> Iterator[Any]:
+    """Yield `body` with each of `KINDS` as a whole, at each of its places, and at each of the top-level `names`."""
+    yield from KINDS
+    for place in (*_places(body), *((name,) for name in names if name not in body)):
+        for kind in KINDS:
+            changed = copy.deepcopy(body)
+            target: Any = changed
+            for name in place[:-1]:
+                target = target[name]
+            target[place[-1]] = kind
+            yield changed
 
 
 def bases() -> list[tuple[str, dict[str, Any]]]:
@@ -77,6 +105,8 @@ def bases() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/chat/completions", {**chat, **again}),
         ("/v1/chat/completions", {**chat, "response_format": FORMAT}),
         ("/v1/responses", {"model": "tiny", "input": "hello", "temperature": 1.0, "max_output_tokens": 4, **again}),
+        ("/v1/responses", {"model": "tiny", "input": ITEMS, "tools": [NAMED_TOOL], "tool_choice": "auto", **again}),
+        ("/v1/responses", {"model": "tiny", "input": ITEMS[:1], "text": {"format": TEXT_FORMAT}}),
     ]  # fmt: skip
 
 

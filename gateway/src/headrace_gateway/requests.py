@@ -89,6 +89,8 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
         return unknown_field(where, model.model_fields if len(first["loc"]) == 1 else (), status)
     if first["type"] == "feedback_rule":  # several fields together are at fault, and the rule names one
         return ApiError(status, "invalid_value", first["msg"], str(first["ctx"]["field"]))
+    if first["type"] == "model_type" and not where:
+        return ApiError(status, "invalid_value", "the body must be a JSON object")
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(status, code, f"{where}: {message}" if where else message, where or None)

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
 
 from headrace_schemas.base import LongText, Model, Text
 
-_SPOKEN = frozenset(("input_text", "output_text", "text"))
-"""Parts that are text, whoever said it."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+"""Types of parts that are text. A tuple: the `type` that a caller sends need not be hashable."""
 
 
 def _content(value: Any) -> Any:
@@ -24,7 +24,7 @@ def _content(value: Any) -> Any:
         raise ValueError("must be a string or a list of parts")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _SPOKEN or not isinstance(part.get("text"), str):
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported; only text is")
     return tuple(part["text"] for part in value)
 
