@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -78,6 +79,7 @@ def app(
     return Starlette(
         routes=[Route("/health", health), Route("/metrics", metrics), *routes],
         exception_handlers={Refused: _refused},
+        middleware=[Middleware(_StorableNames)],
     )
 
 
@@ -177,6 +179,23 @@ def parameters_of(request: Request, *names: str) -> dict[str, str]:
         if found.setdefault(name, value) != value:
             raise Refused(400, "repeated_parameter", f"{name}: two different values; send one", name)
     return found
+
+
+class _StorableNames:
+    """Middleware that refuses a path or a query with NUL: pages look such names up, and PostgreSQL raises an error."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            query: bytes = scope.get("query_string") or b""
+            for part, has_nul in (("path", "\0" in scope["path"]), ("query", b"%00" in query or b"\0" in query)):
+                if has_nul:
+                    error = Refused(400, "invalid_value", f"{part}: must not contain NUL; remove %00", part)
+                    await (await _refused(Request(scope), error))(scope, receive, send)
+                    return
+        await self._application(scope, receive, send)
 
 
 def _with_exact_paths(application: ASGIApp) -> ASGIApp:

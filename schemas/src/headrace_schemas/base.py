@@ -17,6 +17,9 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterVali
 LongText = Annotated[str, StringConstraints(max_length=1_048_576), AfterValidator(check_text)]
 """Something that a person or a model wrote, without NUL and lone surrogates."""
 
+Remark = Annotated[str, StringConstraints(max_length=4096), AfterValidator(check_text)]
+"""What an operator writes beside a change, without NUL and lone surrogates."""
+
 SessionKey = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """See `headrace_schemas.ids.session_key`."""
 

@@ -9,14 +9,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace_schemas.base import AliasName, Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.base import AliasName, Model, ModelName, Remark, Text, Timestamp, Version
 from headrace_schemas.blobs import BlobRef
 
 WHO_HEADER = "x-headrace-who"
 """Who asks, in the asker's own words. The audit log keeps it beside what the key proves."""
 NOTES_MAX = 200
 """Of one version."""
-Why = Annotated[str, Field(max_length=4096)]
 
 
 class RegisterRequest(Model):
@@ -29,14 +28,14 @@ class RegisterRequest(Model):
     label: AliasName | None = None
     """A name for this version alone, such as `v1.0`: it never moves."""
     serve: bool = False
-    why: Why = ""
+    why: Remark = ""
 
 
 class ServeRequest(Model):
     """`POST /v1/models/{name}/serve` and `.../unserve`."""
 
     version: Version
-    why: Why = ""
+    why: Remark = ""
 
 
 class AliasMove(Model):
@@ -50,14 +49,14 @@ class AliasesRequest(Model):
     """`POST /v1/models/{name}/aliases`: all moves, or none when one of them is not as expected."""
 
     moves: dict[AliasName, AliasMove] = Field(min_length=1, max_length=64)
-    why: Why = ""
+    why: Remark = ""
 
 
 class RetireRequest(Model):
     """`POST /v1/models/{name}/retire`."""
 
     version: Version
-    why: Why = ""
+    why: Remark = ""
 
 
 class TagsRequest(Model):
@@ -66,14 +65,14 @@ class TagsRequest(Model):
     version: Version
     add: tuple[AliasName, ...] = Field(default=(), max_length=64)
     remove: tuple[AliasName, ...] = Field(default=(), max_length=64)
-    why: Why = ""
+    why: Remark = ""
 
 
 class NoteRequest(Model):
     """`POST /v1/models/{name}/notes`."""
 
     version: Version
-    text: Annotated[str, Field(min_length=1, max_length=4096)]
+    text: Annotated[Remark, Field(min_length=1)]
 
 
 class Note(Model):
@@ -118,7 +117,7 @@ class GarbageRequest(Model):
     """`POST /v1/garbage`. A dry run, unless told otherwise, says what would be removed."""
 
     dry_run: bool = True
-    why: Why = ""
+    why: Remark = ""
 
 
 class Kept(Model):

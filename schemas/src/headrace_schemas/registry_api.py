@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import AliasName, Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.base import AliasName, Model, ModelName, Remark, Text, Timestamp, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.model_event import ModelEvent
 
@@ -87,7 +87,7 @@ class WithdrawRequest(Model):
     """`POST /v1/models/{name}/withdraw`."""
 
     version: Version
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""
 
 
 class PinRequest(Model):
@@ -96,16 +96,16 @@ class PinRequest(Model):
     """
 
     version: Version | None = None
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""
 
 
 class HoldRequest(Model):
     """`POST /v1/models/{name}/unpin`, `.../pause`, `.../resume` and `.../stop`; an empty body does."""
 
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""
 
 
 class RollbackRequest(Model):
     """`POST /v1/models/{name}/rollback`; an empty body does."""
 
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Finite, Model, ModelName, Share, Text, Timestamp, Version
+from headrace_schemas.base import Finite, Model, ModelName, Remark, Share, Text, Timestamp, Version
 from headrace_schemas.events.model_event import ModelEvent
 
 RolloutKind = Literal["rolling", "canary", "ab"]
@@ -103,10 +103,10 @@ class RolloutRequest(Model):
     kind: RolloutKind = "canary"
     share: Share | None = None
     """One fixed share, in place of the stages of `registry.rollout`."""
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""
 
 
 class RolloutChange(Model):
     """`POST /v1/rollouts/{id}/stop`, `.../promote`, `.../rollback`; an empty body does."""
 
-    reason: Annotated[str, Field(max_length=4096)] = ""
+    reason: Remark = ""

@@ -224,3 +224,13 @@ def test_no_service_reads_query_parameters_in_another_way() -> None:
     sources = [path for folder in ("gateway", "runtime", "services") for path in (root / folder).rglob("src/**/*.py")]
     assert len(sources) > 100
     assert [path.name for path in sources if re.search(r"query_params|parse_qs|QueryParams", path.read_text())] == []
+
+
+@pytest.mark.parametrize("path", ["/a%00b", "/echo?x=%00", "/echo?%00=x", "/%00/health"])
+async def test_a_path_or_a_query_with_nul_is_refused_by_name(path: str) -> None:
+    application = web.app({}, ROUTES)
+    async with web.serve(application, ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+        assert answer.json()["error"]["param"] == ("query" if "?" in path else "path")
+        assert (await client.get(f"http://127.0.0.1:{port}/a%2500b")).status_code == 404

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
+from starlette.routing import BaseRoute
 
 from headrace_registry.api import RegistryApi
 from headrace_registry.catalog.api import CatalogApi
@@ -22,16 +24,22 @@ OPPONENT = "opponent"
 
 
 class Desk:
-    """`post` and `get`; `folder` puts a version of files into the blob store, as the importer does."""
+    """`post` and `get`; `folder` puts a version of files into the blob store, as the importer does.
 
-    def __init__(self, rig: Rig, key: str = "", *, retired_for_s: float = 0.0, who: str = "ada") -> None:
+    Args:
+        more: routes that are served beside those of models and of the catalog.
+    """
+
+    def __init__(
+        self, rig: Rig, key: str = "", *, retired_for_s: float = 0.0, who: str = "ada", more: Sequence[BaseRoute] = ()
+    ) -> None:
         self.rig = rig
         common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
         made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
         catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, made, garbage)
         api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, made)
-        transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes()]))
+        transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes(), *more]))
         headers = {WHO_HEADER: who, **({"authorization": f"Bearer {key}"} if key else {})}
         self.http = httpx2.AsyncClient(transport=transport, base_url="http://registry", headers=headers)
 
