@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,8 +38,13 @@ LENGTHS = (
     4095,
     4096,
     4097,
+    8191,
+    8192,
+    16_385,
 )
 """At and past the bounds of lists, dictionaries and texts."""
+_VALUES_MAX = 200_000
+"""Most values that one change adds: a list of long lists would only measure how fast JSON is written."""
 
 NUMBERS = (
     "0", "-0.0", "-1", "1", "0.5", "1e-39", "1e-320", "-1e-320", "5e-324", "1e6", "1000001", "-1e6", "1e16", "255",
@@ -56,6 +62,8 @@ TEXTS = (
     "<|im_end|>", "<extra_1>", "</tool_call>", "<tool_call>{", '{"', "a-" * 9000, "a" * 18_000, "password=" * 2000,
     "x@" * 4000, "(" * 5000, "\\" * 9000, "a." * 9000, "://:" * 4000, " \t\n" * 3000, "0" * 5000, "\U0001f600" * 600,
 )  # fmt: skip
+
+_MARK = re.compile('"raw-([0-9]+)-number"')
 
 _Place = tuple[Any, Any]
 """A container of the document and the key of one of its values."""
@@ -78,14 +86,13 @@ def mutate(document: object, rng: random.Random) -> bytes:
 
 def to_bytes(document: object) -> bytes:
     """JSON in which `Raw` texts are numbers. Lone surrogates are escapes."""
-    numbers: dict[str, str] = {}
+    numbers: list[str] = []
 
     def replaced(value: object) -> object:
         match value:
             case Raw():
-                mark = f"raw-{len(numbers)}-number"
-                numbers[mark] = value
-                return mark
+                numbers.append(value)
+                return f"raw-{len(numbers) - 1}-number"
             case dict():
                 return {str(key): replaced(item) for key, item in value.items()}
             case list() | tuple():
@@ -94,9 +101,7 @@ def to_bytes(document: object) -> bytes:
                 return value
 
     text = json.dumps(replaced(document))
-    for mark, number in numbers.items():
-        text = text.replace(f'"{mark}"', number)
-    return text.encode()
+    return _MARK.sub(lambda mark: numbers[int(mark[1])], text).encode()
 
 
 def _places(container: Any) -> Iterator[_Place]:
@@ -131,14 +136,21 @@ def _remove(container: Any, key: Any, _rng: random.Random) -> None:
 def _resize_list(container: Any, key: Any, rng: random.Random) -> None:
     values, length = container[key], rng.choice(LENGTHS)
     first = values[0] if values else rng.choice(("x", Raw("1"), {"a": Raw("1")}))
+    length = min(length, _VALUES_MAX // _count(first))
     container[key] = [_variant(first, number) for number in range(length)]
 
 
 def _grow_dict(container: Any, key: Any, rng: random.Random) -> None:
     values = container[key]
     sample = next(iter(values.values()), rng.choice(("x", Raw("1"))))
-    for number in range(rng.choice(LENGTHS)):
+    for number in range(min(rng.choice(LENGTHS), _VALUES_MAX // _count(sample))):
         values[f"{rng.choice(('key', 'm', '€'))}{number}"] = _variant(sample, number)
+
+
+def _count(value: Any) -> int:
+    """Return the number of values in `value`, which is one of them."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_count, inner))
 
 
 def _add_key(container: Any, key: Any, rng: random.Random) -> None:

@@ -26,6 +26,11 @@ def at_most(what: str, figure: float, limit: float, unit: str = "") -> Line:
     return Line(what, f"{figure:g}{unit}", f"at most {limit:g}{unit}", figure <= limit)
 
 
+def at_least(what: str, figure: float, limit: float, unit: str = "") -> Line:
+    """Held when `figure` is not below `limit`."""
+    return Line(what, f"{figure:g}{unit}", f"at least {limit:g}{unit}", figure >= limit)
+
+
 def none_of(what: str, count: int, of: int) -> Line:
     """Held when nothing of what must not happen did, and something was tried."""
     return Line(what, f"{count} of {of}", "0", count == 0 and of > 0)

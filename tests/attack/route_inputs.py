@@ -15,7 +15,8 @@ from headrace_schemas.base import utcnow
 from tests.attack.inputs import TEXTS, Raw, mutate
 
 EXAMPLES = Path(ids.__file__).parent / "examples"
-_TOOL = {
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "search",
@@ -97,7 +98,7 @@ def _target(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
 def _feedback(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
     number = rng.random
     statement: dict[str, Any]
-    match rng.randrange(7):
+    match rng.randrange(9):
         case 0:
             statement = {"value": Raw(number()), "rater": f"rater-{rng.randrange(5)}"}
         case 1:
@@ -106,13 +107,24 @@ def _feedback(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
             statement = {"parts": {f"m{at}": Raw(number()) for at in range(rng.choice((1, 31, 32)))}}
         case 3:
             response = rng.choice(turns.response_ids)
-            return {"response_id": response, "edit": {"role": "assistant", "content": "better"}, "comment": "why"}
+            edit = {"role": "assistant", "content": "better", "tool_calls": [_CALL] if number() < 0.5 else None}
+            return {"response_id": response, "edit": edit, "comment": "why"}
         case 4:
             pair = rng.sample(turns.response_ids, 2)
             return {"preference": {"chosen": pair[0], "rejected": pair[1]}, "rater": "r"}
         case 5:
             statement = {"label": "good", "level": "turn", "context": {"expected": ["a", Raw(1), {"b": "c"}]}}
             return statement | {"response_id": rng.choice(turns.response_ids)}
+        case 6:
+            return {"level": "task", "task_id": f"t{rng.randrange(9)}", "value": Raw(number()), "context": {"k": "v"}}
+        case 7:
+            statement = {
+                "value": True,
+                "level": "response",
+                "choice": Raw(0),
+                "feedback_id": f"f{rng.randrange(10**9)}",
+            }
+            return statement | {"response_id": rng.choice(turns.response_ids), "run_id": Raw(7)}
         case _:
             statement = {"value": Raw(number()), "comment": "fine", "context": {"k": "v"}, "source": "user"}
     return statement | _target(turns, rng)
@@ -155,7 +167,8 @@ def _chat(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
     }
     extras: tuple[dict[str, Any], ...] = (
         {"temperature": Raw(0.7), "top_p": Raw(0.9), "presence_penalty": Raw(0.1), "seed": Raw(1)},
-        {"tools": [_TOOL], "tool_choice": "auto"},
+        {"tools": [_TOOL], "tool_choice": "auto", "chat_template_kwargs": {"a": {"b": [Raw(1)]}}},
+        {"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "search"}}},
         {"stop": ["x", "end"], "n": Raw(2), "logprobs": True, "top_logprobs": Raw(2)},
         {"logit_bias": {"5": Raw(1.5)}, "user": "u"},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
@@ -163,17 +176,17 @@ def _chat(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
     )
     body |= rng.choice(extras)
     if rng.random() < 0.3:
-        call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}
         body["messages"] += [
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL], "reasoning_content": "r"},
             {"role": "tool", "tool_call_id": "call_1", "content": "none"},
+            {"role": "user", "content": [{"type": "text", "text": "Who?"}], "name": "n"},
         ]
     return body
 
 
-def _responses(turns: KnownTurns, _rng: random.Random) -> dict[str, Any]:
+def _responses(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
     part = {"type": "input_text", "text": "Who wrote?"}
-    return {
+    body: dict[str, Any] = {
         "model": turns.model,
         "input": [{"role": "user", "content": [part]}],
         "instructions": "Answer.",
@@ -181,6 +194,21 @@ def _responses(turns: KnownTurns, _rng: random.Random) -> dict[str, Any]:
         "temperature": Raw(1.0),
         "metadata": {"session_id": "r"},
     }
+    schema = {"type": "object"}
+    extras: tuple[dict[str, Any], ...] = (
+        {},
+        {"tools": [{"type": "function", **_TOOL["function"]}], "tool_choice": {"type": "function", "name": "search"}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}},
+        {"stream": True, "top_p": Raw(0.9), "top_logprobs": Raw(2), "include": ["message.output_text.logprobs"]},
+    )
+    if rng.random() < 0.3:
+        body["input"] += [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "search", "arguments": '{"query": "a"}'},
+            {"type": "function_call_output", "call_id": "c", "output": "none"},
+        ]
+    return body | rng.choice(extras)
 
 
 def _nothing(_turns: KnownTurns, _rng: random.Random) -> None:
