@@ -11,7 +11,7 @@ from unittest import mock
 
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_schemas import Experience, Feedback, PreferenceSide
-from headrace_schemas.events.opinion import Opinion
+from headrace_schemas.events.opinion import Opinion, values_of
 from headrace_scorer import answer_remarks, feedback_entries, feedback_matching, scores
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy
@@ -54,7 +54,7 @@ def _first_word(words: Any) -> Any:
 @contextlib.contextmanager
 def _withdrawal_unheard() -> Iterator[None]:
     """What was taken back counts on."""
-    sound = feedback_entries.values_of
+    sound = values_of
 
     def faulty(one: Feedback, labels: Any) -> Any:
         yield from () if one.withdrawn else sound(one, labels)
@@ -78,7 +78,7 @@ def _reward_alone(made: Experience) -> str:
 @contextlib.contextmanager
 def _raw_ratings() -> Iterator[None]:
     """A rating counts as it is, whatever its scale."""
-    sound = feedback_entries.values_of
+    sound = values_of
 
     def faulty(one: Feedback, labels: Any) -> Any:
         yield from ((source, one.rating if one.rating is not None else value) for source, value in sound(one, labels))

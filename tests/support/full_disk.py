@@ -56,6 +56,12 @@ class SmallDisk:
                     while file.write(bytes(size)):
                         pass
 
+    def leave(self, free_bytes: int) -> None:
+        """Leave about `free_bytes` free."""
+        self._ballast.unlink(missing_ok=True)
+        with self._ballast.open("wb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, self.free_bytes - free_bytes))
+
     def free(self) -> None:
         self._ballast.unlink(missing_ok=True)
 
@@ -77,3 +83,20 @@ def small_disk(path: Path, size_mb: int) -> Iterator[SmallDisk]:
         yield disk
     finally:
         disk.__exit__()
+
+
+class MeasuredDisk:
+    """A disk whose free bytes a test sets: what `statvfs` reports of it. Its size is 1 GB."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+
+    def statvfs(self, _folder: object) -> os.statvfs_result:
+        blocks = self.free_bytes // 4096
+        return os.statvfs_result((4096, 4096, 262_144, blocks, blocks, 0, 0, 0, 0, 255))
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[MeasuredDisk]:
+        """Have this process see the disk everywhere."""
+        with mock.patch.object(os, "statvfs", self.statvfs):
+            yield self

@@ -30,6 +30,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.consumer import Table
 from headrace_runtime.dead_letters import Told, dead_letter
+from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.logs import get_logger
@@ -43,6 +44,8 @@ from headrace_schemas import Replica, Routing
 from headrace_schemas.ingest import Known
 
 SOURCE = "headrace/gateway"
+_SPOOL_SHARE = 0.5
+"""Part of `disk_free_bytes_min` that stays free of the spool: a bus that refuses records earlier is outlived."""
 log = get_logger(__name__)
 
 
@@ -65,7 +68,10 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
         Spool(
-            spool_folder(common, settings), settings.capture.spool_bytes_max, settings.capture.spool_reserve_bytes
+            spool_folder(common, settings),
+            settings.capture.spool_bytes_max,
+            settings.capture.spool_reserve_bytes,
+            DiskGuard(spool_folder(common, settings), common.disk_free_bytes_min, share=_SPOOL_SHARE),
         ) as spool,
         Engines(settings.upstream, common.security.internal_key.get_secret_value()) as engines,
         asyncio.TaskGroup() as group,

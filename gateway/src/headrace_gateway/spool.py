@@ -33,10 +33,13 @@ class Spool:
     `append` returns after fsync; appends that come together share one. `oldest` and `remove` are the drain's.
     """
 
-    def __init__(self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES) -> None:
+    def __init__(
+        self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES, guard: disk.DiskGuard | None = None
+    ) -> None:
+        """`guard` is that of the disk: while it is short and the bus away, new requests are refused."""
         self._folder = folder
         self._bytes_max = bytes_max
-        self._log = SpoolLog(folder, reserve_bytes)
+        self._log = SpoolLog(folder, reserve_bytes, guard)
         self._thread = ThreadPoolExecutor(1, "spool")
         self._waiting: list[tuple[Sequence[Spooled], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None

@@ -27,11 +27,12 @@ class SpoolBroken(HeadraceError):
 class SpoolLog:
     """About `reserve_bytes` are allocated ahead, so that `append` needs nothing of the disk.
 
-    `trouble` says why half of that could not be had.
+    `trouble` says why half of that could not be had, or that the disk is short.
     """
 
-    def __init__(self, folder: Path, reserve_bytes: int) -> None:
+    def __init__(self, folder: Path, reserve_bytes: int, guard: disk.DiskGuard | None = None) -> None:
         self._folder = folder
+        self._guard = guard
         self._reserve_bytes = reserve_bytes
         self._segment_bytes = reserve_bytes // 2
         self._segments: list[Segment] = []
@@ -142,6 +143,10 @@ class SpoolLog:
     def allocate_ahead(self) -> None:
         """Allocate room for requests in progress. Never raises: `trouble` says if there is too little."""
         try:
+            shortage = self._guard.shortage() if self._guard is not None else None
+            if shortage is not None:
+                self.trouble = shortage
+                return
             while self._room() < self._reserve_bytes:
                 self._spares.append(self._allocate(self._segment_bytes))
             self.trouble = None

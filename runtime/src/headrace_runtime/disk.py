@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from headrace_runtime.errors import DiskFull
 from headrace_runtime.logs import get_logger
@@ -31,6 +33,7 @@ _POSTGRESQL_DISK_FULL = "53100"
 _WAIT_S = 1.0
 _PROBE_BYTES_MAX = 1_048_576
 _FREE_BYTES_MIN, _FREE_SHARE_MIN = 1 << 30, 0.05
+_LOOK_S = 0.1
 
 
 def is_full(error: BaseException) -> bool:
@@ -56,19 +59,77 @@ def trouble(folder: Path, free_bytes_min: int | None = None, *, next_bytes: int 
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             _allocate(probe.fileno(), min(free_bytes_min or _PROBE_BYTES_MAX, _PROBE_BYTES_MAX))
-        space = os.statvfs(folder)
+        return _Space.of(folder, free_bytes_min).shortage(folder, next_bytes)
     except OSError as error:
         return str(no_room(folder)) if is_full(error) else f"disk: {folder} cannot be written: {error.strerror}"
-    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    if free_bytes_min is None:
-        free_bytes_min = min(_FREE_BYTES_MIN, int(size * _FREE_SHARE_MIN))
-    if free >= free_bytes_min + next_bytes:
-        return None
-    wanted = f"{_megabytes(next_bytes)} are written next and " if next_bytes else ""
-    return (
-        f"disk: {_megabytes(free)} are free on {folder}, where {wanted}{_megabytes(free_bytes_min)} have to stay free; "
-        "make room there or set disk_free_bytes_min lower, nothing has to be restarted"
-    )
+
+
+class _Space(NamedTuple):
+    """Free bytes of a disk, and how many have to stay free."""
+
+    free: int
+    free_min: int
+
+    @classmethod
+    def of(cls, folder: Path, free_bytes_min: int | None) -> _Space:
+        """Raises `OSError`."""
+        space = os.statvfs(folder)
+        free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        if free_bytes_min is None:
+            free_bytes_min = min(_FREE_BYTES_MIN, int(size * _FREE_SHARE_MIN))
+        return cls(free, free_bytes_min)
+
+    def shortage(self, folder: Path, next_bytes: int = 0) -> str | None:
+        """Return why nothing more should be written to `folder`; None when there is room."""
+        if self.free >= self.free_min + next_bytes:
+            return None
+        wanted = f"{_megabytes(next_bytes)} are written next and " if next_bytes else ""
+        return (
+            f"disk: {_megabytes(self.free)} are free on {folder}, where {wanted}{_megabytes(self.free_min)} have to "
+            "stay free; make room there or set disk_free_bytes_min lower, nothing has to be restarted"
+        )
+
+
+class DiskGuard:
+    """Stops growth before a disk is full, and lets it go on once there is room.
+
+    The disk is looked at ten times a second at most; what is written in between is subtracted from what was free.
+    """
+
+    def __init__(self, folder: Path, free_bytes_min: int | None = None, *, share: float = 1.0) -> None:
+        """Watch the disk of `folder`, which has to exist when `shortage` is called.
+
+        Args:
+            folder: A folder of the disk.
+            free_bytes_min: Bytes that stay free; None for the smaller of 1 GiB and 5 % of the disk.
+            share: The part of them that counts here. What must go on for longer than other work has a smaller one.
+        """
+        self._folder = folder
+        self._free_bytes_min = free_bytes_min
+        self._share = share
+        self._space = _Space(0, 0)
+        self._looked_s = -math.inf
+        self._is_short = False
+
+    def shortage(self, next_bytes: int = 0) -> str | None:
+        """Return why `next_bytes` should not be written now; None when they may be. They count as written then."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _LOOK_S or self._space.free < self._space.free_min + next_bytes:
+            space = _Space.of(self._folder, self._free_bytes_min)
+            self._space = space._replace(free_min=round(space.free_min * self._share))
+            self._looked_s = now_s
+        shortage = self._space.shortage(self._folder, next_bytes)
+        if (shortage is not None) != self._is_short:
+            self._is_short = shortage is not None
+            log.error("disk_low", error=shortage) if shortage else log.info("disk_has_room", folder=str(self._folder))
+        if shortage is None:
+            self._space = self._space._replace(free=self._space.free - next_bytes)
+        return shortage
+
+    async def wait_for_room(self) -> None:
+        """Return once data may grow."""
+        while self.shortage() is not None:  # noqa: ASYNC110 (a disk tells nobody that it has room)
+            await asyncio.sleep(_WAIT_S)
 
 
 def check_room(folder: Path, next_bytes: int, free_bytes_min: int | None = None) -> None:

@@ -20,6 +20,7 @@ from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.delivery import position
+from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.held_records import HeldRecords
 from headrace_runtime.isolation import is_fatal, isolate, reason_of
@@ -92,6 +93,8 @@ class Processor:
     that fails with its items isolated is left out, so a timer should run it, too, or it may be missed."""
     ends: Ends | None = None
     """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
+    disk: DiskGuard | None = None
+    """Of the disk that the database grows on: no batch begins while it is short. Timers go on, which make room."""
     paused: str | None = None
     """Why the consumer may be broken: refusals are kept back, and nobody's records are handled. Timers go on."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -110,6 +113,8 @@ class Processor:
         Refusals of a tenant beyond its bounds are kept in the database. Where they have no room and the consumer itself
         may be broken, this does not return before `resume`: the rest is not acknowledged, so a restart reads it again.
         """
+        if self.disk is not None:
+            await self.disk.wait_for_room()
         rest = await self._take(records)
         while rest:
             await self._resumed.wait()

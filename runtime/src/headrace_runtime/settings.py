@@ -221,8 +221,10 @@ class Common(Section):
     data_dir: Path = Path(".headrace")
     """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""
     disk_free_bytes_min: Annotated[int, Field(ge=4096)] | None = None
-    """Bytes that stay free on the disk of `data_dir`: with less no service is ready, the trainer pauses before a save
-    that would leave less, and no replica fetches such a version. None: the smaller of 1 GiB and 5 % of the disk."""
+    """Bytes that stay free on the disk of `data_dir`: with less no service is ready, the embedded broker refuses
+    records, services with SQLite take none, the trainer pauses before a save that would leave less, and no replica
+    fetches such a version. Compacted topics and the gateway's spool go on down to half of it. All go on by themselves
+    once there is room. None: the smaller of 1 GiB and 5 % of the disk."""
     services_elsewhere: tuple[str, ...] = ()
     """Services that are not installed here and have a section in this file all the same, besides Headrace's own: where
     each service has a machine or a container to itself."""

@@ -74,6 +74,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             limits=replace(service.limits, refusals=common.dead_letters.bounds),
             ends_of=service.ends_of,
             after_batch=service.after_batch,
+            disk=disk.DiskGuard(common.data_dir, common.disk_free_bytes_min) if database.sqlite else None,
         )
         group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)

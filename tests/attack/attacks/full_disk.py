@@ -1,4 +1,6 @@
-"""A disk that is full for a while under a stack that works: broker, gateway and the services of the stream on it.
+"""A disk that is full for a while under a stack that works, and one that the stack itself would fill.
+
+Broker, gateway and the services of the stream are on it.
 
 `ATTACK_FULL_DISK_S` says for how long (two minutes when it does not).
 """
@@ -34,6 +36,11 @@ _USERS = 6
 _BEFORE_S, _AFTER_S = 5.0, 8.0
 _FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "120"))
 _SETTLE_S = 90.0
+_ROOM_BYTES = 8_000_000
+"""Room above the bound that the stack fills by itself."""
+_SHORT_S, _SHORT_WAIT_S = 10.0, 90.0
+_BOUND_SHARE = 0.05
+"""Part of the disk that stays free, by default."""
 _REWARDS = "def short(trajectory):\n    return 1.0\n"
 
 
@@ -48,6 +55,7 @@ class Ledger:
     unknown: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
     stopping: bool = False
+    text_length_max: int = 8000
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -58,6 +66,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         settings = {
             "gateway.capture.spool_reserve_bytes": 1 << 20,
             "scorer.functions": [f"{folder}/rewards.py:short"],
+            "security.replica_hosts": ["127.0.0.1"],
         }
         supervisor = Supervisor(
             disk.path / "data",
@@ -89,13 +98,15 @@ async def _play(
         disk.free()
         before = len(ledger.acknowledged)
         await asyncio.sleep(_AFTER_S)
+        shortage = await _fill_by_itself(disk, ledger)
+        await asyncio.sleep(_AFTER_S)
         ledger.stopping = True
         await asyncio.gather(*users)
         after = len(ledger.acknowledged) - before
         turns = await _until_there(view, ledger)
         await _end_all(url, ledger)
         collected = await _collected(view, set(ledger.acknowledged.values()))
-        return _lines(supervisor, ledger, turns, collected, told, named, after, events)
+        return [*_lines(supervisor, ledger, turns, collected, told, named, after, events), *shortage]
     finally:
         ledger.stopping = True
         beating.cancel()
@@ -119,7 +130,7 @@ def _lines(
     present = {turn.turn_id for turn in turns}
     asked = {turn.messages[-1].text for turn in turns if turn.delivered}
     answered = set(ledger.acknowledged.values())
-    wordless = [text for text in ledger.refused.values() if "disk: no space left on" not in text]
+    wordless = [text for text in ledger.refused.values() if "disk: " not in text]
     return [
         Line("services that ended", f"{ended} (supervisor: {'; '.join(events) or 'nothing'})", "0", ended == 0),
         none_of("acknowledged turns lost", len(answered - present), len(answered)),
@@ -128,6 +139,32 @@ def _lines(
         none_of("acknowledged turns in no trajectory afterwards", len(answered - collected), len(answered)),
         Line("times that `headrace status` named the disk", f"{told}, for {', '.join(sorted(named))}", "1", told >= 1),
         Line("turns acknowledged once there was room", str(after), "at least 1", after > 0),
+    ]
+
+
+async def _fill_by_itself(disk: SmallDisk, ledger: Ledger) -> list[Line]:
+    """Leave little room, let the users work on until they are refused, and then for a while; make room again."""
+    loop = asyncio.get_running_loop()
+    bound = _SIZE_MB * (1 << 20) * _BOUND_SHARE
+    ledger.text_length_max = 60_000
+    disk.leave(int(bound) + _ROOM_BYTES)
+    acknowledged, refused, least = len(ledger.acknowledged), len(ledger.refused), disk.free_bytes
+    first_refusal_s = loop.time()
+    deadline = first_refusal_s + _SHORT_WAIT_S
+    while loop.time() < deadline:
+        least = min(least, disk.free_bytes)
+        if len(ledger.refused) > refused:
+            deadline = min(deadline, first_refusal_s + _SHORT_S)
+        else:
+            first_refusal_s = loop.time()
+        await asyncio.sleep(0.05)
+    worked, stopped = len(ledger.acknowledged) - acknowledged, len(ledger.refused) - refused
+    disk.free()
+    share = least / bound
+    return [
+        Line("turns acknowledged while the stack filled the disk", str(worked), "at least 1", worked > 0),
+        Line("turns refused before the disk was full", str(stopped), "at least 1", stopped > 0),
+        Line("least that was free, as a share of the bound", f"{share:.2f}", "at least 0.25", share >= 0.25),
     ]
 
 
@@ -158,7 +195,7 @@ async def _use(url: str, ledger: Ledger, number: int, seed: int) -> None:
             count += 1
             session, question = f"s-{number}-{count // 5}", f"question {number}.{count}"
             ledger.sessions.add(session)
-            text = f"{question} {'x' * rng.randrange(8000)}"
+            text = f"{question} {'x' * rng.randrange(ledger.text_length_max)}"
             body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
             try:
                 answer = await http.post(f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session})

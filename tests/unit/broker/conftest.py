@@ -18,6 +18,7 @@ from headrace_broker.server import Server
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.store import Store
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.disk import DiskGuard
 from tests.support.wire_client import WireClient, connected
 from tests.unit.broker.group_clients import Clients
 from tests.unit.broker.harness import Harness
@@ -49,11 +50,13 @@ def run(tmp_path: Path) -> Run:
     """`async with run(**settings) as live:` a broker on this test's file, unsynced; again for a restart."""
 
     @contextlib.asynccontextmanager
-    async def start(**changes: object) -> AsyncIterator[Live]:
+    async def start(
+        guards: tuple[DiskGuard | None, DiskGuard | None] = (None, None), **changes: object
+    ) -> AsyncIterator[Live]:
         settings = BrokerSettings.model_validate({"kafka_port": 0, "port": 0, "fsync": False, **changes})
         store = Store(tmp_path, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
         try:
-            async with opened(store, settings, SystemClock()) as (broker, server):
+            async with opened(store, settings, SystemClock(), guards=guards) as (broker, server):
                 yield Live(broker, server, store)
         finally:
             store.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import random
 import sqlite3
@@ -18,8 +19,9 @@ import pytest
 
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
+from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
-from tests.support.full_disk import no_room
+from tests.support.full_disk import MeasuredDisk, no_room
 from tests.support.gateway import until
 
 _WRITER = """
@@ -276,3 +278,19 @@ async def test_leaving_it_on_a_full_disk_ends_what_it_began(tmp_path: Path) -> N
 
 def test_its_reserve_is_that_of_the_settings_unless_told_otherwise() -> None:
     assert CaptureSettings().spool_reserve_bytes == RESERVE_BYTES
+
+
+async def test_new_work_is_refused_while_the_disk_is_short_and_work_in_progress_is_kept(tmp_path: Path) -> None:
+    measured = MeasuredDisk(900_000_000)
+    guard = DiskGuard(tmp_path, 1_000_000, share=0.5)
+    with measured.mounted():
+        async with Spool(tmp_path / "spool", 1_000_000, 131_072, guard) as spool:
+            assert spool.trouble is None
+            measured.free_bytes = 400_000
+            guard._looked_s = -math.inf
+            await spool.append(items(1))
+            assert "have to stay free" in str(spool.trouble)
+            await spool.append(items(2))
+            assert await values(spool) == [1, 2]
+            measured.free_bytes = 900_000_000
+            await until(lambda: spool.trouble is None)

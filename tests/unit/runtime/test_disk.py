@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import MetaData, text
 from sqlalchemy.exc import OperationalError
 
 from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
+from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull
+from headrace_runtime.processor import Handling
 from headrace_runtime.settings import Common
-from tests.support.full_disk import no_room, small_disk
+from headrace_runtime.stream_tables import StreamTables
+from headrace_schemas import Event
+from tests.support.full_disk import MeasuredDisk, no_room, small_disk
+from tests.support.streams import Service, bench
+from tests.support.turns import feedback
 
 
 def _sqlite_full() -> sqlite3.Error:
@@ -109,3 +117,48 @@ def test_the_probe_names_the_folder(tmp_path: Path) -> None:
         assert disk.trouble(tmp_path, 4096) == str(disk.no_room(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert "cannot be written" in str(disk.trouble(tmp_path / "missing", 4096))
+
+
+def test_guard_stops_at_its_share_of_the_bound_and_counts_what_was_written(tmp_path: Path) -> None:
+    measured = MeasuredDisk(900_000_000)
+    bound = DiskGuard(tmp_path)
+    half, own = DiskGuard(tmp_path, share=0.5), DiskGuard(tmp_path, 1_000_000)
+    with measured.mounted():
+        assert [guard.shortage() for guard in (bound, half, own)] == [None] * 3
+        for free, stopped in ((60_000_000, 0), (50_000_000, 1), (20_000_000, 2), (900_000, 3), (900_000_000, 0)):
+            measured.free_bytes = free
+            for guard in (bound, half, own):
+                guard._looked_s = -math.inf
+            shortages = [guard.shortage() for guard in (bound, half, own)]
+            assert sum(shortage is not None for shortage in shortages) == stopped
+            assert all("have to stay free" in shortage for shortage in shortages if shortage is not None)
+        guard = DiskGuard(tmp_path, 899_000_000)
+        assert [guard.shortage(400_000) is None for _ in range(3)] == [True, True, True], "the disk has not filled up"
+        measured.free_bytes = 899_100_000
+        assert [guard.shortage(400_000) is None for _ in range(2)] == [True, False], "the rest of what was free before"
+        assert "899.1 MB are free" in str(DiskGuard(tmp_path, 900_000_000).shortage())
+
+
+async def test_stream_service_takes_no_batch_while_the_disk_is_short(tmp_path: Path) -> None:
+    """Its timers go on, since they make room; the batch is handled by itself once there is room."""
+    handled: list[str] = []
+
+    async def handle(event: Event, _handling: Handling) -> Sequence[Event]:
+        handled.append(event.event_id)
+        return []
+
+    measured = MeasuredDisk(900_000_000)
+    tables = StreamTables(MetaData())
+    async with bench(Service(tables, {"feedback": handle}), "sqlite", tmp_path) as stream:
+        stream.processor.disk = DiskGuard(tmp_path, 1_000_000)
+        with measured.mounted():
+            await stream.deliver(feedback())
+            measured.free_bytes = 500_000
+            stream.processor.disk._looked_s = -math.inf
+            waiting = asyncio.create_task(stream.deliver(feedback()))
+            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            await stream.processor.prune()
+            assert (len(handled), done) == (1, set())
+            measured.free_bytes = 900_000_000
+            await asyncio.wait_for(waiting, 10)
+    assert len(handled) == 2

@@ -38,6 +38,8 @@ from headrace_runtime.settings import Common
 log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
 _NO_LOGIN = Credentials()
+_SHARE_OF_TABLES = 0.5
+"""Part of `disk_free_bytes_min` below which compacted topics are refused, too."""
 _SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's own: the event loop gets its turn sooner while another thread compacts or reads."""
 
@@ -53,7 +55,9 @@ async def run(common: Common, settings: BrokerSettings) -> None:
     store = await disk.with_room(open_store)
     try:
         credentials = Credentials(common.bus.username, common.bus.password.get_secret_value())
-        async with opened(store, settings, SystemClock(), credentials) as (broker, server):
+        bound = common.disk_free_bytes_min
+        guards = disk.DiskGuard(folder, bound), disk.DiskGuard(folder, bound, share=_SHARE_OF_TABLES)
+        async with opened(store, settings, SystemClock(), credentials, guards) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_until(broker.writer.failed, store))
@@ -68,7 +72,11 @@ async def run(common: Common, settings: BrokerSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(
-    store: Store, settings: BrokerSettings, clock: Clock, credentials: Credentials = _NO_LOGIN
+    store: Store,
+    settings: BrokerSettings,
+    clock: Clock,
+    credentials: Credentials = _NO_LOGIN,
+    guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> AsyncIterator[tuple[Broker, Server]]:
     """A broker that answers on its port. Ends with everything submitted committed."""
     try:
@@ -77,7 +85,7 @@ async def opened(
         remedy = f"cannot listen on {settings.kafka_host}: {error.strerror}; is another broker or Kafka running there?"
         raise SettingError("broker.kafka_port", settings.kafka_port, remedy) from None
     db = store.connect()
-    broker = assemble(store, db, settings, clock, listener.getsockname()[1], credentials)
+    broker = assemble(store, db, settings, clock, listener.getsockname()[1], credentials, guards)
     server = Server(broker)
     broker.writer.start()
     try:
@@ -99,6 +107,7 @@ def assemble(
     clock: Clock,
     port: int,
     credentials: Credentials = _NO_LOGIN,
+    guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> Broker:
     """Build the parts on what the file holds. `db` becomes the writer's."""
     stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), TopicCatalog()
@@ -128,6 +137,8 @@ def assemble(
         folder=str(store.path.parent),
         port=port,
         credentials=credentials,
+        disk=guards[0],
+        disk_of_tables=guards[1],
     )
 
 

@@ -19,6 +19,7 @@ from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.disk import DiskGuard
 
 NODE_ID = 1
 
@@ -47,6 +48,10 @@ class Broker:
     """Where Kafka clients find us."""
     credentials: Credentials
     """What clients have to send before anything else."""
+    disk: DiskGuard | None = None
+    """Records are refused while the disk is short."""
+    disk_of_tables: DiskGuard | None = None
+    """The same for compacted topics, whose size is bounded: they are what a stack recovers by, so they go on longer."""
 
     def now_ms(self) -> int:
         return epoch_ms(self.clock.now())

@@ -22,6 +22,8 @@ from headrace_broker.protocol.produce import (
 from headrace_broker.records import records
 from headrace_broker.transactions import Owner
 
+_WRITTEN_PER_BYTE = 2
+"""Bytes that the disk takes for one of a record: the write-ahead log, then the file."""
 _FENCED_SINCE = 4
 """The version of InitProducerId in which PRODUCER_FENCED is known."""
 
@@ -101,6 +103,10 @@ def _checked(broker: Broker, request: ProduceRequest, topic: str, partition: Pro
     batch = parse_produced(raw)
     if batch.max_timestamp > broker.now_ms() + broker.settings.timestamp_ahead_max_s * 1000:
         raise Rejected(Code.INVALID_TIMESTAMP, f"{batch.max_timestamp} ms is too far in the future")
+    guard = broker.disk_of_tables if config.compacts else broker.disk
+    shortage = guard.shortage(_WRITTEN_PER_BYTE * len(raw)) if guard is not None else None
+    if shortage is not None:
+        raise Rejected(Code.STORAGE_ERROR, shortage)
     broker.stats.produced_bytes += len(raw)
     return _Item(topic, partition.partition, view.id, batch, config.compacts)
 
