@@ -6,7 +6,6 @@ to know a few settings of others, looks them up here.
 
 from __future__ import annotations
 
-import codecs
 import math
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from headrace_runtime.errors import SettingError
 from headrace_schemas.redaction import is_secret
 from headrace_schemas.text import is_storable
+from headrace_schemas.user_text import decode_text
 
 _INTEGER_MAX = 2**63 - 1
 ENV_PREFIX = "HEADRACE_"
@@ -66,15 +66,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: a sentence without its subject: in which encoding the file seems to be, or where it is no TOML.
     """
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\x00" in content[:200]:
-        raise ValueError("is in UTF-16; save it as UTF-8")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"is not in UTF-8 (byte 0x{content[error.start]:02x} in line {line}; Latin-1 perhaps); save it as UTF-8"
-        ) from None
+    text = decode_text(content)
     try:
         return tomllib.loads(text.replace("\r\n", "\n"))
     except RecursionError:
