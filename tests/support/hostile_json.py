@@ -100,7 +100,7 @@ def bases() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/feedback", {"level": "task", "task_id": "task", "value": 0.5, "context": {"a": 1}}),
         ("/v1/feedback", {"msg_ids": RESPONSES, "value": 0.25, "context": {"facts": ["x"]}}),
         ("/feedback", {"msg_ids": RESPONSES, "reward": 1.0, "task_id": "task", "run_id": 3}),
-        ("/commit", {"time_threshold": 1_700_000_000, "task_id": "task"}),
+        ("/commit", {"time_threshold": 1_700_000_000}),
         ("/v1/trajectories", _trajectory()),
         ("/v1/chat/completions", {**chat, **again}),
         ("/v1/chat/completions", {**chat, "response_format": FORMAT}),

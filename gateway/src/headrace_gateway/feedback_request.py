@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, StrictInt, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
 from headrace_schemas import Message
 from headrace_schemas.base import LongText, Model, Text
@@ -187,9 +187,10 @@ class FeedbackRequest(Model):
 
 
 class TrinityFeedback(Model):
-    """`POST /feedback` as Trinity-RFT's and AgentScope's clients send it (COMPAT parts A2 and B)."""
+    """`POST /feedback` as Trinity-RFT's and AgentScope's clients send it (COMPAT parts A2 and B).
 
-    model_config = ConfigDict(extra="ignore")
+    They send these fields and no other; another one is refused, since nothing would read it.
+    """
 
     msg_ids: tuple[Id, ...] = Field(max_length=TARGETS_MAX)
     reward: Number
@@ -197,13 +198,19 @@ class TrinityFeedback(Model):
     run_id: Id | None = None
 
 
+def _no_commit_of_one(value: Any) -> None:
+    if value is not None:
+        raise ValueError("a commit is of all runs; leave it out, or end one session by /v1/sessions/{id}/end")
+
+
 class TrinityCommit(Model):
-    """`POST /commit`. Trinity commits everything whatever the body says; `time_threshold` can only hold some back."""
+    """`POST /commit`: ends every open run of the tenant that began before `time_threshold`.
 
-    model_config = ConfigDict(extra="ignore")
+    Clients send the ids as null. An id would have to hold back all other runs, so it is refused.
+    """
 
-    task_id: Id | None = None
-    run_id: Id | None = None
+    task_id: Annotated[None, BeforeValidator(_no_commit_of_one)] = None
+    run_id: Annotated[None, BeforeValidator(_no_commit_of_one)] = None
     time_threshold: float | Text | None = None
 
     @property
