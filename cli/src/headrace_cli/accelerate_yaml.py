@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import real_number, whole_number
 from headrace_cli.trinity_yaml.conversion import read
+from headrace_schemas.text import printable
 
 PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "auto"}
 """fp16 becomes bfloat16 where the device multiplies it: as fast, and no gradient underflows."""
@@ -28,6 +30,8 @@ def settings_of_accelerate(file: str | Path | Mapping[str, Any]) -> dict[str, ob
     """Settings for `attach`, or for a settings file. Raises `UsageError` that names each key without a meaning here."""
     table = file if isinstance(file, Mapping) else read(Path(file))
     inner = table.get("deepspeed_config") or {}
+    if not isinstance(inner, Mapping):
+        raise UsageError(f"deepspeed_config = {printable(repr(inner))}: must be a table")
     keys = {**{name: one for name, one in table.items() if name != "deepspeed_config"}}
     keys |= {f"deepspeed_config.{name}": one for name, one in inner.items()}
     found: dict[str, object] = {}
@@ -38,7 +42,7 @@ def settings_of_accelerate(file: str | Path | Mapping[str, Any]) -> dict[str, ob
         elif (made := _setting(name, value)) is not None:
             found |= made
         else:
-            refused.append(f"{name} = {value!r}")
+            refused.append(f"{printable(str(name))} = {printable(repr(value))}")
     if refused:
         raise UsageError(f"of accelerate's file, these have no meaning here: {'; '.join(refused)}")
     return found
@@ -47,11 +51,12 @@ def settings_of_accelerate(file: str | Path | Mapping[str, Any]) -> dict[str, ob
 def _setting(name: str, value: Any) -> dict[str, object] | None:
     match name:
         case "num_processes":
-            return {"trainer.backend": "ray", "trainer.ray.ranks": int(value)} if int(value) > 1 else {}
+            ranks = whole_number("num_processes", value)
+            return {"trainer.backend": "ray", "trainer.ray.ranks": ranks} if ranks > 1 else {}
         case "mixed_precision" if value in PRECISIONS:
             return {"trainer.compute.dtype": PRECISIONS[value]}
         case "deepspeed_config.gradient_clipping":
-            return {"trainer.optimizer.gradient_norm_max": float(value)}
+            return {"trainer.optimizer.gradient_norm_max": real_number("gradient_clipping", value)}
         case "deepspeed_config.gradient_accumulation_steps":
             return {}  # a step is on the whole batch, whatever fits a device at a time
         case "deepspeed_config.zero_stage" if value in (0, 1, 2, 3):

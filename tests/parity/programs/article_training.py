@@ -51,7 +51,7 @@ def imports(stage: Stage) -> None:
     for name in headrace.rl.__all__:
         assert getattr(headrace.rl, name) is not None
     raises(UsageError, "a private Headrace starts from a model folder", lambda: attach(base="Qwen/Qwen3-0.6B-Instruct"))
-    raises(UsageError, "no_such means nothing here", lambda: TrinityRFT("ppo", {"no_such": 1}))
+    raises(UsageError, "no_such: means nothing here", lambda: TrinityRFT("ppo", {"no_such": 1}))
 
 
 @program("loop")

@@ -127,5 +127,6 @@ def keys(stage: Stage) -> None:
         "trainer.algorithm": "multi_step_grpo", "trainer.group_size": 8, "trainer.batch_experiences": 32,
         "inference.tool_parser": "hermes", "inference.reasoning_parser": "think", "trainer.steps_per_version": 2,
     }  # fmt: skip
-    assert found.data == {"data.tasks_per_step": 4, "data.path": "openai/gsm8k", "data.split": "train"}
+    data = {"data.tasks_per_step": 4, "data.path": "openai/gsm8k", "data.split": "train", "data.enable_thinking": True}
+    assert found.data == data
     assert {"explorer.rollout_model.enable_openai_api", "explorer.rollout_model.enable_openai_client"} <= set(KEYS)

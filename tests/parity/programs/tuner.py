@@ -145,8 +145,12 @@ def choosing(stage: Stage) -> None:
         ))  # fmt: skip
         options = PromptTuneConfig(optimization_level="brute")
         raises(UsageError, "one of light", lambda: tune_prompt(
-            workflow=workflow, init_system_prompt="Solve.", judge_func=judge, train_dataset=data, config=options
+            workflow=prompted, init_system_prompt="Solve.", judge_func=judge, train_dataset=data, config=options
         ))  # fmt: skip
+
+
+async def prompted(task: dict[str, Any], system_prompt: str) -> WorkflowOutput:
+    return WorkflowOutput(response=f"{system_prompt} {task['question']}")
 
 
 async def takes_more(task: Any, model: Any, more: Any) -> None: ...

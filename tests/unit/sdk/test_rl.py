@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,16 +166,16 @@ def test_a_candidate_that_failed_is_withdrawn_and_a_champion_gives_way(stack: No
     assert registry.asked[-1] == "roll_back tiny"
     updater.close()
     assert registry.asked[-1] == "resume tiny"
-    with pytest.raises(UsageError, match="there are no others"):
+    with pytest.raises(UsageError, match=r"update_config\.surprise: means nothing here"):
         HotUpdater(object(), {"surprise": 1})
 
 
 def test_versions_lie_where_the_stack_has_them(stack: NotingStack, monkeypatch: pytest.MonkeyPatch) -> None:
     stack.__dict__["registry"] = Registry()
-    ModelManager("./checkpoints")
-    monkeypatch.setattr(stack, "is_private", True)
     with pytest.raises(UsageError, match="this stack keeps its versions in"):
         ModelManager("./checkpoints")
+    monkeypatch.setattr(stack, "data_dir", Path("checkpoints").absolute())
+    ModelManager("./checkpoints")
 
 
 def test_an_offline_job_needs_the_data(stack: NotingStack) -> None:

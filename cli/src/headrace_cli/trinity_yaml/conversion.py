@@ -16,6 +16,8 @@ from headrace.errors import UsageError
 from headrace.stack.connection import model_name
 from headrace_cli.toml_text import toml
 from headrace_cli.trinity_yaml.keys import KEYS, Unconvertible
+from headrace_schemas.text import printable, printable_lines
+from headrace_schemas.user_text import read_user_text
 
 
 @dataclass
@@ -28,16 +30,38 @@ class Conversion:
     refused: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     """What a program needs besides: where the tasks are, how many steps."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """The key behind each name of `settings` and `data`."""
+    idle: list[tuple[str, str]] = field(default_factory=list)
+    """Keys that change nothing here, with the reason."""
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would take the last and drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(getattr(key, "value", ""))
+            if name in seen and name != "<<":
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(
+                    f"line {line}: the key {printable(name)} stands twice in a table; keep one of them"
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def read(path: Path) -> dict[str, Any]:
     """One of the files. Raises `UsageError`."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(read_user_text(path), Loader=_OnceLoader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is no YAML: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path} is no YAML: {printable_lines(str(error), 500)}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: a table of keys is wanted")
     return found
@@ -79,7 +103,8 @@ def _one(key: str, value: Any, found: Conversion) -> None:
     if value is None:
         found.lines.append((key, "is not set, and left to the default here"))
     elif rule is None:
-        found.refused.append(f"{key} = {value!r}: has no meaning here; take it out, if nothing depends on it")
+        shown = f"{printable(key)} = {printable(repr(value))}"
+        found.refused.append(f"{shown}: has no meaning here; take it out, if nothing depends on it")
     else:
         _applied(key, value, rule, found)
 
@@ -87,14 +112,21 @@ def _one(key: str, value: Any, found: Conversion) -> None:
 def _applied(key: str, value: Any, rule: str | Callable[[Any], tuple[dict[str, Any], str]], found: Conversion) -> None:
     if isinstance(rule, str):
         found.lines.append((key, rule))
+        found.idle.append((key, rule))
         return
     try:
+        if isinstance(value, list | tuple | dict):
+            raise Unconvertible("must be one value")
         settings, said = rule(value)
     except Unconvertible as error:
-        found.refused.append(f"{key} = {value!r}: {error}")
+        found.refused.append(f"{printable(key)} = {printable(repr(value))}: {error}")
+        return
+    except (TypeError, ValueError, OverflowError):
+        found.refused.append(f"{printable(key)} = {printable(repr(value))}: must be a number")
         return
     for name, one in settings.items():
         (found.data if name.startswith("data.") else found.settings)[name] = one
+        found.keys[name] = key
     found.lines.append((key, said or ", ".join(f"{name} = {one!r}" for name, one in settings.items())))
 
 
@@ -103,9 +135,16 @@ def _together(whole: Mapping[str, Any], found: Conversion) -> None:
     names = [str(whole[key]) for key in ("project", "group", "name") if whole.get(key)]
     if names:
         found.settings["trainer.lineage"] = model_name("-".join(names))
-    group = int(found.settings.get("trainer.group_size", 1))
-    if "data.tasks_per_step" in found.data and "trainer.batch_experiences" not in found.settings:
-        found.settings["trainer.batch_experiences"] = int(found.data["data.tasks_per_step"]) * group
+    counts = {"trainer.group_size": 1, "data.tasks_per_step": 0}
+    for name in counts:
+        value = found.settings.get(name, found.data.get(name, counts[name]))
+        if isinstance(value, bool) or not isinstance(value, int):
+            found.refused.append(f"{found.keys[name]} = {printable(repr(value))}: must be a whole number")
+            return
+        counts[name] = value
+    group, tasks = counts.values()
+    if tasks and "trainer.batch_experiences" not in found.settings:
+        found.settings["trainer.batch_experiences"] = tasks * group
 
 
 def settings_file(found: Conversion) -> str:

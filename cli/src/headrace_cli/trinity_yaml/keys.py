@@ -59,8 +59,17 @@ def port(number: Any) -> tuple[dict[str, Any], str]:
     return {"gateway.port": number, **beside}, ""
 
 
-def data(name: str) -> Rule:
-    return lambda value: ({f"data.{name}": value}, "for the program that plays the tasks")
+def data(name: str, said: str = "for the program that plays the tasks") -> Rule:
+    return lambda value: ({f"data.{name}": value}, said)
+
+
+def text(name: str) -> Rule:
+    def rule(value: Any) -> tuple[dict[str, Any], str]:
+        if not isinstance(value, str):
+            raise Unconvertible("must be a text")
+        return data(name)(value)
+
+    return rule
 
 
 _ALWAYS = "always so"
@@ -72,14 +81,16 @@ _ON = only(True, why="it cannot be turned off here", said=_ALWAYS)
 
 KEYS: dict[str, str | Rule] = {
     "mode": only("serve", "train", "both", why="`headrace up` serves and trains", said="`headrace up` does both"),
-    "project": "names the lineage", "group": "names the lineage", "name": "names the lineage",
+    "project": data("project", "names the lineage"), "group": data("group", "names the lineage"),
+    "name": data("name", "names the lineage"),
     "checkpoint_root_dir": setting("data_dir"),
     "continue_from_checkpoint": _ON,
     "model.model_path": model,
     "model.max_model_len": setting("inference.torch.context_tokens_max"),
-    "model.max_response_tokens": _CLIENT,
+    "model.max_response_tokens": data("max_tokens", _CLIENT),
     "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
-    "model.temperature": _CLIENT, "model.top_p": _CLIENT, "model.top_k": _CLIENT,
+    "model.temperature": data("temperature", _CLIENT), "model.top_p": data("top_p", _CLIENT),
+    "model.top_k": only(-1, 0, why="truncated answers are not trained; set -1, or leave it out", said=_CLIENT),
     "algorithm.algorithm_type": algorithm,
     "algorithm.repeat_times": setting("trainer.group_size"),
     "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
@@ -90,12 +101,15 @@ KEYS: dict[str, str | Rule] = {
     "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
     "explorer.name": "one gateway",
     "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
-    "explorer.rollout_model.engine_num": _DEVICES, "explorer.rollout_model.tensor_parallel_size": _DEVICES,
+    "explorer.rollout_model.engine_num": data("engine_num", _DEVICES),
+    "explorer.rollout_model.tensor_parallel_size": data("tensor_parallel_size", _DEVICES),
     "explorer.rollout_model.enable_openai_api": _ON, "explorer.rollout_model.enable_openai_client": _ON,
     "explorer.rollout_model.enable_history": _ON, "explorer.rollout_model.enable_auto_tool_choice": _ON,
     "explorer.rollout_model.tool_call_parser": parser("tool_parser"),
     "explorer.rollout_model.reasoning_parser": parser("reasoning_parser"),
-    "explorer.rollout_model.enable_thinking": "the chat template decides; a call may say it in chat_template_kwargs",
+    "explorer.rollout_model.enable_thinking": data(
+        "enable_thinking", "the chat template decides; a call may say it in chat_template_kwargs"
+    ),
     "explorer.rollout_model.dtype": setting("inference.torch.dtype"),
     "explorer.rollout_model.seed": _CLIENT,
     "explorer.service_status_check_interval": "replicas are told of a version when it is decided, within a second",
@@ -105,20 +119,22 @@ KEYS: dict[str, str | Rule] = {
     "buffer.train_batch_size": setting("trainer.batch_experiences"),
     "buffer.batch_size": tasks,
     "buffer.total_epochs": data("epochs"), "buffer.total_steps": data("steps"),
-    "buffer.explorer_input.taskset.path": data("path"), "buffer.explorer_input.taskset.split": data("split"),
-    "buffer.explorer_input.taskset.name": data("tasks"),
+    "buffer.explorer_input.taskset.path": text("path"), "buffer.explorer_input.taskset.split": text("split"),
+    "buffer.explorer_input.taskset.name": text("tasks"),
     "buffer.explorer_input.taskset.storage_type": "a file or a data set",
-    "buffer.explorer_input.taskset.subset_name": data("name"),
-    "buffer.explorer_input.taskset.format.prompt_key": data("prompt_key"),
-    "buffer.explorer_input.taskset.format.response_key": data("response_key"),
+    "buffer.explorer_input.taskset.subset_name": text("subset"),
+    "buffer.explorer_input.taskset.format.prompt_key": text("prompt_key"),
+    "buffer.explorer_input.taskset.format.response_key": text("response_key"),
     "buffer.explorer_input.taskset.rollout_args.*": _CLIENT,
-    "buffer.explorer_input.taskset.rollout_args.temperature": _CLIENT,
+    "buffer.explorer_input.taskset.rollout_args.temperature": data("temperature", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.top_p": data("top_p", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.max_tokens": data("max_tokens", _CLIENT),
     "buffer.explorer_input.default_workflow_type": "the program that plays names its workflow",
     "buffer.trainer_input.experience_buffer.name": "experiences are on the topic `experiences`",
     "buffer.trainer_input.experience_buffer.storage_type": "the bus",
     "buffer.trainer_input.experience_buffer.path": "the bus: bus.address",
     "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for ever",
-    "trainer.save_interval": "a version is made as often as weights are to be synchronised",
+    "trainer.save_interval": data("save_interval", "a version is made as often as weights are to be synchronised"),
     "trainer.trainer_type": _ALWAYS,
     "trainer.total_steps": setting("trainer.max_steps"),
     "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", said="so"),

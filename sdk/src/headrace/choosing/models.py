@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import real_number, whole_number
 from headrace.practice.chat_models import ChatModel
-from headrace.practice.data_sets import rows_of
+from headrace.practice.data_sets import check_schedule, rows_of
 from headrace.sessions import new_id
 from headrace.stack.connection import ENTERED
 from headrace.tuner.configs import JudgeOutput
@@ -36,6 +37,12 @@ async def select_model(
     check_judge_function(judge_func)
     if len(candidate_models) < 2:
         raise UsageError(f"candidate_models has {len(candidate_models)}; at least 2 can be compared")
+    for at, candidate in enumerate(candidate_models):
+        if not (isinstance(candidate, str) or callable(candidate)):
+            kind = type(candidate).__name__
+            raise UsageError(f"candidate_models[{at}] is a {kind}: name a chat model, or the name of a served model")
+    check_schedule(train_dataset, "train_dataset")
+    max_threads = whole_number("max_threads", max_threads)
     rows, room, found = rows_of(train_dataset), asyncio.Semaphore(max_threads), {}
     for at, candidate in enumerate(candidate_models):
         name = candidate if isinstance(candidate, str) else f"{at}:{getattr(candidate, 'model_name', at)}"
@@ -75,7 +82,10 @@ async def _sample(
             said = await called(judge, None, task=task, response={"response": output.response, "metrics": metrics})
         except Exception:  # noqa: BLE001 (a user's functions may raise anything; the sample is counted as failed)
             return None
-        return float(said.reward) if math.isfinite(said.reward) else None
+        try:
+            return real_number("reward", said.reward)
+        except UsageError:
+            return None
 
 
 def _counted(candidate: Any) -> tuple[Any, dict[str, float]]:

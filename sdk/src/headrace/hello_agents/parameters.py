@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from headrace.errors import UsageError
 from headrace.hello_agents.rewards import KINDS
+from headrace.practice.arguments import real_number, whole_number, yes_or_no
 from headrace_schemas.text import closest, printable
 
 DATA = ("dataset", "split", "max_samples")
-SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "learning_rate": ("trainer.optimizer.learning_rate", float),
-    "max_grad_norm": ("trainer.optimizer.gradient_norm_max", float),
-    "lora_r": ("trainer.lora.rank", int),
-    "lora_rank": ("trainer.lora.rank", int),
-    "lora_alpha": ("trainer.lora.alpha", float),
-    "seed": ("trainer.seed", int),
-    "kl_coef": ("trainer.loss.kl", float),
-    "beta": ("trainer.loss.kl", float),
+SETTINGS: dict[str, tuple[str, Callable[[str, Any], object]]] = {
+    "learning_rate": ("trainer.optimizer.learning_rate", real_number),
+    "max_grad_norm": ("trainer.optimizer.gradient_norm_max", real_number),
+    "lora_r": ("trainer.lora.rank", whole_number),
+    "lora_rank": ("trainer.lora.rank", whole_number),
+    "lora_alpha": ("trainer.lora.alpha", real_number),
+    "seed": ("trainer.seed", partial(whole_number, least=0)),
+    "kl_coef": ("trainer.loss.kl", real_number),
+    "beta": ("trainer.loss.kl", real_number),
 }
 """Parameters that are settings of the trainer."""
-ONLY_GRPO = ("num_generations", "temperature", "max_new_tokens", "max_completion_length", "kl_coef", "beta")
+REWARDS = tuple(dict.fromkeys(name for _, names, _ in KINDS.values() for name in names))
+ONLY_GRPO = (
+    "num_generations", "temperature", "max_new_tokens", "max_completion_length", "kl_coef", "beta", "reward_type",
+    "custom_reward", *REWARDS,
+)  # fmt: skip
 LORA_ALONE = ("lora_r", "lora_rank", "lora_alpha")
 TRAIN = (
     "algorithm", "model_name", "format", "reward_type", "num_epochs", "output_dir", "use_lora", "batch_size",
@@ -57,6 +63,11 @@ def check(action: str, parameters: Mapping[str, Any]) -> None:
     for name in parameters:
         if name not in known:
             raise UsageError(f"{printable(str(name))}: {_reason(str(name), action, known)}; leave it out")
+    for name in ("use_lora", "use_wandb", "use_tensorboard"):
+        if name in parameters:
+            yes_or_no(name, parameters[name])
+    if parameters.get("max_samples") is not None:
+        whole_number("max_samples", parameters["max_samples"])
     if action == "train":
         _check_training(parameters)
 
@@ -68,29 +79,8 @@ def trainer_settings(parameters: Mapping[str, Any]) -> dict[str, object]:
         if parameters.get(name) is not None:
             if setting in settings:
                 raise UsageError(f"{name}: another parameter sets {setting} as well; name it once")
-            settings[setting] = _value(name, parameters[name], kind)
+            settings[setting] = kind(name, parameters[name])
     return settings
-
-
-def number(parameters: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
-    """Return a whole number that is at least `least`. Raises `UsageError`."""
-    found = _value(name, parameters.get(name, default), int)
-    if not isinstance(found, int) or found < least:
-        raise UsageError(f"{name} = {found}: must be at least {least}")
-    return found
-
-
-def _value(name: str, value: Any, kind: Callable[[Any], object]) -> object:
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        found = kind(value)
-        if kind is int and found != float(value):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        what = "a whole number" if kind is int else "a number"
-        raise UsageError(f"{name} = {printable(repr(value))}: must be {what}") from None
-    return found
 
 
 def _check_training(parameters: Mapping[str, Any]) -> None:
@@ -108,6 +98,10 @@ def _check_training(parameters: Mapping[str, Any]) -> None:
         raise UsageError("use_tensorboard = False: results are always written for TensorBoard; leave it out")
     if "custom_dataset" in parameters and (wrong := next((n for n in ("dataset", "split") if n in parameters), None)):
         raise UsageError(f"{wrong}: custom_dataset has the rows already; leave one of them out")
+    if "custom_reward" in parameters and (
+        wrong := next((n for n in ("reward_type", *REWARDS) if n in parameters), None)
+    ):
+        raise UsageError(f"{wrong}: custom_reward is the reward; leave one of them out")
     if {"max_new_tokens", "max_completion_length"} <= set(parameters):
         raise UsageError("max_completion_length: max_new_tokens sets the same; name it once")
 

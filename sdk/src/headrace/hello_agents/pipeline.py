@@ -10,8 +10,11 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.hello_agents.parameters import DATA
 from headrace.hello_agents.tool import RLTrainingTool
 from headrace_schemas.text import printable
+from headrace_schemas.user_text import read_user_text
 
 _SECTIONS = {"model", "sft", "grpo", "eval"}
+_OWN = {"action", "algorithm", "model_name", "model_path"}
+"""Parameters that the pipeline sets itself."""
 
 
 class AgenticRLPipeline:
@@ -20,13 +23,21 @@ class AgenticRLPipeline:
     `HeadraceError`."""
 
     def __init__(self, config_path: str, rl_tool: RLTrainingTool | None = None) -> None:
-        self.config: dict[str, Any] = json.loads(Path(config_path).read_text(encoding="utf-8"))
+        try:
+            self.config: dict[str, Any] = json.loads(read_user_text(Path(config_path)))
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{config_path} is not valid JSON: {error}") from None
+        except ValueError as error:
+            raise UsageError(f"{config_path} {error}") from None
+        if not isinstance(self.config, dict) or not all(isinstance(one, dict) for one in self.config.values()):
+            raise UsageError(f"{config_path}: must be a table of the sections {', '.join(sorted(_SECTIONS))}")
         missing = _SECTIONS - set(self.config)
         if missing:
             raise UsageError(f"{config_path}: there is no {min(missing)!r}")
         unknown = [
             *(set(self.config) - _SECTIONS),
             *(f"model.{name}" for name in set(self.config["model"]) - {"base_model"}),
+            *(f"{stage}.{name}" for stage in self.config for name in _OWN & set(self.config[stage])),
         ]
         if unknown:
             raise UsageError(f"{config_path}: {printable(min(unknown))} means nothing here; leave it out")
@@ -69,7 +80,8 @@ class AgenticRLPipeline:
         return str(found["output_dir"])
 
     def _evaluated(self, stage: str, model_path: str) -> dict[str, Any]:
-        found = self._asked({"use_lora": True, **self.config["eval"], "action": "evaluate", "model_path": model_path})
+        lora = self.config[stage].get("use_lora", True)
+        found = self._asked({"use_lora": lora, **self.config["eval"], "action": "evaluate", "model_path": model_path})
         self.results[f"{stage}_evaluation"] = found
         return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import check_names, real_number
+from headrace_schemas.plain_values import plain_number
+from headrace_schemas.text import printable
 
 RewardCallable = Callable[..., Sequence[float]]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -51,18 +53,21 @@ def create_reward(reward_type: str = "accuracy", **options: Any) -> RewardCallab
     if reward_type not in KINDS:
         raise UsageError(f"reward_type {reward_type!r}: it is one of {', '.join(KINDS)}")
     make, known, _ = KINDS[reward_type]
-    unknown = set(options) - set(known)
-    if unknown:
-        raise UsageError(f"{reward_type} has no parameter {min(unknown)!r}")
-    return make(**options)
+    check_names(reward_type, options, known)
+    return make(**{name: real_number(name, value) for name, value in options.items()})
 
 
 def one(function: RewardCallable, completion: str, truth: Any, **columns: Any) -> float:
     """The reward of one completion. Raises `UsageError` where the function gives none: that is an error, and no 0."""
     found = list(function([completion], ground_truth=[truth], **{name: [value] for name, value in columns.items()}))
-    if len(found) != 1 or not math.isfinite(found[0]):
-        raise UsageError(f"the reward function returned {found!r} for one completion; one finite number is wanted")
-    return float(found[0])
+    try:
+        (reward,) = found
+        return plain_number(reward)
+    except (TypeError, ValueError):
+        shown = printable(repr(found))
+        raise UsageError(
+            f"the reward function returned {shown} for one completion; one finite number is wanted"
+        ) from None
 
 
 def same(said: str, truth: Any) -> bool:

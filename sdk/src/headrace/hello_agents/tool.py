@@ -12,15 +12,15 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.evaluation.evaluating import EvaluatedVersion, evaluate
 from headrace.hello_agents.data import load
-from headrace.hello_agents.parameters import PARAMETERS, check, number, trainer_settings
+from headrace.hello_agents.parameters import PARAMETERS, REWARDS, check, trainer_settings
 from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, one
+from headrace.practice.arguments import real_number, whole_number
 from headrace.practice.blocking import blocking
 from headrace.practice.practising import practise
 from headrace.practice.runs import Run
 from headrace.stack import Stack, stack_for
 from headrace.stack.connection import support
 from headrace.stack.offline import train_rows
-from headrace_schemas.text import printable
 
 LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
 MERGED = "merged"
@@ -41,16 +41,13 @@ class TrainingPlan:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainingPlan:
         """Read the parameters of `train`. Raises `UsageError`."""
-        try:
-            temperature = float(given.get("temperature", 1.0))
-        except (TypeError, ValueError):
-            temperature = 0.0
+        temperature = real_number("temperature", given.get("temperature", 1.0))
         if not 0 < temperature <= 2:
-            value = printable(repr(given["temperature"]))
-            raise UsageError(f"temperature = {value}: must be a number above 0 and at most 2, so that answers differ")
+            raise UsageError(f"temperature = {temperature:g}: must be above 0 and at most 2, so that answers differ")
         length = "max_new_tokens" if "max_new_tokens" in given else "max_completion_length"
-        tokens_max = number(given, length, _ANSWER_TOKENS)
-        return cls(number(given, "num_generations", _GROUP, least=2), temperature, tokens_max, trainer_settings(given))
+        tokens_max = whole_number(length, given.get(length, _ANSWER_TOKENS))
+        group = whole_number("num_generations", given.get("num_generations", _GROUP), least=2)
+        return cls(group, temperature, tokens_max, trainer_settings(given))
 
 
 class RLTrainingTool:
@@ -102,16 +99,20 @@ class RLTrainingTool:
             rows = list(custom)[: given.get("max_samples")]
         else:
             rows = self._rows(given, "sft" if kind == "sft" else "rl", None)
-        name, epochs = str(given["model_name"]), number(given, "num_epochs", 3)
+        name, epochs = str(given["model_name"]), whole_number("num_epochs", given.get("num_epochs", 3))
+        registered = self._rewards.get(dataset)
+        if registered and (wrong := next((n for n in ("custom_reward", "reward_type", *REWARDS) if n in given), None)):
+            raise UsageError(f"{wrong}: a reward function is registered for the data set {dataset!r}; leave it out")
         plan = TrainingPlan.of(given)
         settings = {**(LORA if given.get("use_lora", True) else {}), **plan.settings, **_accelerate(given)}
-        batch = number(given, "batch_size", 4) * number(given, "gradient_accumulation_steps", 1)
+        batch = whole_number("batch_size", given.get("batch_size", 4))
+        batch *= whole_number("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1))
         settings |= {"trainer.batch_experiences": batch * (plan.group if kind == "grpo" else 1)}
         if kind == "grpo":
             settings |= {"trainer.algorithm": "grpo", "trainer.group_size": plan.group}
         settings |= self._settings
         with stack_for(base_of(name), settings) as stack:
-            reward = given.get("custom_reward") or self._rewards.get(dataset) or made(given)
+            reward = given.get("custom_reward") or registered or made(given)
             version = kinds[kind](stack, list(rows), epochs, reward, plan)
             write(stack, version, out)
         told = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
@@ -143,9 +144,13 @@ class RLTrainingTool:
         return str(blocking(steps()))
 
     def _evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """With the weights of `model_path`, adapter or not: `use_lora` says nothing that the folder does not."""
+        """With the weights of `model_path`. `use_lora` has to be what the folder is."""
         path = str(given["model_path"])
-        rows = self._rows({"split": "test", **given}, "rl", 100)
+        is_adapter = (Path(path) / "adapter_config.json").is_file()
+        if given.get("use_lora", is_adapter) != is_adapter:
+            holds = "an adapter" if is_adapter else "a whole model and no adapter"
+            raise UsageError(f"use_lora = {given['use_lora']}: {path} holds {holds}; leave use_lora out")
+        rows = self._rows(given, "rl", 100, "test")
         reward = self._rewards.get(str(given.get("dataset", "gsm8k"))) or accuracy
 
         async def play(task: Mapping[str, Any], run: Run) -> str:
@@ -173,9 +178,15 @@ class RLTrainingTool:
         shown = {name: given[name] for name in KINDS[kind][1] if name in given}
         return {"reward_type": kind, **shown, "description": KINDS[kind][2]}
 
-    def _rows(self, given: Mapping[str, Any], form: str, samples: int | None) -> list[dict[str, Any]]:
+    def _rows(
+        self, given: Mapping[str, Any], form: str, samples: int | None, default: str = "train"
+    ) -> list[dict[str, Any]]:
         count = given.get("max_samples", samples)
-        dataset, split = str(given.get("dataset", "gsm8k")), str(given.get("split", "train"))
+        dataset, split = str(given.get("dataset", "gsm8k")), str(given.get("split", default))
+        if dataset in self._datasets and "split" in given:
+            raise UsageError(
+                f"split = {split!r}: the data set {dataset!r} was registered, and has no splits; leave it out"
+            )
         return load(dataset, self._datasets, form, split, count)
 
 

@@ -24,7 +24,8 @@ def plugged(agent: Any, base_url: str, headers: Mapping[str, str], model: str, a
     for each agent. Raises `UsageError` for an agent that has no client."""
     connect = getattr(agent, "connect", None)
     if callable(connect):
-        connect(base_url=base_url, headers=dict(headers), model=model)
+        own = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connect(base_url=base_url, headers={**headers, **own}, model=model)
         yield
         return
     holder = _holder(agent)

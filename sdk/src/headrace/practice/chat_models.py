@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from headrace.errors import UsageError
+from headrace.practice.arguments import check_unchanged, real_number, whole_number
 from headrace.practice.runs import Run
 from headrace.stack.connection import model_name
+
+_ENGINES = (
+    "engines are replicas that `headrace up` starts; start them, attach to that Headrace with headrace.stack.attach, "
+    "and leave this at 1"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class ChatModel:
     model_name: str
     generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stream:
+            raise UsageError("stream = True: the answers of this model are whole; leave it out")
 
     async def __call__(
         self,
@@ -59,9 +70,7 @@ class ChatModel:
 
 def chat_model(run: Run, config: Any) -> Any:
     """The model of one run, whose calls are the run's session."""
-    options: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    if config.enable_thinking is not None:
-        options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": config.enable_thinking}}
+    options = sampling_options(config)
     client = run.openai()
     try:
         kind = import_module("agentscope.model").OpenAIChatModel
@@ -70,6 +79,31 @@ def chat_model(run: Run, config: Any) -> Any:
     model = kind(model_name=run.model, api_key="-", stream=False, generate_kwargs=options)
     model.client = client
     return model
+
+
+def sampling_options(config: Any) -> dict[str, Any]:
+    """Return the options of a call that a `TunerModelConfig` names. `top_p` is among them where it is not 1."""
+    options: dict[str, Any] = {
+        "temperature": real_number("temperature", config.temperature),
+        "max_tokens": whole_number("max_tokens", config.max_tokens),
+    }
+    if config.top_p != 1:
+        options["top_p"] = real_number("top_p", config.top_p)
+    if config.enable_thinking is not None:
+        options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": config.enable_thinking}}
+    return options
+
+
+def check_engines(config: Any) -> None:
+    """Raise `UsageError` for what a `TunerModelConfig` asks of engines and of other training services."""
+    tinker = "training is done by Headrace's own trainer; leave it out"
+    check_unchanged(
+        config,
+        {
+            "tinker_config": (None, tinker),
+            **dict.fromkeys(("tensor_parallel_size", "inference_engine_num"), (1, _ENGINES)),
+        },
+    )
 
 
 def _read(call: Any) -> Any:
@@ -84,5 +118,18 @@ def auxiliary(run: Run, name: str, model: Any) -> Any:
     path = model if isinstance(model, str) else getattr(model, "model_path", None)
     if path is None:
         return model
+    options: dict[str, Any] = {}
+    if not isinstance(model, str):
+        check_engines(model)
+        served = f"auxiliary_models[{name!r}] is served by the gateway, which has its own; leave it out"
+        check_unchanged(
+            model,
+            {
+                "max_model_len": (None, served),
+                "tool_call_parser": ("hermes", served),
+                "reasoning_parser": ("deepseek_r1", served),
+            },
+        )
+        options = sampling_options(model)
     headers = {"X-Session-Id": f"{run.run_id}.{name}", "X-Headrace-Purpose": "eval"}
-    return ChatModel(run.stack.openai(headers), model_name(path) if run.stack.serving(path) is None else path)
+    return ChatModel(run.stack.openai(headers), model_name(path) if run.stack.serving(path) is None else path, options)

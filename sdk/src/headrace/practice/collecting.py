@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.agents import asked, plugged
+from headrace.practice.arguments import check_names, real_number
 from headrace.practice.blocking import blocking
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.sessions import Purpose
@@ -41,17 +42,27 @@ def collected(
 
     `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version. Runs
     with one `task_id` are compared with each other; a run without one, as real traffic mostly is, with all others."""
+    said = user_feedback or {}
+    check_names("user_feedback", said, ("rating", "comment"))
+    rating, comment = said.get("rating"), str(said.get("comment") or "")
+    if rating is not None:
+        rating = real_number("user_feedback.rating", rating)
+        if not 1 <= rating <= RATING_MAX:
+            raise ValueError(f"rating = {rating:g}: a rating is 1 to {RATING_MAX}")
+    if comment and rating is None and reward_function is None:
+        raise UsageError(
+            "user_feedback.comment: goes with a reward; give a rating or a reward_function, or leave it out"
+        )
+    if said and purpose != "train":
+        raise UsageError(f"user_feedback: nothing is sent with purpose = {purpose!r}; leave it out")
     stack = current()
     record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model, task_id))
     rewards = dict(_named(reward_function(record)) if reward_function else {})
-    rating = (user_feedback or {}).get("rating")
     if rating is not None:
-        if not 1 <= float(rating) <= RATING_MAX:
-            raise ValueError(f"rating = {rating}: a rating is 1 to {RATING_MAX}")
-        rewards["user_satisfaction"] = float(rating) / RATING_MAX
+        rewards["user_satisfaction"] = rating / RATING_MAX
     record |= {"rewards": rewards, "total_reward": math.fsum(rewards.values()) if rewards else None}
     if purpose == "train":
-        say(stack, record, str((user_feedback or {}).get("comment", "")))
+        say(stack, record, comment)
     return record, answer
 
 
@@ -60,11 +71,10 @@ def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
     total counts once, however often it is sent."""
     total = record.get("total_reward")
     if total is not None:
+        total = real_number("total_reward", total)
         session = str(record["conversation_id"])
         context = {"parts": dict(record.get("rewards") or {})}
-        send = partial(
-            stack.client.feedback, session_id=session, value=float(total), feedback_id=f"{session}:{total!r}"
-        )
+        send = partial(stack.client.feedback, session_id=session, value=total, feedback_id=f"{session}:{total!r}")
         send(context=context, comment=comment) if comment else send(context=context)
 
 
@@ -101,8 +111,12 @@ async def _collected(
     return record_of(trajectory), answer
 
 
-def _named(found: Mapping[str, float] | float | None) -> Mapping[str, float]:
-    return found if isinstance(found, Mapping) else {} if found is None else {"reward": float(found)}
+def _named(rewards: Mapping[str, float] | float | None) -> Mapping[str, float]:
+    """Return the rewards by name, whatever library made the numbers."""
+    if rewards is None:
+        return {}
+    named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
+    return {str(name): real_number(f"reward {name}", value) for name, value in named.items()}
 
 
 def _json(text: str) -> Any:

@@ -9,20 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import check_unchanged
+from headrace_schemas.text import printable
+from headrace_schemas.user_text import read_user_text
 
 _SUFFIXES = (".jsonl", ".json")
 _SHOWN_MAX = 5
 
 
 def rows_of(dataset: Any) -> list[dict[str, Any]]:
-    """The rows of what has `path`, `split` and `name`. Raises `UsageError` for none."""
+    """The rows of what has `path`, `split` and `name`. Raises `UsageError` for none, and for a split or name of rows
+    that lie in one file."""
     path, split = Path(dataset.path), dataset.split or "train"
     files = [path] if path.is_file() else [path / f"{split}{suffix}" for suffix in _SUFFIXES]
     file = next((one for one in files if one.is_file()), None)
+    if file is not None and dataset.name is not None:
+        raise UsageError(f"name = {printable(repr(dataset.name))}: {file} has no parts with names; leave it out")
+    if path.is_file() and split not in ("train", path.stem):
+        raise UsageError(
+            f"split = {printable(repr(split))}: {file} is one file; name its folder as path, or leave it out"
+        )
     found = _read(file) if file else _loaded(dataset, split)
     if not found:
         raise UsageError(f"data set {dataset.path}, split {split}: it has no rows")
     return found
+
+
+def check_schedule(dataset: Any, argument: str) -> None:
+    """Raise `UsageError` for epochs or steps of a data set that nothing is trained on."""
+    reason = f"{argument} is gone through once; leave it out"
+    check_unchanged(dataset, {"total_epochs": (1, reason), "total_steps": (None, reason)})
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -46,12 +62,15 @@ def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = read_user_text(file)
+    except ValueError as error:
+        raise UsageError(f"{file} {error}") from None
     try:
         found = (
             json.loads(text)
             if file.suffix == ".json"
-            else [json.loads(line) for line in text.splitlines() if line.strip()]
+            else [json.loads(line) for line in text.split("\n") if line.strip()]
         )
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: {error}; each row is a JSON object") from None

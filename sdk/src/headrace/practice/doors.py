@@ -75,11 +75,18 @@ class HeadraceRun(Run):
 class TrinityRun(Run):
     """A run whose answers are told by their ids alone."""
 
+    def _roles(self) -> set[str]:
+        return set(self.rewards)
+
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
         self._noted: list[str] = []
 
     def openai(self, role: str = SOLO, *, blocking: bool = False) -> Any:
+        if role != SOLO:
+            raise UsageError(
+                f"role = {role!r}: a reward through TrinityDoor is of the whole run; use HeadraceDoor for roles"
+            )
         client = self.stack.openai({}, blocking=blocking)
         self._clients.append(client)
         _noting(client, self.note, blocking)
@@ -102,6 +109,9 @@ class TrinityRun(Run):
 
 def _stack(url: str | Stack, model: str, api_key: str | None) -> Stack:
     if isinstance(url, Stack):
+        for name, value in (("model", model or None), ("api_key", api_key)):
+            if value is not None and value != getattr(url, name):
+                raise UsageError(f"{name}: url is a stack, which has its own; leave {name} out")
         return url
     if not model:
         raise UsageError("model: say the name that the gateway calls the trained model by")

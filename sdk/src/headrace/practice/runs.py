@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.async_client import AsyncClient, AsyncSession
-from headrace.errors import HeadraceError, UsageError
+from headrace.errors import HeadraceError
 from headrace.practice.agents import in_thread
+from headrace.practice.arguments import check_names, real_number
 from headrace.sessions import Purpose, new_id
 from headrace.stack import Stack
 from headrace_schemas.ids import derived_id
@@ -34,10 +35,8 @@ class AgentReward:
 
 def worth_of(parts: Mapping[str, float], given: Mapping[str, float] | None) -> dict[str, float]:
     """What each part of a reward is worth: as it is usual, or as it was `given`. Raises `UsageError`."""
-    unknown = set(given or ()) - set(parts)
-    if unknown:
-        raise UsageError(f"reward_function: no part {min(unknown)!r}; there are {', '.join(parts)}")
-    return {**parts, **(given or {})}
+    check_names("reward_function", given or {}, parts)
+    return {**parts, **{name: real_number(f"reward_function.{name}", value) for name, value in (given or {}).items()}}
 
 
 class Run:
@@ -100,11 +99,11 @@ class Run:
 
         `metrics` are only reported. Raises `ValueError` for what is no finite number: a judge that failed has none.
         """
-        numbers = dict(parts or {})
+        numbers = {name: _number(part) for name, part in (parts or {}).items()}
         if value is None and not numbers:
             raise ValueError("a reward is a number, or the sum of parts; a run without one gets none, and never a 0")
-        total = _number(value) if value is not None else math.fsum(map(_number, numbers.values()))
-        said = AgentReward(total, numbers, dict(metrics or {}))
+        total = _number(value) if value is not None else math.fsum(numbers.values())
+        said = AgentReward(total, numbers, {name: _number(metric) for name, metric in (metrics or {}).items()})
         if role is None:
             self._whole = said
         else:
@@ -139,11 +138,19 @@ class Run:
             self.error = describe_error(error)
         if self._whole is not None:
             self.rewards = dict.fromkeys(self._sessions or (SOLO,), self._whole) | self.rewards
+        silent = self.rewards.keys() - self._roles()
+        if silent and self.error is None:
+            roles = ", ".join(sorted(self._roles())) or "none"
+            self.error = f"reward: the role {min(silent)!r} made no call to the model; those that did: {roles}"
         if self.error is not None:
             self.rewards = {}
         elif not self.rewards and self._needs_reward:
             self.error = "it gave no reward"
         await self._end()
+
+    def _roles(self) -> set[str]:
+        """Return the agents that a reward may be about: those with a session."""
+        return set(self._sessions)
 
     async def _end(self) -> None:
         try:

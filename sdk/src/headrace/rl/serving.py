@@ -3,42 +3,55 @@ everything."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from headrace import manager, rollouts
 from headrace.errors import Unreachable, UsageError
 from headrace.practice.agents import text_of
+from headrace.practice.arguments import check_names, real_number, whole_number
 from headrace.practice.blocking import blocking
 from headrace.practice.collecting import collected
 from headrace.stack import current
 from headrace.stack.arms import arm_means
 from headrace_schemas.registry_api import ModelState
+from headrace_schemas.text import printable
 
 _WAIT_S = 300.0
 _DAY_S = 86_400.0
+_ROUNDING = 1e-6
+log = logging.getLogger("headrace.rl")
 
 
 class HotUpdater:
     """New weights for an agent that serves. While it is there the model is paused: versions wait for what it decides.
 
-    `update_config`: `strategy` "rolling" or "canary"; `canary_ratio`, the share that live sessions get in a canary;
-    `check_after_updates`, how many versions newer than the champion are worth a look. `close` ends the pause.
+    `update_config`: `strategy` "rolling" or "canary"; `canary_ratio`, the share that live sessions get in a canary
+    (with "rolling" a warning says that it has no effect); `check_after_updates`, how many versions newer than the
+    champion are worth a look. `close` ends the pause.
     """
 
     def __init__(self, agent: Any, update_config: Mapping[str, Any] | None = None) -> None:
         given: dict[str, Any] = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1}
+        check_names("update_config", update_config or {}, list(given))
         given |= dict(update_config or {})
-        if given["strategy"] not in ("rolling", "canary") or len(given) > 3:
-            raise UsageError(
-                f"update_config = {update_config!r}: strategy is rolling or canary, and there are no others"
-            )
+        if given["strategy"] not in ("rolling", "canary"):
+            shown = printable(repr(given["strategy"]))
+            raise UsageError(f"update_config.strategy = {shown}: strategy is rolling or canary; there are no others")
+        if given["strategy"] == "rolling" and "canary_ratio" in (update_config or {}):
+            log.warning("update_config.canary_ratio: has no effect with strategy rolling; live sessions get no share")
         self.agent, self.strategy, self.stack = agent, given["strategy"], current()
         self.tested: str | None = None
-        every = int(given["check_after_updates"])
+        every = whole_number("update_config.check_after_updates", given["check_after_updates"])
         self._updater = rollouts.HotUpdater(
-            self.stack.model, self.stack.registry, share_of(given["canary_ratio"]), every, _WAIT_S
+            self.stack.model,
+            self.stack.registry,
+            share_of(given["canary_ratio"], "update_config.canary_ratio"),
+            every,
+            _WAIT_S,
         )
         self.stack.registry.pause(self.stack.model, reason="a program decides about updates")
 
@@ -78,7 +91,10 @@ class HotUpdater:
         self.stack.registry.resume(self.stack.model, reason="the program has ended")
 
     def _passes(self, case: Any) -> bool:
-        question, check = (case["question"], case.get("check")) if isinstance(case, Mapping) else (case, None)
+        question, check = case, None
+        if isinstance(case, Mapping):
+            check_names("test_cases", case, ("question", "check"))
+            question, check = case["question"], case.get("check")
         _, found = collected(self.agent, str(question), purpose="eval", model=self.tested)
         answer = text_of(found)
         holds: Callable[[str], bool] = (
@@ -93,13 +109,18 @@ class ModelManager(manager.ModelManager):
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
         stack = current()
-        if checkpoint_dir and stack.is_private and str(stack.data_dir) != str(checkpoint_dir):
-            raise UsageError(f"checkpoint_dir = {checkpoint_dir!r}: this stack keeps its versions in {stack.data_dir}")
+        if checkpoint_dir and (stack.data_dir is None or Path(checkpoint_dir).absolute() != stack.data_dir.absolute()):
+            place = stack.data_dir or "a place of its own"
+            raise UsageError(
+                f"checkpoint_dir = {checkpoint_dir!r}: this stack keeps its versions in {place}; leave it out"
+            )
         super().__init__(stack.model, stack.registry)
 
     def create_ab_test(self, version_a: str, version_b: str, traffic_ratio: Any = "1/2") -> ModelState:
         """`traffic_ratio` = {"v1.0": 0.7, "v1.1": 0.3}, or B's share. B has to be the smaller one, or as large."""
-        wanted = traffic_ratio[version_b] if isinstance(traffic_ratio, Mapping) else traffic_ratio
+        wanted = traffic_ratio
+        if isinstance(traffic_ratio, Mapping):
+            wanted = share_of_two("traffic_ratio", traffic_ratio, (version_a, version_b))
         return super().create_ab_test(version_a, version_b, share_of(wanted))
 
 
@@ -114,7 +135,8 @@ class ABTestFramework:
             raise UsageError(f"metrics: no metric {min(unknown)!r}; there are {', '.join(rollouts.METRICS)}")
         self._models, self.metrics = ModelManager(), tuple(metrics)
         self.a, self.b = self._models.version(model_a), self._models.version(model_b)
-        self.share = share_of(traffic.get("b", traffic.get(model_b, 0.5)))
+        arms = ("a", "b") if {"a", "b"} & set(traffic) else (model_a, model_b)
+        self.share = share_of(share_of_two("traffic", traffic, arms))
         self.rollout: str | None = None
 
     def run(self, test_duration_days: float = 7) -> dict[str, dict[str, float | None]]:
@@ -147,11 +169,23 @@ class ABTestFramework:
         return wanted
 
 
-def share_of(ratio: Any) -> str:
-    """A share as an exact fraction: 0.1 is 1/10."""
-    found = Fraction(str(ratio)).limit_denominator(10_000)
+def share_of_two(argument: str, ratios: Mapping[str, Any], arms: tuple[str, str]) -> float:
+    """Return the second arm's share of a mapping with the shares of both. Raises `UsageError` if their sum is not 1."""
+    check_names(argument, ratios, arms)
+    shares = [real_number(f"{argument}.{arm}", ratios[arm]) for arm in arms if arm in ratios]
+    if len(shares) != 2 or abs(sum(shares) - 1) > _ROUNDING:
+        raise UsageError(f"{argument} = {dict(ratios)}: name the shares of {arms[0]} and {arms[1]}, whose sum is 1")
+    return shares[1]
+
+
+def share_of(ratio: Any, name: str = "share") -> str:
+    """A share as an exact fraction: 0.1 is 1/10. Raises `UsageError` with the `name` of the argument."""
+    try:
+        found = Fraction(str(ratio)).limit_denominator(10_000)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise UsageError(f"{name} = {printable(repr(ratio))}: must be a number, such as 0.1 or 1/10") from None
     if not 0 < found <= Fraction(1, 2):
         raise UsageError(
-            f"share {ratio}: the new version gets more than nothing and at most a half, beside its control"
+            f"{name} = {ratio}: the new version gets more than nothing and at most a half, beside its control"
         )
     return f"{found.numerator}/{found.denominator}"

@@ -11,31 +11,28 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import check_names, merge_settings, real_number, whole_number
 from headrace.practice.blocking import blocking
 from headrace.practice.collecting import Rate, collected, run_and_collect, say
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.stack import Stack, stack_for
-from headrace_schemas.text import printable
 
-_MODEL = {"lora_rank": "trainer.lora.rank"}
-_TRAINING = {"learning_rate": "trainer.optimizer.learning_rate"}
-_KNOWN_MODEL = {"base_model", *_MODEL}
-_KNOWN_TRAINING = {"batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", *_TRAINING}
-
-
-def check_names(what: str, given: Mapping[str, Any], known: set[str]) -> None:
-    """Raise `UsageError` for the first name of the mapping `what` that is not among the `known`."""
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"{what}.{printable(str(name))} means nothing here; there are {', '.join(sorted(known))}, and settings="
-            )
+_RANK, _RATE, _BATCH = "trainer.lora.rank", "trainer.optimizer.learning_rate", "trainer.batch_experiences"
+_KNOWN_MODEL = {"base_model", "lora_rank"}
+_KNOWN_TRAINING = {"batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", "learning_rate"}
+_REMEDY = "leave it out, or set what you mean by settings="
+_INTERVALS = {
+    _BATCH: "trainer_config.train_interval",
+    "trainer.batch_experiences_min": "trainer_config.train_interval",
+    "trainer.steps_per_version": "trainer_config.update_interval",
+}
 
 
 class TrinityRFT:
     """What trains: settings of a trainer. A step is on `batch_size` times `gradient_accumulation_steps` runs.
 
-    `algorithm` is any that the trainer has; one that it has not is refused by name. `settings` are ours and win.
+    `algorithm` is any that the trainer has; one that it has not is refused by name. `settings` are ours; they may not
+    contradict the other arguments.
     """
 
     def __init__(
@@ -45,19 +42,28 @@ class TrinityRFT:
         training_config: Mapping[str, Any] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        model, training = dict(model_config or {}), dict(training_config or {})
-        check_names("model_config", model, _KNOWN_MODEL)
-        check_names("training_config", training, _KNOWN_TRAINING)
+        model, training = model_config or {}, training_config or {}
+        check_names("model_config", model, _KNOWN_MODEL, _REMEDY)
+        check_names("training_config", training, _KNOWN_TRAINING, _REMEDY)
         if "gradient_accumulation_steps" in training and "batch_size" not in training:
             raise UsageError("training_config.gradient_accumulation_steps: multiplies batch_size; name that as well")
-        self.base, self.epochs = model.get("base_model"), int(training.get("epochs", 1))
-        self.settings: dict[str, object] = {"trainer.algorithm": algorithm}
-        self.settings |= {_MODEL[name]: value for name, value in model.items() if name in _MODEL}
-        self.settings |= {_TRAINING[name]: value for name, value in training.items() if name in _TRAINING}
+        self.base = model.get("base_model")
+        self.epochs = whole_number("training_config.epochs", training.get("epochs", 1))
+        own: dict[str, object] = {"trainer.algorithm": algorithm}
+        names = {"trainer.algorithm": "algorithm"}
+        if "lora_rank" in model:
+            own[_RANK] = whole_number("model_config.lora_rank", model["lora_rank"], least=0)
+            names[_RANK] = "model_config.lora_rank"
+        if "learning_rate" in training:
+            own[_RATE] = real_number("training_config.learning_rate", training["learning_rate"])
+            names[_RATE] = "training_config.learning_rate"
         if "batch_size" in training:
-            times = int(training.get("gradient_accumulation_steps", 1))
-            self.settings["trainer.batch_experiences"] = int(training["batch_size"]) * times
-        self.settings |= dict(settings or {})
+            times = whole_number(
+                "training_config.gradient_accumulation_steps", training.get("gradient_accumulation_steps", 1)
+            )
+            own[_BATCH] = whole_number("training_config.batch_size", training["batch_size"]) * times
+            names[_BATCH] = "training_config.batch_size"
+        self.settings = merge_settings(own, settings or {}, names)
         self._data_dir = training.get("checkpoint_dir")
         self._exits = ExitStack()
         self._stack: Stack | None = None
@@ -149,12 +155,11 @@ class RLRuntime:
         if wrong := next((name for name in ("batch_size", "gradient_accumulation_steps") if name in given), None):
             raise UsageError(f"trainer_config.{wrong}: train_interval sets the runs of a step; leave {wrong} out")
         self.agent, self._rate = agent, given.pop("reward_function", None)
-        settings = {
-            "trainer.batch_experiences": int(given.pop("train_interval", 10)),
-            "trainer.batch_experiences_min": int(trainer_config.get("train_interval", 10)),
-            "trainer.steps_per_version": int(given.pop("update_interval", 100)),
-            **given.pop("settings", {}),
-        }
+        names = {setting: name for setting, name in _INTERVALS.items() if name.partition(".")[2] in given}
+        runs = whole_number("trainer_config.train_interval", given.pop("train_interval", 10))
+        steps = whole_number("trainer_config.update_interval", given.pop("update_interval", 100))
+        intervals = {_BATCH: runs, "trainer.batch_experiences_min": runs, "trainer.steps_per_version": steps}
+        settings = merge_settings(intervals, given.pop("settings", {}), names)
         algorithm, model = str(given.pop("algorithm", "ppo")), given.pop("model_config", {})
         self.framework = TrinityRFT(algorithm, model, given, settings)
         self.trainer: OnlineTrainer | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.agents import text_of
+from headrace.practice.arguments import whole_number
 from headrace.practice.collecting import collected
 from headrace.practice.runs import worth_of
 from headrace.rl.training import OnlineTrainer, TrinityRFT
@@ -95,8 +96,9 @@ class MultiAgentGame:
 
 
 class GameTrainer:
-    """Trains `agents`, here the wolves; `reward_function` says what each event is worth. The algorithm is the stack's,
-    or that of `framework`. Records of agents that are not trained are passed over."""
+    """Trains `agents`, for example the wolves of a `MultiAgentGame`; `reward_function` says what each event is worth.
+
+    The algorithm is the stack's, or that of `framework`. Records of agents that are not trained are passed over."""
 
     def __init__(
         self,
@@ -106,6 +108,8 @@ class GameTrainer:
     ) -> None:
         self.worth = worth_of(PARTS, reward_function)
         self.agents = list(agents)
+        if not self.agents:
+            raise UsageError("agents: name at least one agent to train")
         self.framework = framework or TrinityRFT("reinforce++")
         if framework is None:
             self.framework.settings.pop("trainer.algorithm")
@@ -113,12 +117,17 @@ class GameTrainer:
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
         """The game's reward is that of each time the player was asked."""
-        if trajectory["role"] != WOLF:
+        if trajectory["name"] not in self._trained():
             return
         events = trajectory["events"]
         parts = {name: worth * events.get(name, 0) for name, worth in self.worth.items()}
         for record in trajectory["records"]:
             self.trainer.add_trajectory({**record, "rewards": parts, "total_reward": sum(parts.values())})
+
+    def _trained(self) -> set[str]:
+        """Return the names that the agents have in their games."""
+        seats = [(name, agent) for one in self.agents for name, agent in game_of(one).agents.items()]
+        return {name for name, agent in seats if any(agent is one for one in self.agents)}
 
     def train(self) -> dict[str, float]:
         """Waits until everything that was added is trained, as `OnlineTrainer.train_step` does."""
@@ -127,11 +136,20 @@ class GameTrainer:
 
 def evaluate_win_rate(werewolf_agents: Sequence[Any], episodes: int = 100) -> float:
     """How many percent of so many games the wolves win, in the game that these agents are in. Nothing is trained."""
-    game = getattr(werewolf_agents[0], "game", None)
-    if game is None:
-        raise UsageError("these agents are in no MultiAgentGame; make one with them first")
+    games = [game_of(agent) for agent in werewolf_agents]
+    if not games or any(game is not games[0] for game in games):
+        raise UsageError("werewolf_agents: name agents of one MultiAgentGame")
+    game, episodes = games[0], whole_number("episodes", episodes)
     wins = sum(game.run_episode(purpose="eval")["winner"] == WOLF for _ in range(episodes))
     return float(100.0 * wins / episodes)
+
+
+def game_of(agent: Any) -> MultiAgentGame:
+    """Return the game that an agent plays in. Raises `UsageError` for none."""
+    game = getattr(agent, "game", None)
+    if not isinstance(game, MultiAgentGame):
+        raise UsageError("these agents are in no MultiAgentGame; make one with them first")
+    return game
 
 
 def ask(player: GamePlayer, text: str, purpose: Purpose) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.practice.agents import asked, plugged, text_of
+from headrace.practice.arguments import whole_number
 from headrace.practice.blocking import blocking
 from headrace.practice.practising import practise
 from headrace.practice.runs import Run, worth_of
@@ -45,6 +46,7 @@ class MathAgentTrainer:
         other."""
         stack = self.framework.stack
         batch = int(stack.settings()["trainer.batch_experiences"])
+        group_size = whole_number("group_size", group_size)
         tasks_per_step = min(len(problems), max(1, batch // group_size))
         steps = -(-len(problems) * self.framework.epochs // tasks_per_step)
 

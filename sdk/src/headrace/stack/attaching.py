@@ -51,10 +51,22 @@ def attach(
     """
     given = dict(settings or {})
     if url is None and addresses is None:
+        for argument, value in (("api_key", api_key), ("internal_key", internal_key)):
+            if value is not None:
+                raise UsageError(
+                    f"{argument}: a private Headrace makes its own; name the url of one that runs, or leave it out"
+                )
         return _private(base, model, given, data_dir)
     if data_dir is not None:
         raise UsageError("data_dir is for a private Headrace; one that runs has its own, so leave data_dir or url out")
     found = addresses or _addresses(url)
+    if (
+        addresses is not None
+        and url is not None
+        and str(url).startswith(_WEB)
+        and root_of(str(url)) != addresses.gateway
+    ):
+        raise UsageError(f"url = {str(url)!r}: addresses names the gateway {addresses.gateway}; leave one of them out")
     folder = Path(url) if url is not None and not str(url).startswith(_WEB) else None
     stack = Stack(found, model or "", data_dir=folder, api_key=api_key, internal_key=internal_key)
     stack.check(base, model, given)
@@ -78,10 +90,15 @@ def stack_for(
     private: Mapping[str, object] | None = None,
 ) -> Iterator[Stack]:
     """The stack that was entered, which has to be set to this; else a private one for the body, with the settings
-    `private` as well."""
+    `private` as well: defaults that say nothing about the stack that was entered."""
     entered = ENTERED.get()
     if entered is not None:
         entered.check(base, None, settings)
+        if data_dir is not None and Path(data_dir).absolute() != (entered.data_dir or Path()).absolute():
+            raise UsageError(
+                f"checkpoint_dir = {str(data_dir)!r}: the Headrace that was entered keeps its data in "
+                f"{entered.data_dir}; leave it out"
+            )
         yield entered
         return
     with attach(base=base, settings={**settings, **(private or {})}, data_dir=data_dir) as stack:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from headrace.practice.arguments import real_number
 from headrace.trinity.workflows import Workflow
 from headrace.trinity.wrappers import ModelWrapper, TrinityTask
 
@@ -65,8 +66,10 @@ class AgentScopeReActWorkflow(Workflow):
         query = self.task.raw_task[self.task.format_args.prompt_key]
         response = await self.agent.reply(query)
         found = await self.calculate_reward(response)
-        parts = dict(found) if isinstance(found, Mapping) else {}
-        return self.construct_experiences(sum(parts.values()) if parts else float(found), parts)  # type: ignore[arg-type]
+        if not isinstance(found, Mapping):
+            return self.construct_experiences(real_number("calculate_reward", found))
+        parts = {name: real_number(f"calculate_reward.{name}", part) for name, part in found.items()}
+        return self.construct_experiences(sum(parts.values()), parts)
 
     def construct_experiences(self, reward: float, metrics: Mapping[str, float] | None = None) -> list[Any]:
         """An experience for each call, all with the run's reward."""

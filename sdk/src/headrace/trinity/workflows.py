@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import real_number
 from headrace.practice.practising import practise
 from headrace.practice.runs import Run, task_id_of
 from headrace.practice.steps import Step
@@ -60,6 +61,9 @@ async def run_workflow(
     The reward of a run is that of its experiences, which have to agree. A workflow that raises, or gives no reward, is
     an error of that run.
     """
+    for row in rows:
+        if isinstance(row, TrinityTask):
+            _check_task(row, workflow, repeat_times, format_args)
     tasks = [row if isinstance(row, TrinityTask) else _task(row, format_args) for row in rows]
 
     async def play(task: Any, run: Run) -> None:
@@ -78,19 +82,21 @@ async def run_workflow(
 def reward_of(experiences: Sequence[Any]) -> float:
     """The one reward of a run. Raises `UsageError` where there is none, or where its calls have different ones: turns
     with rewards of their own are told by feedback about the turn."""
-    rewards = {one.reward for one in experiences}
+    rewards = {None if one.reward is None else real_number("reward", one.reward) for one in experiences}
     if not rewards or None in rewards:
         raise UsageError(f"the workflow returned {len(experiences)} experiences, and not all of them have a reward")
     if len(rewards) > 1:
-        raise UsageError(f"the experiences of one run have the rewards {sorted(rewards)}; a run has one")
-    return float(rewards.pop())
+        raise UsageError(f"the experiences of one run have the rewards {sorted(map(str, rewards))}; a run has one")
+    (reward,) = rewards
+    assert reward is not None
+    return reward
 
 
 def metrics_of(experiences: Sequence[Any]) -> dict[str, float]:
     """Of all experiences; the last one's count where several say something."""
     found: dict[str, float] = {}
     for one in experiences:
-        found |= {name: float(value) for name, value in (one.metrics or {}).items()}
+        found |= {name: real_number(f"metrics.{name}", value) for name, value in (one.metrics or {}).items()}
     return found
 
 
@@ -100,6 +106,20 @@ async def _experiences(made: Any) -> list[Any]:
     if inspect.isawaitable(made):
         return list(await made)
     return list(await asyncio.to_thread(made.run))
+
+
+def _check_task(task: TrinityTask, workflow: Any, repeat_times: int, format_args: FormatArgs | None) -> None:
+    """Raise `UsageError` for what a task says of its runs and `run_workflow` does otherwise."""
+    if task.workflow is not None and task.workflow is not workflow:
+        raise UsageError(f"workflow = {task.workflow!r}: run_workflow plays {workflow!r}; leave one of them out")
+    if task.repeat_times is not None and task.repeat_times != repeat_times:
+        raise UsageError(
+            f"repeat_times = {task.repeat_times}: run_workflow plays each task {repeat_times} times; leave it out"
+        )
+    if task.is_eval:
+        raise UsageError("is_eval = True: run_workflow trains; play it with headrace.evaluation.evaluate")
+    if format_args is not None:
+        raise UsageError("format_args: the rows are tasks, which have their own; leave it out")
 
 
 def _task(row: Mapping[str, Any], format_args: FormatArgs | None) -> TrinityTask:

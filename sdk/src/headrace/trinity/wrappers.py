@@ -14,7 +14,7 @@ from headrace.topics import connected
 from headrace_schemas import Turn, ids
 
 
-@dataclass
+@dataclass(slots=True)
 class EID:
     """Where an experience belongs: `task` and `run` are those of the run, `step` counts its calls, `suffix` is the
     response id."""
@@ -26,10 +26,11 @@ class EID:
     suffix: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class TrinityExperience:
     """One call of the model: `tokens` of prompt and answer, `prompt_length` of them the prompt's, `logprobs` of the
-    answer's. The same reward is on every call of a run."""
+    answer's. The same reward is on every call of a run. Setting any other attribute is an error: nothing would read it.
+    """
 
     eid: EID
     tokens: list[int]
@@ -133,7 +134,13 @@ class ModelWrapper:
     def _experiences(self, turn: Turn, step: int) -> list[TrinityExperience]:
         return [
             TrinityExperience(
-                eid=EID(task=self._run.task_id, run=self._run.run_id, step=step, suffix=turn.turn_id),
+                eid=EID(
+                    batch=getattr(self._run.task, "batch_id", ""),
+                    task=self._run.task_id,
+                    run=self._run.run_id,
+                    step=step,
+                    suffix=turn.turn_id,
+                ),
                 tokens=[*turn.prompt_token_ids, *choice.token_ids],
                 prompt_length=len(turn.prompt_token_ids),
                 logprobs=list(choice.logprobs),

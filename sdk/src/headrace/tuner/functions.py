@@ -25,6 +25,11 @@ def check_judge_function(function: Callable[..., Any]) -> None:
     _check(function, "judge function", ("task", "response"))
 
 
+def check_prompt_workflow(function: Callable[..., Any]) -> None:
+    """An async function of `task` and `system_prompt`. Raises `UsageError`."""
+    _check(function, "workflow function", ("task", "system_prompt"), ())
+
+
 async def called(function: Callable[..., Any], auxiliary: Mapping[str, Any] | None, **given: Any) -> Any:
     """The function's output."""
     wanted = inspect.signature(function).parameters
@@ -60,12 +65,14 @@ async def outcome(
         ) from None
 
 
-def _check(function: Callable[..., Any], what: str, required: tuple[str, ...]) -> None:
+def _check(
+    function: Callable[..., Any], what: str, required: tuple[str, ...], optional: tuple[str, ...] = _OPTIONAL
+) -> None:
     if not inspect.iscoroutinefunction(function):
         raise UsageError(f"the {what} is async: async def {getattr(function, '__name__', 'it')}(...)")
     for name, one in inspect.signature(function).parameters.items():
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or name not in (*required, *_OPTIONAL):
-            raise UsageError(f"the {what} takes {', '.join((*required, *_OPTIONAL))}, and not {name!r}")
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or name not in (*required, *optional):
+            raise UsageError(f"the {what} takes {', '.join((*required, *optional))}, and not {name!r}")
     missing = [name for name in required if name not in inspect.signature(function).parameters]
     if missing:
         raise UsageError(f"the {what} has no parameter {missing[0]!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.evaluation.evaluating import evaluate
+from headrace.practice.arguments import check_unchanged, real_number, whole_number
 from headrace.practice.blocking import blocking
-from headrace.practice.chat_models import auxiliary, chat_model
-from headrace.practice.data_sets import rows_of
+from headrace.practice.chat_models import auxiliary, chat_model, check_engines, sampling_options
+from headrace.practice.data_sets import check_schedule, rows_of
 from headrace.practice.practising import practise
 from headrace.practice.runs import Run
 from headrace.practice.steps import Step
@@ -26,6 +28,12 @@ from headrace.tuner.functions import check_judge_function, check_workflow_functi
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 ALGORITHMS = {"reinforceplusplus": "reinforce++"}
 """What is called differently here."""
+_LABELS = {
+    "data.tasks": "the data set has no other name",
+    "data.prompt_key": "a workflow gets whole rows",
+    "data.response_key": "a judge gets whole rows",
+}
+log = logging.getLogger("headrace.tuner")
 
 
 def tune(
@@ -44,9 +52,10 @@ def tune(
 ) -> None:
     """Train `model` with the workflow's runs; returns when all steps are over.
 
-    `config_path` is a Trinity YAML; what is given beside it wins. `auxiliary_models` are chat models, or names (as
-    text or in a `TunerModelConfig`) of models that the gateway serves; they are not trained. Results are in
-    `checkpoints/<project>/<experiment>/`. Raises `UsageError` for what cannot be honoured, by name.
+    `config_path` is a Trinity YAML; what is given beside it wins. A warning lists its keys that have no effect here.
+    `auxiliary_models` are chat models, or names (as text or in a `TunerModelConfig`) of models that the gateway serves;
+    they are not trained. Results are in `checkpoints/<project>/<experiment>/`. Raises `UsageError` for what cannot be
+    honoured, by name.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -55,7 +64,9 @@ def tune(
     if monitor_type not in (None, "tensorboard"):
         raise UsageError(f"monitor_type = {monitor_type!r}: results are written for tensorboard")
     stamp = datetime.now().strftime("%Y%m%d%H%M%S")  # noqa: DTZ005 (a folder's name, in the user's own time)
-    folder = Path("checkpoints") / (project_name or "AgentScope") / (experiment_name or f"Experiment-{stamp}")
+    project = project_name or plan.names.get("project") or "AgentScope"
+    experiment = experiment_name or plan.names.get("experiment") or f"Experiment-{stamp}"
+    folder = Path(plan.names.get("root") or "checkpoints") / project / plan.names.get("group", "") / experiment
 
     async def play(task: Any, run: Run) -> float:
         others = {name: auxiliary(run, name, one) for name, one in (auxiliary_models or {}).items()}
@@ -79,79 +90,141 @@ class Plan:
     steps: int
     settings: dict[str, object]
     private: dict[str, object]
-
-    @property
-    def tasks_per_step(self) -> int:
-        return min(int(self.algorithm.batch_size), len(self.rows))
+    tasks_per_step: int
+    names: Mapping[str, str]
+    """Parts of the folder of results that a Trinity YAML names."""
 
 
 def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: str | None) -> Plan:
-    converted: dict[str, object] = {}
-    if config_path is not None:
-        found = _converted(Path(config_path))
-        converted = dict(found.settings)
-        train = train or _dataset(found.data)
-        model = model or TunerModelConfig(model_path=str(converted.get("trainer.base", "")))
-        algorithm = algorithm or _algorithm(converted, found.data)
+    file = _TrinityFile(Path(config_path)) if config_path is not None else None
+    if file is not None:
+        train, model, algorithm = train or file.dataset(), model or file.model(), algorithm or file.algorithm()
+        file.check()
     if train is None or model is None:
         raise UsageError("train_dataset and model are needed, or a config_path that has them")
-    _refuse(model)
-    algorithm, rows = algorithm or AlgorithmConfig(), rows_of(train)
-    per_step = min(int(algorithm.batch_size), len(rows))
-    settings: dict[str, object] = {name: one for name, one in converted.items() if name.startswith("trainer.")}
-    settings |= {
+    algorithm = algorithm or AlgorithmConfig()
+    _check(model, algorithm, held_out)
+    rows = rows_of(train)
+    per_step = min(whole_number("batch_size", algorithm.batch_size), len(rows))
+    group = whole_number("group_size", algorithm.group_size)
+    settings: dict[str, object] = {
+        **(file.settings if file else {}),
         "trainer.algorithm": ALGORITHMS.get(algorithm.algorithm_type, algorithm.algorithm_type),
-        "trainer.optimizer.learning_rate": float(algorithm.learning_rate),
-        "trainer.batch_experiences": per_step * int(algorithm.group_size),
+        "trainer.optimizer.learning_rate": real_number("learning_rate", algorithm.learning_rate),
+        "trainer.batch_experiences": per_step * group,
     }
-    if algorithm.group_size > 1:
-        settings["trainer.group_size"] = int(algorithm.group_size)
-    for name in ("trainer.base", "trainer.model", "trainer.lineage"):
-        settings.pop(name, None)
-    private: dict[str, object] = {
-        "inference.tool_parser": model.tool_call_parser,
-        "inference.reasoning_parser": PARSERS.get(model.reasoning_parser, model.reasoning_parser),
-    }
-    if model.max_model_len:
-        private["inference.torch.context_tokens_max"] = int(model.max_model_len)
-    steps = train.total_steps or -(-len(rows) * int(train.total_epochs) // per_step)
-    return Plan(model, algorithm, rows, rows_of(held_out) if held_out else [], int(steps), settings, private)
+    if file is not None and file.settings.get("trainer.batch_experiences", per_step * group) != per_step * group:
+        raise UsageError(
+            f"buffer.train_batch_size = {file.settings['trainer.batch_experiences']}: a step is on {per_step} tasks, "
+            f"{group} runs each; set it to {per_step * group}, or leave it out"
+        )
+    if group > 1:
+        settings["trainer.group_size"] = group
+    private: dict[str, object] = {}
+    plain = TunerModelConfig(model_path="")
+    for name, setting, value in (
+        ("tool_call_parser", "inference.tool_parser", model.tool_call_parser),
+        ("reasoning_parser", "inference.reasoning_parser", PARSERS.get(model.reasoning_parser, model.reasoning_parser)),
+    ):
+        (private if getattr(model, name) == getattr(plain, name) else settings)[setting] = value
+    if model.max_model_len is not None:
+        settings["inference.torch.context_tokens_max"] = whole_number("max_model_len", model.max_model_len)
+    epochs = whole_number("total_epochs", train.total_epochs)
+    steps = -(-len(rows) * epochs // per_step)
+    if train.total_steps is not None:
+        steps = whole_number("total_steps", train.total_steps)
+    if "trainer.max_steps" in settings:
+        steps = min(steps, whole_number("trainer.total_steps", settings["trainer.max_steps"]))
+    names = file.names if file else {}
+    tests = rows_of(held_out) if held_out else []
+    return Plan(model, algorithm, rows, tests, steps, settings, private, per_step, names)
 
 
-def _refuse(model: Any) -> None:
-    if model.tinker_config is not None:
-        raise UsageError("tinker_config: training is done by Headrace's own trainer; leave it out")
-    for name in ("tensor_parallel_size", "inference_engine_num"):
-        if getattr(model, name) != 1:
+def _check(model: Any, algorithm: Any, held_out: Any) -> None:
+    check_engines(model)
+    sampling_options(model)
+    sampled = "answers that are not sampled from the whole distribution are not trained"
+    if real_number("temperature", model.temperature) <= 0:
+        raise UsageError(f"temperature = {model.temperature}: {sampled}; set a temperature above 0")
+    check_unchanged(model, {"top_p": (1.0, f"{sampled}; leave it at 1")})
+    for name in ("save_interval_steps", "eval_interval_steps"):
+        whole_number(name, getattr(algorithm, name))
+    if held_out is None:
+        every = AlgorithmConfig().eval_interval_steps
+        check_unchanged(
+            algorithm, {"eval_interval_steps": (every, "there is no eval_dataset; name one, or leave it out")}
+        )
+    else:
+        check_schedule(held_out, "eval_dataset")
+
+
+class _TrinityFile:
+    """A Trinity YAML as the tuner's configuration. What nothing of it reads is refused by `check`."""
+
+    def __init__(self, path: Path) -> None:
+        conversion = support("headrace_cli.trinity_yaml.conversion", "headrace-cli")
+        found = conversion.convert(conversion.read(path))
+        if found.refused:
+            raise UsageError(f"{path}: {'; '.join(found.refused)}")
+        self._path, self._keys = path, found.keys
+        self._left = {**found.settings, **found.data}
+        labels = [(self._keys[name], _LABELS[name]) for name in _LABELS if self._take(name) is not None]
+        if idle := [f"{key}: {reason}" for key, reason in (*found.idle, *labels)]:
+            log.warning("%s: these keys have no effect here: %s", path, "; ".join(idle))
+        parts = {"root": "data_dir", "project": "data.project", "group": "data.group", "experiment": "data.name"}
+        self.names = {part: str(value) for part, name in parts.items() if (value := self._take(name)) is not None}
+        base = self._take("trainer.base")
+        for name in (
+            "trainer.model",
+            "trainer.lineage",
+            "gateway.model_aliases",
+        ):  # of the base's name; `attach` makes them
+            self._take(name)
+        self._model = {"model_path": base} if base else None
+        fields = {
+            "max_model_len": "inference.torch.context_tokens_max", "tool_call_parser": "inference.tool_parser",
+            "reasoning_parser": "inference.reasoning_parser", "temperature": "data.temperature", "top_p": "data.top_p",
+            "max_tokens": "data.max_tokens", "enable_thinking": "data.enable_thinking",
+            "tensor_parallel_size": "data.tensor_parallel_size", "inference_engine_num": "data.engine_num",
+        }  # fmt: skip
+        self._options = self._fields(fields)
+        self._algorithm = self._fields({
+            "algorithm_type": "trainer.algorithm", "learning_rate": "trainer.optimizer.learning_rate",
+            "group_size": "trainer.group_size", "batch_size": "data.tasks_per_step",
+            "save_interval_steps": "data.save_interval",
+        })  # fmt: skip
+        self._rows = self._fields({
+            "path": "data.path", "name": "data.subset", "split": "data.split", "total_epochs": "data.epochs",
+            "total_steps": "data.steps",
+        })  # fmt: skip
+        wanted = ("trainer.", "inference.torch.")
+        self.settings = {name: self._take(name) for name in list(self._left) if name.startswith(wanted)}
+        if "buffer.train_batch_size" not in self._keys.values():
+            self.settings.pop("trainer.batch_experiences", None)
+
+    def model(self) -> TunerModelConfig | None:
+        return TunerModelConfig(**self._model, **self._options) if self._model else None
+
+    def algorithm(self) -> AlgorithmConfig:
+        return AlgorithmConfig(**self._algorithm)
+
+    def dataset(self) -> DatasetConfig | None:
+        return DatasetConfig(**{"split": "train", **self._rows}) if "path" in self._rows else None
+
+    def check(self) -> None:
+        """Raise `UsageError` for the first key that sets what a program's own Headrace does not take from a file."""
+        for name, value in self._left.items():
             raise UsageError(
-                f"{name} = {getattr(model, name)}: engines are replicas that `headrace up` starts; start them, attach "
-                "to that Headrace with headrace.stack.attach, and leave this at 1"
+                f"{self._path}: {self._keys.get(name, name)} = {value!r}: a private Headrace does not take it from "
+                "here; leave it out, or attach to one that was started with it"
             )
 
+    def _take(self, name: str) -> Any:
+        return self._left.pop(name, None)
 
-def _converted(path: Path) -> Any:
-    conversion = support("headrace_cli.trinity_yaml.conversion", "headrace-cli")
-    found = conversion.convert(conversion.read(path))
-    if found.refused:
-        raise UsageError(f"{path}: {'; '.join(found.refused)}")
-    return found
-
-
-def _dataset(data: Mapping[str, Any]) -> DatasetConfig | None:
-    if "data.path" not in data:
-        return None
-    split, epochs = data.get("data.split", "train"), int(data.get("data.epochs", 1))
-    return DatasetConfig(path=data["data.path"], split=split, total_epochs=epochs, total_steps=data.get("data.steps"))
-
-
-def _algorithm(settings: Mapping[str, Any], data: Mapping[str, Any]) -> AlgorithmConfig:
-    given = {
-        "algorithm_type": settings.get("trainer.algorithm"),
-        "learning_rate": settings.get("trainer.optimizer.learning_rate"),
-        "group_size": settings.get("trainer.group_size"),
-        "batch_size": data.get("data.tasks_per_step"),
-    }
-    return AlgorithmConfig(**{name: value for name, value in given.items() if value is not None})
+    def _fields(self, names: Mapping[str, str]) -> dict[str, Any]:
+        found = {field: self._take(name) for field, name in names.items()}
+        return {field: value for field, value in found.items() if value is not None}
 
 
 async def _train(stack: Stack, plan: Plan, play: Callable[[Any, Run], Any], folder: Path) -> None:

@@ -1,0 +1,180 @@
+"""Adapters whose every effect is noted: settings, steps, calls of the model, feedback, files, output, warnings.
+
+Two plays with one argument changed can then be compared: what is equal has ignored the argument.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.evaluation.evaluating import EvaluatedVersion, MetricMean
+from headrace.practice.practising import play_all
+from headrace.practice.runs import Run
+from headrace.practice.steps import Step
+from headrace.stack.connection import ENTERED
+from headrace.tuner import JudgeOutput, WorkflowOutput
+from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+
+ROWS = [{"question": f"{n} + 1", "answer": f"{n + 1}"} for n in range(4)]
+
+
+class RecordingStack(NotingStack):
+    """Notes what its models are called with."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__("one line\nit is 4", settings)
+        self.seen: list[object] = []
+        self._first = {**self.told, "trainer.lora.rank": 0, "trainer.lora.alpha": 1.0, "trainer.lora.targets": []}
+        self.forget()
+
+    def forget(self) -> None:
+        """Be set as at first."""
+        self.told.clear()
+        self.told |= self._first
+
+    def openai(self, headers: Mapping[str, str], *, blocking: bool = False) -> Any:
+        client = super().openai({}, blocking=blocking)
+        create = client.chat.completions.create
+        purpose = headers.get("X-Headrace-Purpose")
+
+        def noting(**options: Any) -> Any:
+            self.seen.append(("call", purpose, {name: one for name, one in options.items() if name != "messages"}))
+            return create(**options)
+
+        client.chat.completions.create = noting
+        return client
+
+
+class Rig:
+    """Adapters on one `RecordingStack`. `played(work)` returns what `work` did, as text."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.stack, self._folder, self._caplog = RecordingStack(), folder, caplog
+        for module in ("tuner.tuning", "hello_agents.tool", "rl.training", "judging"):
+            monkeypatch.setattr(f"headrace.{module}.stack_for", self._stack_for)
+        for module in ("tuner.tuning", "hello_agents.tool", "scenarios.maths", "trinity.workflows"):
+            monkeypatch.setattr(f"headrace.{module}.practise", self._practise)
+        for module in ("tuner.tuning", "hello_agents.tool"):
+            monkeypatch.setattr(f"headrace.{module}.evaluate", self._evaluate)
+        monkeypatch.setattr("headrace.hello_agents.tool.write", lambda *words: self.note("written", words[1:]))
+        monkeypatch.setattr("headrace.hello_agents.tool.train_rows", self._train_rows)
+        monkeypatch.setattr("headrace.judging.train_rows", self._train_rows)
+
+    def note(self, *words: object) -> None:
+        self.stack.seen.append(words)
+
+    def played(self, work: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+        """Return all effects of `work`, and its result, with times and new ids replaced."""
+        self.stack.seen.clear()
+        self.stack.gateway.posted.clear()
+        self._caplog.clear()
+        capsys.readouterr()
+        before = set(self._folder.rglob("*"))
+        result = work()
+        files = sorted(
+            (str(path.relative_to(self._folder)), path.read_text() if path.is_file() else "")
+            for path in set(self._folder.rglob("*")) - before
+        )
+        warned = [record.getMessage() for record in self._caplog.records if record.levelname == "WARNING"]
+        effects = sorted(map(repr, self.stack.seen))
+        written = capsys.readouterr()
+        shown = json.dumps(
+            [effects, self.stack.gateway.posted, files, warned, written.out, written.err, repr(result)], default=repr
+        )
+        return re.sub(r"0x[0-9a-f]+|[0-9a-f]{32}|Experiment-\d+|session-[0-9a-f-]+", "-", shown)
+
+    @contextmanager
+    def _stack_for(self, *words: Any, **named: Any) -> Iterator[RecordingStack]:
+        self.note("stack", words, named)
+        settings = words[1] if len(words) > 1 else {}
+        self.stack.told |= {name: value for name, value in settings.items() if name.startswith("trainer.")}
+        token = ENTERED.set(self.stack)
+        try:
+            yield self.stack
+        finally:
+            ENTERED.reset(token)
+
+    async def _practise(self, stack: Any, tasks: Sequence[Any], play: Any, **sizes: Any) -> AsyncIterator[Step]:
+        """Plays each task once, and nobody trains."""
+        self.note("steps", list(tasks), sizes)
+        for number in range(1, sizes.get("steps", 1) + 1):
+            client = self.stack.async_client()
+            chosen = tasks if number == 1 else ()
+            runs = [Run(stack, client, task, purpose="train", model=stack.model) for task in chosen]
+            await play_all(runs, play, 1)
+            self.note("errors", [run.error for run in runs if run.error])
+            yield Step(number, tuple(runs), trained=0, champion=VERSION)
+
+    async def _evaluate(self, _stack: Any, tasks: Sequence[Any], play: Any, metrics: Any) -> EvaluatedVersion:
+        self.note("evaluated", list(tasks), sorted(metrics))
+        client = self.stack.async_client()
+        runs = [Run(self.stack, client, task, purpose="eval", model="tiny", needs_reward=False) for task in tasks]
+        await play_all(runs, play, 1)
+        return EvaluatedVersion(VERSION, {name: MetricMean(1.0, None, 1) for name in metrics}, 1, ())
+
+    def _train_rows(self, _stack: Any, kind: str, rows: Any, **options: Any) -> str:
+        self.note("rows", kind, list(rows), options)
+        return VERSION
+
+
+def write_rows(folder: Path, name: str, count: int = 4) -> Path:
+    """Return a folder `name` with files train.jsonl and test.jsonl."""
+    (folder / name).mkdir(exist_ok=True)
+    for split, rows in (("train", ROWS[:count]), ("test", ROWS[:1])):
+        text = "".join(json.dumps({**row, "of": name}) + "\n" for row in rows)
+        (folder / name / f"{split}.jsonl").write_text(text)
+    return folder / name
+
+
+async def workflow(
+    task: dict[str, Any], model: Any, auxiliary_models: Mapping[str, Any] | None = None
+) -> WorkflowOutput:
+    messages = [{"role": "user", "content": task["question"]}]
+    for partner in (auxiliary_models or {}).values():
+        await partner(messages)
+    return WorkflowOutput(response=await model(messages), reward=0.5)
+
+
+async def judge(task: dict[str, Any], response: Any) -> JudgeOutput:
+    return JudgeOutput(reward=1.0 if task["answer"] in str(response) else 0.25)
+
+
+def fake_dspy(note: Callable[..., None]) -> ModuleType:
+    """As much of dspy as `tune_prompt` calls."""
+    dspy: Any = ModuleType("dspy")
+
+    class Search:
+        """Notes its options, and keeps the prompt."""
+
+        def __init__(self, **options: Any) -> None:
+            note("search", {name: one for name, one in options.items() if name != "metric"})
+
+        def compile(self, module: Any, trainset: Any) -> Any:
+            note("trainset", [example.task for example in trainset])
+            return module
+
+    class Example:
+        """A row."""
+
+        def __init__(self, task: Any) -> None:
+            self.task = task
+
+        def with_inputs(self, *_: str) -> Any:
+            return self
+
+    dspy.Module = object
+    dspy.Signature = lambda _shape, prompt: SimpleNamespace(instructions=prompt)
+    dspy.Predict = lambda signature: SimpleNamespace(signature=signature)
+    dspy.Prediction, dspy.LM, dspy.MIPROv2, dspy.Example = SimpleNamespace, lambda name: name, Search, Example
+    sys.modules["dspy"] = dspy
+    module: ModuleType = dspy
+    return module
