@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headrace_runtime.settings_table import parse_toml
+from headrace_schemas.user_text import read_user_text
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -75,14 +77,13 @@ class Settings(BaseModel):
 def read(path: Path, python: str | None = None) -> Settings:
     """`python` takes the place of the file's. Raises `Unusable`."""
     try:
-        with path.open("rb") as file:
-            given = tomllib.load(file)
+        given = parse_toml(path.read_bytes())
         settings = Settings.model_validate({**given, **({"python": python} if python else {})})
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise Unusable(f"{path}: {error}") from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise Unusable(f"{path}: {'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path}: {error}") from None
     files = {name: path.parent / getattr(settings, name) for name in ("gate_tasks", "audit_tasks")}
     return settings.model_copy(update=files)
 
@@ -91,8 +92,8 @@ def rows(path: Path, name_key: str, prefix: str) -> dict[str, Row]:
     """Rows by the names of their tasks: of `name_key`, or numbered behind `prefix`. Raises `Unusable`."""
     found: dict[str, Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_user_text(path).split("\n")
+    except (OSError, ValueError) as error:
         raise Unusable(f"{path}: {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():

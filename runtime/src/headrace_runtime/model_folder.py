@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.versions import TOKENIZER_FILE
+from headrace_schemas.user_text import read_user_text
 
 _HEADER_BYTES_MAX = 100_000_000
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -116,6 +117,6 @@ def _eos_text(folder: Path) -> str:
 def _read_json(path: Path) -> Any:
     """Return None where the file cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):
         return None

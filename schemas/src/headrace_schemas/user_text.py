@@ -18,7 +18,7 @@ def decode_text(content: bytes, line: int = 1) -> str:
     Raises:
         ValueError: a sentence without its subject: in which encoding the file seems to be.
     """
-    if content.startswith(_UTF_16) or b"\x00" in content[:_PROBED_BYTES]:
+    if is_utf_16(content):
         raise ValueError("is in UTF-16; save it as UTF-8")
     try:
         return content.decode("utf-8-sig")
@@ -27,6 +27,11 @@ def decode_text(content: bytes, line: int = 1) -> str:
         raise ValueError(
             f"is not in UTF-8 (byte 0x{content[error.start]:02x} in line {number}; Latin-1 perhaps); save it as UTF-8"
         ) from None
+
+
+def is_utf_16(content: bytes) -> bool:
+    """Return whether the first bytes of a file are those of UTF-16, with or without a byte order mark."""
+    return content.startswith(_UTF_16) or b"\x00" in content[:_PROBED_BYTES]
 
 
 def read_user_text(path: Path) -> str:

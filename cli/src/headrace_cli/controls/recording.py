@@ -10,6 +10,7 @@ from headrace.errors import UsageError
 from headrace.topics import Range, connected
 from headrace_schemas import Experience
 from headrace_schemas.errors import InvalidEvent
+from headrace_schemas.user_text import decode_text
 
 
 async def from_bus(bus: str, wanted: Range) -> list[Experience]:
@@ -23,10 +24,12 @@ def from_file(path: Path) -> list[Experience]:
     """Raises `UsageError` with the line that is none."""
     found = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    found.append(_event(path, number, line))
+                    found.append(_event(path, number, decode_text(line, number)))
+    except ValueError as error:
+        raise UsageError(f"{path} {error}") from None
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}; write one with `headrace replay events experiences -o FILE`"

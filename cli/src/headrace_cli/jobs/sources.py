@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_cli.jobs.rows import BadRow
+from headrace_schemas.user_text import decode_text, is_utf_16, read_user_text
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES_MAX = 64 << 20
@@ -94,16 +95,21 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
             number += 1
             if len(line) > _LINE_BYTES_MAX:
                 raise UsageError(f"{path}, line {number}: longer than {_LINE_BYTES_MAX} bytes")
+            if number == 1 and is_utf_16(line):
+                raise UsageError(f"{path} is in UTF-16; save it as UTF-8")
             if line.strip():
-                yield number, _object(line)
+                yield number, _object(line, number)
 
 
-def _object(line: bytes) -> dict[str, Any] | BadRow:
+def _object(line: bytes, number: int) -> dict[str, Any] | BadRow:
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        text = decode_text(line, number)
+    except ValueError as error:
+        return BadRow("json", f"the line {error}")
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        what = "no UTF-8" if isinstance(error, UnicodeDecodeError) else f"no JSON: {error}"
-        return BadRow("json", f"the line is {what}")
+        return BadRow("json", f"the line is no JSON: {error}")
     return found if isinstance(found, dict) else BadRow("json", "the line is no JSON object")
 
 
@@ -111,7 +117,11 @@ def _json_list(path: Path) -> Iterator[RawRow]:
     if path.stat().st_size > _LIST_BYTES_MAX:
         raise UsageError(f"{path} is larger than {_LIST_BYTES_MAX} bytes; write it as JSON lines")
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        text = read_user_text(path)
+    except ValueError as error:
+        raise UsageError(f"{path} {error}") from None
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}; lines of JSON belong into a file that ends in .jsonl") from None
     if not isinstance(found, list):

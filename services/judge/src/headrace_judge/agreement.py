@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN
+from headrace_schemas.user_text import read_user_text
 
 SCORES = range(SCALE_MIN, SCALE_MAX + 1)
 Score = Annotated[int, Field(ge=SCALE_MIN, le=SCALE_MAX)]
@@ -83,7 +84,11 @@ def _section(criterion: str, table: Table, abstained: int) -> str:
 def read(path: Path) -> list[RatedRun]:
     """Raises `ValueError` that names the line."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        content = read_user_text(path)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    for number, text in enumerate(content.split("\n"), 1):
         if not text.strip():
             continue
         try:

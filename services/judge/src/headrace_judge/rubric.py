@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import PluginError, Registry
+from headrace_runtime.settings_table import parse_toml
 
 SCALE_MIN = 1
 SCALE_MAX = 5
@@ -90,19 +90,18 @@ def load(reference: str) -> Rubric:
     """The rubric that is announced by that name, or the file at that path. Raises `SettingError`."""
     try:
         path = RUBRICS.get(reference).path if reference in RUBRICS.names() else Path(reference)
-        text = path.read_text(encoding="utf-8")
-        return Rubric.model_validate(tomllib.loads(text))
+        return Rubric.model_validate(parse_toml(path.read_bytes()))
     except PluginError as error:
         raise SettingError(_SETTING, reference, str(error)) from None
     except OSError as error:
         remedy = f"cannot be read: {error.strerror}; name a file, or one of: {', '.join(RUBRICS.names())}"
         raise SettingError(_SETTING, reference, remedy) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(_SETTING, reference, f"is not valid TOML: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise SettingError(_SETTING, reference, f"{where}: {first['msg']}") from None
+    except ValueError as error:
+        raise SettingError(_SETTING, reference, str(error)) from None
 
 
 def load_all(references: Sequence[str]) -> dict[str, Rubric]:

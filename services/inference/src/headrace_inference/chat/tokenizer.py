@@ -23,6 +23,7 @@ from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.user_text import read_user_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,6 @@ def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     found = {eos_id} if eos_id is not None else set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        value = json.loads(read_user_text(path)).get("eos_token_id") if path.exists() else None
         found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
     return frozenset(found)

@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace_inference.errors import VersionUnusable
 from headrace_runtime import versions
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.user_text import read_user_text
 
 CONFIG = "adapter_config.json"
 _VERSION = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}$")
@@ -21,7 +22,7 @@ def is_adapter(folder: Path) -> bool:
 def check(folder: Path, base: Path, manifest: Manifest) -> None:
     """Raises `VersionUnusable` for an adapter that names another base, or brings another tokenizer or template."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_user_text(folder / CONFIG))
         named = str(config.get("base_model_name_or_path") or "")
     except (ValueError, AttributeError, RecursionError) as error:
         raise VersionUnusable(f"{folder / CONFIG} cannot be read: {error}") from None
@@ -41,4 +42,4 @@ def _has_templates(folder: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_user_text(path) if path.exists() else ""

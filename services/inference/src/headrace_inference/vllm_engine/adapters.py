@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from headrace_inference.errors import VersionUnusable
+from headrace_schemas.user_text import read_user_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -23,7 +24,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 def check(folder: Path, rank_max: int) -> None:
     """Raises `VersionUnusable` by name: no LoRA, a rank above `rank_max`, or what vLLM does not compute."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_user_text(folder / CONFIG))
         kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VersionUnusable(f"{CONFIG} cannot be read: {type(error).__name__}: {error}") from None

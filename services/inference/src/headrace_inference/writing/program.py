@@ -16,6 +16,7 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.user_text import read_user_text
 from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
 
 _NOTHING = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
@@ -82,7 +83,7 @@ def _manifest(folder: Path) -> Manifest:
 def _context(folder: Path) -> int:
     """Tokens that the model takes, by its configuration."""
     try:
-        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = json.loads(read_user_text(folder / "config.json"))
         text = config.get("text_config") or config
         return int(text.get("max_position_embeddings") or _UNBOUNDED)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

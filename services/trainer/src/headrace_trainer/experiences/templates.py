@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace_runtime.versions import TEMPLATE_FILE
+from headrace_schemas.user_text import read_user_text
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -21,7 +22,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 def read_json(path: Path) -> Any:
     """None where it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -30,7 +31,7 @@ def template_of(folder: Path) -> str | None:
     """The file of that name, else what older folders have in the tokenizer's configuration: a text, or named ones."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_user_text(path)
     config = read_json(folder / _TOKENIZER_CONFIG)
     given = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(given, list):

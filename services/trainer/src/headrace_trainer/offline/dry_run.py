@@ -25,6 +25,7 @@ from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.replay import DryRunBatch, DryRunLine
+from headrace_schemas.user_text import read_user_text
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import prepare
@@ -169,7 +170,7 @@ def _shape(base: Path) -> tuple[int, int]:
     """Vocabulary and context of the model in `base`, from its configuration alone."""
     path = base / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingError("trainer.base", str(base), f"has no readable config.json: {error}") from None
     text = config.get("text_config") or config

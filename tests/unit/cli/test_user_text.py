@@ -1,0 +1,159 @@
+"""Every text file that a user writes is read in UTF-8 with or without a byte order mark; other encodings are named."""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from examples.trinity_bench import settings as bench
+from headrace.hello_agents import AgenticRLPipeline
+from headrace.practice.data_sets import rows_of
+from headrace_cli.accelerate_yaml import settings_of_accelerate
+from headrace_cli.controls.recording import from_file
+from headrace_cli.demo import recipe as demo_recipe
+from headrace_cli.evaluation import tasks
+from headrace_cli.jobs import recipe as job_recipe
+from headrace_cli.jobs.sources import RowFile
+from headrace_cli.trinity_yaml.conversion import read as read_trinity
+from headrace_gateway.access import _read_file as read_keys
+from headrace_judge import agreement, rubric
+from headrace_runtime.settings_table import read as read_settings
+from headrace_schemas.user_text import decode_text
+
+ROOT = Path(__file__).parents[3]
+RUBRIC = """
+name = "tone"
+question = "Is it \u00e9l\u00e9gant?"
+[[criteria]]
+name = "tone"
+question = "Is it \u00e9l\u00e9gant?"
+"""
+ROW = {"question": "Qui a \u00e9crit?", "answer": "M\u00fcller", "prompt": "p", "completion": "c"}
+KEY = f'[[keys]]\nname = "m\u00fcller"\nsha256 = "{"a" * 64}"\n'
+RATED = {"human": {"tone": 4}, "judge": {"tone": 4}, "note": "\u00e9"}
+PIPELINE = {"model": {"base_model": "\u00e9"}, "sft": {}, "grpo": {}, "eval": {}}
+Read = Callable[[Path], object]
+LINES = "\n".join([json.dumps(ROW, ensure_ascii=False)] * 2) + "\n"
+READERS: dict[str, tuple[str, Read]] = {
+    "settings.toml": ('data_dir = "\u00e9"\n', lambda path: read_settings(path, {})),
+    "keys.toml": (KEY, read_keys),
+    "job.toml": ('# \u00e9\nname = "x"\n', job_recipe.read),
+    "demo.toml": ('# \u00e9\nname = "x"\n', lambda path: demo_recipe.read(path.parent)),
+    "rubric.toml": (RUBRIC, lambda path: rubric.load(str(path))),
+    "scores.jsonl": (json.dumps(RATED, ensure_ascii=False) + "\n", agreement.read),
+    "rows.jsonl": (LINES, lambda path: [_strict(row) for _, row in RowFile(path).rows()]),
+    "rows.json": (json.dumps([ROW], ensure_ascii=False), lambda path: list(RowFile(path).rows())),
+    "tasks.jsonl": (LINES.splitlines()[0] + "\n", tasks.read),
+    "data.jsonl": (LINES, lambda path: rows_of(SimpleNamespace(path=path, split="train", name=None))),
+    "data.json": (
+        json.dumps([ROW], ensure_ascii=False),
+        lambda path: rows_of(SimpleNamespace(path=path, split="train", name=None)),
+    ),
+    "pipeline.json": (
+        json.dumps(PIPELINE, ensure_ascii=False), lambda path: AgenticRLPipeline(str(path), SimpleNamespace()).config  # type: ignore[arg-type]
+    ),
+    "trinity.yaml": ("model:\n  model_path: \u00e9\n", read_trinity),
+    "accelerate.yaml": ("num_processes: 2 # \u00e9\n", settings_of_accelerate),
+    "recorded.jsonl": (json.dumps({"problem": "\u00e9"}, ensure_ascii=False) + "\n", from_file),
+    "bench.toml": ('# \u00e9\ncommand = ["x"]\n', bench.read),
+    "bench.jsonl": (LINES.splitlines()[0] + "\n", lambda path: bench.rows(path, "question", "row")),
+}  # fmt: skip
+"""Name and text of a file, and what reads it. Texts hold letters that Latin-1 and UTF-8 write differently."""
+ENCODINGS: dict[str, tuple[Callable[[str], bytes], str]] = {
+    "utf-16-le": (lambda text: codecs.BOM_UTF16_LE + text.encode("utf-16-le"), "is in UTF-16; save it as UTF-8"),
+    "utf-16-be": (lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"), "is in UTF-16; save it as UTF-8"),
+    "utf-16 without a mark": (lambda text: text.encode("utf-16-le"), "is in UTF-16; save it as UTF-8"),
+    "latin-1": (lambda text: text.encode("latin-1"), "is not in UTF-8 (byte 0x"),
+}
+
+
+def _strict(row: Mapping[str, Any] | Exception) -> Mapping[str, Any]:
+    if isinstance(row, Exception):
+        raise row
+    return row
+
+
+def outcome(read: Read, path: Path) -> str:
+    """Return what `read` made of a file: its value, or the text of its error."""
+    try:
+        return f"value {read(path)!r}"
+    except Exception as error:  # noqa: BLE001 (each reader has its own kind of error)
+        return f"error {error}"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_byte_order_mark_changes_nothing(name: str, tmp_path: Path) -> None:
+    text, read = READERS[name]
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    plain = outcome(read, path)
+    assert "UTF" not in plain
+    for content in (codecs.BOM_UTF8 + text.encode(), codecs.BOM_UTF8 + text.replace("\n", "\r\n").encode()):
+        path.write_bytes(content)
+        assert outcome(read, path) == plain
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("name", READERS)
+def test_another_encoding_is_named_in_one_sentence(name: str, encoding: str, tmp_path: Path) -> None:
+    text, read = READERS[name]
+    encode, words = ENCODINGS[encoding]
+    path = tmp_path / name
+    path.write_bytes(encode(text))
+    found = outcome(read, path)
+    assert found.startswith("error ")
+    assert words in found, found
+    assert found.count("UTF-8") <= 2
+    assert "\n" not in found
+    assert found.isprintable()
+
+
+def test_the_line_of_a_wrong_byte_is_counted() -> None:
+    with pytest.raises(ValueError, match=r"byte 0xe9 in line 12"):
+        decode_text(b"a\nb\n\xe9", line=10)
+
+
+OWN = {
+    "cli/src/headrace_cli/supervisor/state.py", "cli/src/headrace_cli/replay/runner.py",
+    "cli/src/headrace_cli/demo/performance.py", "services/trainer/src/headrace_trainer/ray_learner/cluster.py",
+    "services/trainer/src/headrace_trainer/ray_learner/rank.py",
+    "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
+    "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
+    "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
+    "runtime/src/headrace_runtime/dead_letters.py", "runtime/src/headrace_runtime/holders.py",
+    "schemas/src/headrace_schemas/topics/__init__.py", "schemas/src/headrace_schemas/stack_access.py",
+    "schemas/src/headrace_schemas/generate.py",
+}  # fmt: skip
+"""Modules that decode by themselves: files that Headrace or the kernel wrote."""
+
+
+def test_files_of_users_are_decoded_in_one_place() -> None:
+    found = set()
+    for folder in ("cli", "sdk", "gateway", "runtime", "schemas", "services"):
+        for path in (ROOT / folder).rglob("src/**/*.py"):
+            source = path.read_text(encoding="utf-8")
+            if "read_text(" not in source and "encoding=" not in source:
+                continue
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Call) and _decodes(node):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found - OWN == set(), "read them with headrace_schemas.user_text.read_user_text"
+    assert OWN - found == set(), "these decode nothing any more"
+
+
+def _decodes(call: ast.Call) -> bool:
+    """Return whether a call decodes a file: `read_text`, or `open` for reading in text mode."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name == "read_text":
+        return True
+    modes = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    named = {keyword.arg for keyword in call.keywords}
+    return name == "open" and "encoding" in named and not any(set(mode) & set("wxab") for mode in modes)
