@@ -82,8 +82,10 @@ def read(path: Path, python: str | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise Unusable(f"{path}: {'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg']}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise Unusable(f"{path}: {error}") from None
+    except ValueError as error:
+        raise Unusable(f"{path} {error}") from None
     files = {name: path.parent / getattr(settings, name) for name in ("gate_tasks", "audit_tasks")}
     return settings.model_copy(update=files)
 
@@ -93,8 +95,10 @@ def rows(path: Path, name_key: str, prefix: str) -> dict[str, Row]:
     found: dict[str, Row] = {}
     try:
         lines = read_user_text(path).split("\n")
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise Unusable(f"{path}: {error}") from None
+    except ValueError as error:
+        raise Unusable(f"{path} {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -6,27 +6,66 @@ where the model is loaded (`headrace_trainer.torch_learner`, `headrace_inference
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.versions import TOKENIZER_FILE
-from headrace_schemas.user_text import read_user_text
+from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_schemas.user_text import decode_text, read_user_text
 
 _HEADER_BYTES_MAX = 100_000_000
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN_LENGTH = 60
+_HEAD = "lm_head.weight"
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_TEXTS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json",
+    "model.safetensors.index.json", TEMPLATE_FILE,
+)  # fmt: skip
+_COMPARED_PIECES = 64
+_COMPARED_BYTES = 4096
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file of weights."""
+
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether both hold the same numbers, by 64 pieces of each. Tensors of unknown types count as equal."""
+        size = _ITEM_BYTES.get(self.dtype, 0) * math.prod(self.shape)
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with self.path.open("rb") as one, other.path.open("rb") as two:
+            for piece in range(_COMPARED_PIECES):
+                at = (size - _COMPARED_BYTES) * piece // (_COMPARED_PIECES - 1) if size > _COMPARED_BYTES else 0
+                one.seek(self.start + at)
+                two.seek(other.start + at)
+                count = min(size, _COMPARED_BYTES)
+                if one.read(count) != two.read(count):
+                    return False
+        return True
 
 
 def find_folder_problems(folder: Path) -> Iterator[str]:
     """Yield each problem with its remedy: broken or missing files of weights, and token ids that do not go together."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    yield from _text_problems(folder)
+    tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            shapes |= _tensor_shapes(path)
+            tensors |= _stored_tensors(path)
         except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
             yield f"{path.name} is no safetensors file: {error}; copy it again"
     index = _read_json(folder / "model.safetensors.index.json")
@@ -37,10 +76,12 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
     config = _read_json(folder / "config.json")
     text = config.get("text_config", config) if isinstance(config, dict) else None
     if isinstance(text, dict):
-        yield from _token_problems(folder, text, _embedding_rows(shapes))
+        yield from _token_problems(folder, text, _embedding_rows(tensors))
+        yield from _head_problems(config, text, tensors)
+        yield from _architecture_problems(config)
 
 
-def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Read a header. Raises `ValueError`: eight bytes hold the length of a JSON header, then as many bytes follow."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -52,12 +93,90 @@ def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     missing = 8 + length + end - path.stat().st_size
     if missing > 0:
         raise ValueError(f"{missing} bytes are missing")
-    return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    return {
+        name: StoredTensor(path, 8 + length + entry["data_offsets"][0], str(entry["dtype"]), tuple(entry["shape"]))
+        for name, entry in entries.items()
+    }
 
 
-def _embedding_rows(shapes: dict[str, tuple[int, ...]]) -> int | None:
-    rows = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS) and len(shape) == 2]
-    return rows[0] if len(rows) == 1 else None
+def _embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
+    table = _embedding(tensors)
+    return None if table is None else tensors[table].shape[0]
+
+
+def _embedding(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the name of the table of input embeddings; None where there is none, or several."""
+    names = [name for name, one in tensors.items() if name.endswith(_EMBEDDINGS) and len(one.shape) == 2]
+    return names[0] if len(names) == 1 else None
+
+
+def _text_problems(folder: Path) -> Iterator[str]:
+    """Yield files that tokenizer and model read as JSON or text, and cannot."""
+    for name in _TEXTS:
+        path = folder / name
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue  # which files have to be there is said elsewhere
+        try:
+            text = decode_text(content)
+            if name.endswith(".json"):
+                json.loads(text)
+        except RecursionError:
+            yield f"{name} is no JSON that can be read: it is nested too deeply; copy it again"
+        except json.JSONDecodeError as error:
+            yield f"{name} is no JSON: {error}; copy it again"
+        except ValueError as error:
+            yield f"{name} {error}"
+        else:
+            if content.startswith(codecs.BOM_UTF8):
+                yield f"{name} begins with a byte order mark, which model libraries do not take; save it without"
+
+
+def _head_problems(
+    config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Iterator[str]:
+    """Yield a head that configuration and weights do not agree about: transformers would draw or drop its weights."""
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    head = next((name for name in tensors if name == _HEAD or name.endswith(f".{_HEAD}")), None)
+    table = _embedding(tensors)
+    if tied is False and head is None and table is not None and _has_causal_head(config):
+        yield (
+            f"config.json: tie_word_embeddings = false, and the weights have no {_HEAD}; copy all files of the model, "
+            "or set it to true if the head is the embedding"
+        )
+    if tied is True and head is not None and table is not None and not tensors[head].equals(tensors[table]):
+        yield (
+            f"config.json: tie_word_embeddings = true, and {head} differs from {table}, so that the head would be "
+            "dropped; set it to false, or use this model's configuration"
+        )
+
+
+def _has_causal_head(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)
+
+
+def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a class and a model type of the configuration that are those of different models."""
+    kind, names = config.get("model_type"), config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not isinstance(kind, str) or not name.endswith(_CAUSAL) or _letters(name).startswith(_letters(kind)):
+        return
+    try:
+        classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except (ImportError, AttributeError):
+        return
+    own = classes.get(kind)
+    if own is not None and name in classes.values() and name not in ((own,) if isinstance(own, str) else own):
+        yield (
+            f"config.json: architectures = {name[:_SHOWN_LENGTH]!r}, and model_type = {kind[:_SHOWN_LENGTH]!r} is "
+            "another model; use this model's configuration"
+        )
+
+
+def _letters(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 def _token_problems(folder: Path, config: dict[str, Any], rows: int | None) -> Iterator[str]:

@@ -142,3 +142,32 @@ async def test_a_client_cannot_bring_its_own_template(tokenizer: ChatTokenizer, 
         response = await ask(http, chat_template_kwargs={name: "{{ 7 }}"})
         assert (await ask(http, chat_template_kwargs={"enable_thinking": False})).status_code == 200
     assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+COUNTED = BARE + "{% if tools %}You have {{ tools | length }} tools.{% endif %}"
+NAMED_ALONE = BARE + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shows"),
+    [(BARE, False), (COUNTED, False), (NAMED_ALONE, True), (BARE + "{{ tools | tojson if tools }}", True)],
+    ids=["bare", "counted", "named", "all"],
+)
+async def test_tools_that_the_template_drops_are_refused(
+    models: Models, tmp_path: Path, template: str, shows: bool
+) -> None:
+    folder = shutil.copytree(models.first.folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(template)
+    digest = file_digest(folder / "chat_template.jinja")
+    other = ChatTokenizer(folder, models.first.manifest.model_copy(update={"template_sha256": digest}))
+    async with client(ScriptedEngine(other, "Hi."), other) as http:
+        for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}, {"stream": True}):
+            response = await ask(http, tools=TOOLS, **choice)
+            if shows:
+                assert response.status_code == 200, response.text
+                continue
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+            assert "does not show tools" in response.json()["error"]["message"]
+        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            assert (await ask(http, **fields)).status_code == 200

@@ -77,7 +77,7 @@ def test_a_parameter_of_hello_agents_training(name: str, kind: str, compare: Cal
 # The article.
 
 
-def tested(**more: Any) -> Callable[[], object]:
+def article_trainer(**more: Any) -> Callable[[], object]:
     def work() -> object:
         framework = TrinityRFT(**{"algorithm": "ppo", **more})
         _ = framework.stack
@@ -105,7 +105,7 @@ def tested(**more: Any) -> Callable[[], object]:
 def test_an_argument_of_the_articles_trainer(
     argument: str, name: str, value: Any, compare: Callable[..., None]
 ) -> None:
-    compare(name or argument, tested(), tested(**{argument: {name: value} if name else value}))
+    compare(name or argument, article_trainer(), article_trainer(**{argument: {name: value} if name else value}))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from headrace_inference.importing.folder import Importer
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
+from headrace_runtime.model_folder import find_folder_problems
 from headrace_runtime.settings import Common
 from headrace_schemas.importing import FolderLine
 from headrace_trainer.check import check
@@ -74,6 +75,30 @@ def index_of_more(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+def head(tied: bool, *, differs: bool | None) -> Damage:
+    """The head of the weights: absent (`differs` is None), a copy of the embedding, or another matrix."""
+
+    def damage(folder: Path) -> None:
+        def change(weights: dict[str, torch.Tensor]) -> None:
+            weights.pop(HEAD, None)
+            if differs is not None:
+                weights[HEAD] = weights[TABLE].clone() + float(differs)
+
+        settings_of("config.json", tie_word_embeddings=tied)(folder)
+        tensors(change)(folder)
+
+    return damage
+
+
+def architecture(kind: str, name: str) -> Damage:
+    return settings_of("config.json", model_type=kind, architectures=[name])
+
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 NORM, LAYER = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "missing norm": (tensors(lambda weights: weights.pop(NORM)), NORM),
@@ -92,7 +117,31 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "another eos": (change_eos, "its eos differs"),
     "special id without a row": (settings_of("config.json", pad_token_id=9999), "pad_token_id = 9999"),
     "no template": (drop_template, "no chat template"),
+    "untied without a head": (head(tied=False, differs=None), "tie_word_embeddings = false"),
+    "tied with another head": (head(tied=True, differs=True), "tie_word_embeddings = true"),
+    "configuration of llama": (architecture("llama", "LlamaForCausalLM"), "q_norm"),
+    "configuration of gpt2": (architecture("gpt2", "GPT2LMHeadModel"), "missing"),
+    "configuration of qwen2": (architecture("qwen2", "Qwen2ForCausalLM"), "missing"),
+    "class of another model": (architecture("qwen3", "LlamaForCausalLM"), "architectures = 'LlamaForCausalLM'"),
+    "class of another family": (architecture("qwen3", "GPT2LMHeadModel"), "architectures = 'GPT2LMHeadModel'"),
+    "other width": (settings_of("config.json", hidden_size=64), "mismatched"),
+    "other heads": (settings_of("config.json", num_attention_heads=4), "mismatched"),
+    "configuration in UTF-16": (
+        rewrite("config.json", lambda content: content.decode().encode("utf-16")), "config.json is in UTF-16"
+    ),
+    "template in Latin-1": (
+        rewrite("chat_template.jinja", lambda content: b"\xe9" + content), "chat_template.jinja is not in UTF-8"
+    ),
+    "tokenizer with a mark": (
+        rewrite("tokenizer.json", lambda content: b"\xef\xbb\xbf" + content),
+        "tokenizer.json begins with a byte order mark",
+    ),
+    "cut tokenizer configuration": (
+        rewrite("tokenizer_config.json", lambda content: content[:-20]), "tokenizer_config.json is no JSON"
+    ),
 }  # fmt: skip
+NUMBERS = {"NaN", "infinity"}
+"""Damages of numbers, which are examined where the weights are read."""
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -112,7 +161,32 @@ async def test_a_damaged_base_is_refused_by_name(kind: str, tmp_path: Path) -> N
     assert words in str(refused.value), refused.value
 
 
-async def test_a_sound_base_has_no_problems(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind not in NUMBERS])
+async def test_a_damaged_base_that_is_not_loaded_is_refused_by_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_trainer.check._COMPARED_BYTES_MAX", 0)
+    monkeypatch.setattr("headrace_trainer.torch_learner.native.examine", lambda _: pytest.fail("the base was loaded"))
+    damage, words = DAMAGES[kind]
+    base = tiny_model.build(tmp_path / "base")
+    damage(base)
+    try:
+        said = await check(Common(), TrainerSettings.model_validate({"base": str(base)}))
+    except SettingError as error:
+        said = [str(error)]
+    assert any(words in line for line in said), said
+
+
+@pytest.mark.parametrize("damage", [head(tied=True, differs=None), head(tied=True, differs=False)])
+async def test_a_tied_head_may_be_stored_or_not(damage: Damage, tmp_path: Path) -> None:
+    base = tiny_model.build(tmp_path / "base")
+    damage(base)
+    assert list(find_folder_problems(base)) == []
+
+
+@pytest.mark.parametrize("compared", [1 << 40, 0])
+async def test_a_sound_base_has_no_problems(compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_trainer.check._COMPARED_BYTES_MAX", compared)
     base = tiny_model.build(tmp_path / "base")
     settings = TrainerSettings.model_validate({"base": str(base), "compute": {"device": "cpu"}})
     assert await check(Common(), settings) == []

@@ -73,7 +73,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("max_model_len = 8", "`max_response_tokens` has to be less"),
         ("rollout = {n = 2}", "a play is one run"),
         ("runners = 0", "runners: Input should be greater"),
-        ("runners", "bench.toml: Expected"),
+        ("runners", "bench.toml is not valid TOML: Expected"),
     ):
         path.write_text(required + more)
         with pytest.raises(Unusable, match=message):

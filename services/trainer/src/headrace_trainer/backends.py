@@ -33,6 +33,9 @@ class Backend:
     """Whether it trains adapters (`lora.rank`) too."""
     check: Callable[[TrainerSettings], None] | None = None
     """Asked before a start, and only where the base is small: raises `SettingError` for what would stop `open`."""
+    check_layout: Callable[[TrainerSettings], None] | None = None
+    """Asked in the place of `check` where the base is large: raises `SettingError` for weights whose names and shapes
+    are not those of the architecture, without reading the weights."""
     settings: type[Section] | None = None
 
 

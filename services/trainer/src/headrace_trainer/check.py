@@ -21,7 +21,7 @@ from headrace_trainer.settings import TrainerSettings
 log = get_logger(__name__)
 _CONFIG = "config.json"
 _COMPARED_BYTES_MAX = 256 << 20
-"""Weights of bases that are loaded to be examined; larger ones are examined by the start alone."""
+"""Weights of bases that are loaded to be examined. Of larger ones the names and shapes are; the start reads them."""
 _MESSAGES = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {"role": "assistant", "content": "Sunny."},
@@ -54,9 +54,12 @@ async def check(_common: Common, settings: TrainerSettings) -> list[str]:
     """Everything that is wrong with `trainer.base`, as `SettingError` says it. Raises one where the logprobs differ."""
     folder = Path(settings.base)
     found = await asyncio.to_thread(lambda: list(_problems(folder)))
-    examine = BACKENDS.get(settings.backend).check
-    if not found and examine and _weights_bytes(folder) <= _COMPARED_BYTES_MAX:
-        await asyncio.to_thread(examine, settings)
+    backend = BACKENDS.get(settings.backend)
+    is_small = _weights_bytes(folder) <= _COMPARED_BYTES_MAX
+    if not found and is_small and backend.check:
+        await asyncio.to_thread(backend.check, settings)
+    elif not found and not is_small and backend.check_layout:
+        await asyncio.to_thread(backend.check_layout, settings)
     return [_said(folder, remedy) for remedy in found]
 
 
@@ -96,7 +99,10 @@ def _tokenizer_trouble(path: Path) -> str | None:
 
 
 def _template_problems(folder: Path) -> Iterator[str]:
-    found = template_of(folder)
+    try:
+        found = template_of(folder)
+    except ValueError:
+        return  # `find_folder_problems` names its encoding
     if found is None:
         yield f"has no chat template; save one as {TEMPLATE_FILE}"
         return

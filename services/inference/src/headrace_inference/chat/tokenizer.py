@@ -36,6 +36,12 @@ class RenderLimits:
 
 
 UNLIMITED = RenderLimits(2**62, 1e9)
+_TRIAL_MESSAGE = {"role": "user", "content": "Hello"}
+_TRIAL_NAME = "headrace_trial_tool"
+_TRIAL_TOOL = {
+    "type": "function",
+    "function": {"name": _TRIAL_NAME, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,12 @@ class ChatTokenizer:
         `extra` are variables for the template; it cannot bring a template of its own. Raises `Refused` when the
         template does not take the messages, or not within `limits`.
         """
+        if tools and not self.shows_tools:
+            message = (
+                "tools: the chat template of this model does not show tools to it; leave them out, or serve a model "
+                "whose template does"
+            )
+            raise Refused(400, "unsupported_value", message, "tools")
         taken = self._own_arguments & extra.keys()
         if taken:
             message = f"chat_template_kwargs: {min(taken)!r} is not for the client to choose"
@@ -107,6 +119,18 @@ class ChatTokenizer:
         except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
             message = f"the model's chat template refuses these messages: {self.plain(str(error))[:300]}"
             raise Refused(400, "invalid_messages", message, "messages") from None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes tools into the prompt, by the name of a trial tool.
+
+        A template that raises at it counts as one that does: its own words then refuse each request with tools.
+        """
+        try:
+            pieces = self._pieces([_TRIAL_MESSAGE], [_TRIAL_TOOL], {}, open_answer=True)
+            return _TRIAL_NAME in _joined(pieces, UNLIMITED)
+        except Exception:  # noqa: BLE001 (a template may raise whatever its expressions raise)
+            return True
 
     def _pieces(
         self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue], *, open_answer: bool

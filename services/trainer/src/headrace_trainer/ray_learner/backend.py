@@ -36,5 +36,12 @@ def _installed() -> None:
         raise SettingError("trainer.backend", "ray", "Ray is not installed: pip install headrace-trainer[ray]")
 
 
-RAY = Backend(_open, offers=Needs(reference=True), adapters=True, check=_check, settings=RaySettings)
+RAY = Backend(
+    _open,
+    offers=Needs(reference=True),
+    adapters=True,
+    check=_check,
+    check_layout=TORCH.check_layout,
+    settings=RaySettings,
+)
 """Weights and optimizer in ranks, which share the passes of a step."""

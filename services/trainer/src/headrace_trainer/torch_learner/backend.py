@@ -26,6 +26,13 @@ def _check(settings: TrainerSettings) -> None:
         examine(settings)
 
 
+def _check_layout(settings: TrainerSettings) -> None:
+    if settings.native.tokens:
+        from headrace_trainer.torch_learner.model import loading_report  # seconds, for torch
+
+        loading_report.check_layout(Path(settings.base))
+
+
 _OFFERS = Needs(reference=True, pairs=True, critic=True, teacher=True, hindsight=True)
-TORCH = Backend(_open, offers=_OFFERS, adapters=True, check=_check)
+TORCH = Backend(_open, offers=_OFFERS, adapters=True, check=_check, check_layout=_check_layout)
 """Weights and optimizer in the trainer's own process, on one device."""

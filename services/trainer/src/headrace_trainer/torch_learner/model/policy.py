@@ -33,6 +33,7 @@ from headrace_trainer.torch_learner.model import (
     attention,
     cpu,
     forward,
+    loading_report,
     masters,
     norms,
     recomputing,
@@ -48,7 +49,6 @@ from headrace_trainer.torch_learner.shards import as_held, kept
 log = get_logger(__name__)
 
 _PROBE_TOKENS = 12
-_SHOWN = 3
 _WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower trainer.compute.pack_tokens"
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Logprob difference that rounding may make between a packed and a single pass."""
@@ -338,31 +338,15 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_check_whole` names them
+            ignore_mismatched_sizes=True,  # `check_whole` names them
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
             raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
         reason = said(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
-    _check_whole(folder, model, info)
+    loading_report.check_whole(folder, model, info)
     return model
-
-
-def _check_whole(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise `SettingError` for tensors that the files lack, have too many or in another shape, or that are not finite.
-
-    Transformers draws what is missing at random, or sets it to ones.
-    """
-    wrong = {name.removesuffix("_keys"): sorted(map(str, keys)) for name, keys in info.items() if keys}
-    if wrong:
-        shown = "; ".join(f"{name}: {', '.join(keys[:_SHOWN])}" for name, keys in sorted(wrong.items()))
-        remedy = f"its weights are not those of its architecture ({shown}); copy all files of one model"
-        raise SettingError("trainer.base", str(folder), remedy)
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            remedy = f"its tensor {name} holds NaN or infinity; take the weights of a sound model"
-            raise SettingError("trainer.base", str(folder), remedy)
 
 
 def _check_rounded(folder: Path) -> None:
