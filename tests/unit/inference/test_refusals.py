@@ -169,5 +169,6 @@ async def test_tools_that_the_template_drops_are_refused(
                 continue
             assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
             assert "does not show tools" in response.json()["error"]["message"]
-        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        without: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
+        for fields in without:
             assert (await ask(http, **fields)).status_code == 200

@@ -76,7 +76,10 @@ def index_of_more(folder: Path) -> None:
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
 
 
 def head(tied: bool, *, differs: bool | None) -> Damage:
