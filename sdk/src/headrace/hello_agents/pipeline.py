@@ -25,7 +25,7 @@ class AgenticRLPipeline:
     def __init__(self, config_path: str, rl_tool: RLTrainingTool | None = None) -> None:
         try:
             self.config: dict[str, Any] = json.loads(read_user_text(Path(config_path)))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise UsageError(f"{config_path} is not valid JSON: {error}") from None
         except ValueError as error:
             raise UsageError(f"{config_path} {error}") from None
