@@ -6,7 +6,7 @@ No library is imported: a scalar of numpy, torch, JAX or pandas is recognised by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -46,6 +46,16 @@ def plain_value(value: object) -> object:
         number, held = plain_number(value), item()
         return held if type(held) in (bool, int) else number
     return plain_number(value) if isinstance(value, Decimal | Fraction) else value
+
+
+def plain_json(value: object) -> object:
+    """Return mappings, sequences and numbers of any library as `json.dumps` takes them; other values as they are."""
+    value = plain_value(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain_json(inner) for inner in value]
+    return value
 
 
 def stop_strings(value: object) -> object:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 from urllib.parse import quote
 
 from headrace_schemas.ids import uuid7
-from headrace_schemas.plain_values import plain_value
+from headrace_schemas.plain_values import plain_json
 
 if TYPE_CHECKING:
     import httpx2
@@ -140,16 +140,6 @@ def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
     msg_ids = options.get("msg_ids", ())
     if isinstance(msg_ids, str):
         raise TypeError(f"msg_ids = {msg_ids!r}: a list of response ids, not one string")
-    body = {name: _json(item) for name, item in options.items()}
+    body = {name: cast("JsonValue", plain_json(item)) for name, item in options.items()}
     body["feedback_id"] = options.get("feedback_id") or new_id()
     return {name: item for name, item in body.items() if item not in (None, [], {})}
-
-
-def _json(item: object) -> JsonValue:
-    """Return a mapping, a sequence, or a number of any library as JSON."""
-    item = plain_value(item)
-    if isinstance(item, Mapping):
-        return {str(name): _json(value) for name, value in item.items()}
-    if isinstance(item, Sequence) and not isinstance(item, str):
-        return [_json(value) for value in item]
-    return cast("JsonValue", item)

@@ -7,6 +7,8 @@ most is taken.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from headrace_cli.jobs.messages import chat, said, tools, weights
 from headrace_cli.jobs.rows import BadRow, DataRow
 from headrace_runtime.registries import Registry
+from headrace_schemas.plain_values import plain_number, plain_value
 
 Record = Mapping[str, Any]
 _ALWAYS = ("system", "tools", "reward")
@@ -86,11 +89,12 @@ class RowReader:
 
 
 def _messages(record: Record) -> DataRow:
-    return DataRow((), (chat(record["messages"], "messages"),), untrained=weights(record["messages"]))
+    return DataRow((), (chat(record["messages"], "messages", weighted=True),), untrained=weights(record["messages"]))
 
 
 def _conversations(record: Record) -> DataRow:
-    return DataRow((), (chat(record["conversations"], "conversations"),))
+    said_of_all = record["conversations"]
+    return DataRow((), (chat(said_of_all, "conversations", weighted=True),), untrained=weights(said_of_all))
 
 
 def _completion(record: Record) -> DataRow:
@@ -129,9 +133,13 @@ def _preference_of_chats(record: Record) -> DataRow:
 
 def _labelled(record: Record) -> DataRow:
     label = record["label"]
-    if label not in (True, False):
-        raise BadRow("format", f"label is {label!r}; true or false is wanted")
-    return replace(_completion(record), label=bool(label))
+    try:
+        number = plain_number(label)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number not in (0, 1):
+        raise BadRow("format", f"label is {reprlib.repr(label)}; true or false is wanted")
+    return replace(_completion(record), label=bool(number))
 
 
 MESSAGES = RowFormat(("messages",), _messages)
@@ -158,9 +166,12 @@ def _with_system(row: DataRow, text: object) -> DataRow:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise BadRow("format", f"reward is {value!r}; a finite number is wanted")
-    return float(value)
+    try:
+        if isinstance(plain_value(value), bool):
+            raise TypeError("a boolean is a label")
+        return plain_number(value)
+    except (TypeError, ValueError) as error:
+        raise BadRow("format", f"reward is {reprlib.repr(value)}; a finite number is wanted: {error}") from None
 
 
 def _passed_over(value: Any, ignored: frozenset[str]) -> Any:

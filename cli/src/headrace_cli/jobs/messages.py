@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from headrace_cli.jobs.rows import BadRow
 from headrace_schemas import Message, Tool
+from headrace_schemas.plain_values import plain_json, plain_number, plain_value
 
 _SPEAKERS = {
     "human": "user",
@@ -35,17 +37,35 @@ def said(value: object, role: str, where: str) -> tuple[Message, ...]:
     return chat(value, where)
 
 
-def chat(value: object, where: str) -> tuple[Message, ...]:
-    """A list of messages with `role` and `content`, or with `from` and `value`. Raises `BadRow`."""
+def chat(value: object, where: str, *, weighted: bool = False) -> tuple[Message, ...]:
+    """A list of messages with `role` and `content`, or with `from` and `value`. Raises `BadRow`, also for a weight of 0
+    where the caller does not read `weights` (`weighted`)."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadRow("format", f"{where} is {_kind(value)}; a list of messages is wanted")
+    if not weighted and (untrained := weights(value)):
+        raise BadRow("format", f"{where}, message {untrained[0] + 1} has the weight 0; only chats have weights")
     return tuple(_one(message, number, where) for number, message in enumerate(value, 1))
 
 
 def weights(value: object) -> tuple[int, ...]:
-    """Places of the messages with `"weight": 0`: the assistant says them, and they are not trained."""
+    """Places of the messages with `"weight": 0`: the assistant says them, and they are not trained. Raises `BadRow` for
+    a weight that is neither 0 nor 1."""
     items = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    return tuple(place for place, one in enumerate(items) if isinstance(one, Mapping) and one.get("weight") == 0)
+    return tuple(place for place, one in enumerate(items) if isinstance(one, Mapping) and not _is_trained(one, place))
+
+
+def _is_trained(message: Mapping[str, Any], place: int) -> bool:
+    weight = message.get("weight")
+    if weight is None:
+        return True
+    try:
+        number = plain_number(weight)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number not in (0, 1):
+        wrong = f"message {place + 1}: weight is {reprlib.repr(weight)}; 0 or 1 is wanted"
+        raise BadRow("format", f"{wrong}, for an answer that is not trained or is")
+    return bool(number)
 
 
 def tools(value: object) -> tuple[Tool, ...]:
@@ -124,7 +144,7 @@ def _call(value: object, number: int, place: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise BadRow("format", f"{place}: the function of a tool call is {_kind(function)}; an object is wanted")
     arguments = function.get("arguments", function.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(plain_json(arguments), ensure_ascii=False)
     return {"id": value.get("id") or f"call_{number}", "function": {"name": function.get("name"), "arguments": text}}
 
 
@@ -132,6 +152,8 @@ def _without_nulls(value: object) -> object:
     """Tables give every message the fields of all."""
     if isinstance(value, Mapping):
         return {str(key): _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if getattr(value, "shape", None) == ():
+        return plain_value(value)
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return [_without_nulls(inner) for inner in value]
     return value

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.practice.arguments import real_number, whole_number
+from headrace.practice.arguments import score, whole_number
 from headrace.practice.chat_models import ChatModel
 from headrace.practice.data_sets import check_schedule, rows_of
 from headrace.sessions import new_id
@@ -58,12 +58,12 @@ async def select_model(
 
 async def avg_time_judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     """The faster, the better."""
-    return JudgeOutput(reward=-float(response["metrics"]["execution_time"]))
+    return JudgeOutput(reward=-score("execution_time", response["metrics"]["execution_time"]))
 
 
 async def avg_token_consumption_judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     """The fewer tokens, the better."""
-    return JudgeOutput(reward=-float(response["metrics"]["total_tokens"]))
+    return JudgeOutput(reward=-score("total_tokens", response["metrics"]["total_tokens"]))
 
 
 async def _sample(
@@ -83,7 +83,7 @@ async def _sample(
         except Exception:  # noqa: BLE001 (a user's functions may raise anything; the sample is counted as failed)
             return None
         try:
-            return real_number("reward", said.reward)
+            return score("reward", said.reward)
         except UsageError:
             return None
 
@@ -97,7 +97,7 @@ def _counted(candidate: Any) -> tuple[Any, dict[str, float]]:
         answer = await model(*args, **options)
         usage = getattr(answer, "usage", None)
         for name, others in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
-            used[name] += float(getattr(usage, name, None) or getattr(usage, others, None) or 0)
+            used[name] += score(name, getattr(usage, name, None) or getattr(usage, others, None) or 0)
         used["total_tokens"] = used["input_tokens"] + used["output_tokens"]
         return answer
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.practice.arguments import real_number, whole_number, yes_or_no
+from headrace.practice.arguments import score, whole_number, yes_or_no
 from headrace.practice.blocking import blocking
 from headrace.practice.data_sets import check_schedule, rows_of
 from headrace.tuner.configs import PromptTuneConfig
@@ -63,7 +63,7 @@ def tune_prompt(
         async def sample() -> float:
             output = await workflow(task=task, system_prompt=prompt)
             judged = await called(judge_func, None, task=task, response=output.response)
-            return real_number("reward", judged.reward)
+            return score("reward", judged.reward)
 
         return blocking(sample())
 

@@ -16,6 +16,7 @@ from headrace.practice.agents import text_of
 from headrace.stack import stack_for
 from headrace.stack.connection import ENTERED, support
 from headrace.stack.offline import train_rows
+from headrace_schemas.plain_values import plain_number
 
 
 class RewardFunction:
@@ -38,10 +39,10 @@ class RewardFunction:
         return float(str(trajectory["expected"]) in str(trajectory["messages"][-1]["content"]))
 
     def __call__(self, trajectory: Mapping[str, Any]) -> float:
-        found = self.compute(trajectory)
-        if not math.isfinite(found):
-            raise ValueError(f"compute returned {found}; a finite number is wanted")
-        return float(found)
+        try:
+            return plain_number(self.compute(trajectory))
+        except TypeError as error:
+            raise ValueError(f"compute returned no number: {error}") from None
 
 
 class LLMJudge:

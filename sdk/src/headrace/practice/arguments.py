@@ -41,6 +41,14 @@ def real_number(name: str, value: Any, kind: str = "a number") -> float:
         raise UsageError(f"{name} = {printable(repr(value))}: must be {kind}") from None
 
 
+def score(name: str, value: Any) -> float:
+    """Return what a user's function gave as a reward or a metric as a finite float; true is 1. Raises `UsageError`."""
+    try:
+        return plain_number(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} = {printable(repr(value))}: must be a finite number: {error}") from None
+
+
 def yes_or_no(name: str, value: Any) -> bool:
     """Return `value` as a boolean. Raises `UsageError` for all else: the text "false" would count as true."""
     plain = plain_value(value)

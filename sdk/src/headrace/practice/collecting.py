@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.agents import asked, plugged
-from headrace.practice.arguments import check_names, real_number
+from headrace.practice.arguments import check_names, real_number, score
 from headrace.practice.blocking import blocking
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.sessions import Purpose
@@ -71,7 +71,7 @@ def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
     total counts once, however often it is sent."""
     total = record.get("total_reward")
     if total is not None:
-        total = real_number("total_reward", total)
+        total = score("total_reward", total)
         session = str(record["conversation_id"])
         context = {"parts": dict(record.get("rewards") or {})}
         send = partial(stack.client.feedback, session_id=session, value=total, feedback_id=f"{session}:{total!r}")
@@ -116,7 +116,7 @@ def _named(rewards: Mapping[str, float] | float | None) -> Mapping[str, float]:
     if rewards is None:
         return {}
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
-    return {str(name): real_number(f"reward {name}", value) for name, value in named.items()}
+    return {str(name): score(f"reward {name}", value) for name, value in named.items()}
 
 
 def _json(text: str) -> Any:

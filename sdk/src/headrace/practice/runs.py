@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace.async_client import AsyncClient, AsyncSession
 from headrace.errors import HeadraceError
 from headrace.practice.agents import in_thread
-from headrace.practice.arguments import check_names, real_number
+from headrace.practice.arguments import check_names, real_number, score
 from headrace.sessions import Purpose, new_id
 from headrace.stack import Stack
 from headrace_schemas.ids import derived_id
@@ -99,11 +100,14 @@ class Run:
 
         `metrics` are only reported. Raises `ValueError` for what is no finite number: a judge that failed has none.
         """
-        numbers = {name: _number(part) for name, part in (parts or {}).items()}
+        check = _number if value is None else partial(score, "parts")
+        numbers = {name: check(part) for name, part in (parts or {}).items()}
         if value is None and not numbers:
             raise ValueError("a reward is a number, or the sum of parts; a run without one gets none, and never a 0")
         total = _number(value) if value is not None else math.fsum(numbers.values())
-        said = AgentReward(total, numbers, {name: _number(metric) for name, metric in (metrics or {}).items()})
+        said = AgentReward(
+            total, numbers, {name: score(f"metrics.{name}", metric) for name, metric in (metrics or {}).items()}
+        )
         if role is None:
             self._whole = said
         else:
@@ -188,9 +192,9 @@ def task_id_of(task: object) -> str:
 
 
 def _number(value: object) -> float:
-    if isinstance(plain_value(value), bool):
-        raise ValueError("a reward is a number, not bool")
     try:
+        if isinstance(plain_value(value), bool):
+            raise ValueError("a reward is a number, not bool")
         return plain_number(value)
     except TypeError:
         raise ValueError(f"a reward is a number, not {type(value).__name__}") from None

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.practice.arguments import score
 from headrace.practice.collecting import run_and_collect, say
 from headrace.practice.runs import worth_of
 from headrace.rl.training import OnlineTrainer, TrinityRFT
@@ -113,7 +114,7 @@ def pairs(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         by_prompt[asked].append(record)
     found = []
     for same in by_prompt.values():
-        best = max(same, key=lambda one: float(one["total_reward"]))
+        best = max(same, key=lambda one: score("total_reward", one["total_reward"]))
         worse = [one for one in same if one["total_reward"] < best["total_reward"]]
         found += [{"chosen": first_answer(best), "rejected": first_answer(one)} for one in worse]
     if not found:

@@ -13,6 +13,7 @@ from headrace.errors import UsageError
 from headrace.practice.blocking import blocking
 from headrace.sessions import new_id
 from headrace.stack.connection import Stack, support
+from headrace_schemas.plain_values import plain_json
 
 
 def train_rows(
@@ -38,7 +39,9 @@ def train_rows(
     chosen = {"trainer.model": stack.model, **(settings or {})}
     with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:
         path = Path(folder) / "rows.jsonl"
-        path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(f"{json.dumps(plain_json(row), ensure_ascii=False)}\n" for row in rows), encoding="utf-8"
+        )
         job = jobs.Job(
             kind=kind,
             source=path,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from headrace.practice.arguments import real_number
+from headrace.practice.arguments import score
 from headrace.trinity.workflows import Workflow
 from headrace.trinity.wrappers import ModelWrapper, TrinityTask
 
@@ -67,8 +67,8 @@ class AgentScopeReActWorkflow(Workflow):
         response = await self.agent.reply(query)
         found = await self.calculate_reward(response)
         if not isinstance(found, Mapping):
-            return self.construct_experiences(real_number("calculate_reward", found))
-        parts = {name: real_number(f"calculate_reward.{name}", part) for name, part in found.items()}
+            return self.construct_experiences(score("calculate_reward", found))
+        parts = {name: score(f"calculate_reward.{name}", part) for name, part in found.items()}
         return self.construct_experiences(sum(parts.values()), parts)
 
     def construct_experiences(self, reward: float, metrics: Mapping[str, float] | None = None) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.practice.arguments import real_number
+from headrace.practice.arguments import score
 from headrace.practice.practising import practise
 from headrace.practice.runs import Run, task_id_of
 from headrace.practice.steps import Step
@@ -82,7 +82,7 @@ async def run_workflow(
 def reward_of(experiences: Sequence[Any]) -> float:
     """The one reward of a run. Raises `UsageError` where there is none, or where its calls have different ones: turns
     with rewards of their own are told by feedback about the turn."""
-    rewards = {None if one.reward is None else real_number("reward", one.reward) for one in experiences}
+    rewards = {None if one.reward is None else score("reward", one.reward) for one in experiences}
     if not rewards or None in rewards:
         raise UsageError(f"the workflow returned {len(experiences)} experiences, and not all of them have a reward")
     if len(rewards) > 1:
@@ -96,7 +96,7 @@ def metrics_of(experiences: Sequence[Any]) -> dict[str, float]:
     """Of all experiences; the last one's count where several say something."""
     found: dict[str, float] = {}
     for one in experiences:
-        found |= {name: real_number(f"metrics.{name}", value) for name, value in (one.metrics or {}).items()}
+        found |= {name: score(f"metrics.{name}", value) for name, value in (one.metrics or {}).items()}
     return found
 
 
