@@ -92,7 +92,7 @@ class Service:
     limits: ProcessorLimits = field(default_factory=lambda: ProcessorLimits(retry_s=10.0))
 
 
-def _producer(event: Event) -> str:
+def producer_of(event: Event) -> str:
     """The service that sends such rewards, and for all other events a producer of our own."""
     giver = giver_of(event.source) if isinstance(event, Reward) else None
     return f"headrace/{giver or 'test'}"
@@ -126,7 +126,7 @@ class Bench:
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
             ref = self.processor.blobs.put(value)
             value, dataref = ref.model_dump_json().encode(), ref.uri
-        headers = Envelope.of(event, producer or _producer(event), dataref=dataref).headers() if event else ()
+        headers = Envelope.of(event, producer or producer_of(event), dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace_runtime import damage, tracing
+from headrace_runtime import damage, provenance, tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_runtime.json_bounds import more_values_than
-from headrace_schemas import Event
+from headrace_schemas import Event, Reward
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers, is_own
 from headrace_schemas.ids import derived_id
@@ -125,6 +125,8 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
         envelope = Envelope.read(record.headers, event)
     except ValueError:  # `derived_id` refuses it
         raise InvalidEvent("invalid_event", f"{model.type}: an identifier holds a NUL character") from None
+    if isinstance(event, Reward):
+        provenance.check(event, envelope.source)
     return Received(event, envelope, record)
 
 

@@ -37,10 +37,12 @@ from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.envelope import Envelope
 from headrace_schemas.gate import Tasks
 from headrace_schemas.manifest import Manifest
 from tests.support import weightless
 from tests.support.migrated import make_tables
+from tests.support.streams import producer_of
 
 E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -239,11 +241,12 @@ class Rig:
         self._offset += 1
         await self.processor.process([record])
 
-    async def hear(self, *events: Event) -> None:
-        """Live traffic, as the reader hands it on."""
+    async def hear(self, *events: Event, producer: str | None = None) -> None:
+        """Live traffic, as the reader hands it on. `producer` sent it, by default the service that does."""
         records = []
         for event in events:
-            records.append(Record(event.topic, 0, self._offset, event.key.encode(), event.to_json()))
+            headers = Envelope.of(event, producer or producer_of(event)).headers()
+            records.append(Record(event.topic, 0, self._offset, event.key.encode(), event.to_json(), headers))
             self._offset += 1
         await self.processor.process(records)
 

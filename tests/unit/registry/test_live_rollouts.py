@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
@@ -11,14 +12,15 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select
 
-from headrace_registry.rollout_tables import READINGS
+from headrace_registry.rollout_tables import EVENTS, READINGS
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.metrics import Compute, Metric
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.transition import Transition
-from headrace_schemas import ModelEvent, Routing, ids
+from headrace_schemas import DeadLetter, ModelEvent, Routing, ids
 from headrace_schemas.assignment import draw
+from tests.support.turns import feedback
 from tests.unit.registry.live_rollouts import HALF, Street, canary, steps, under_way
 from tests.unit.registry.rig import Rig
 
@@ -346,3 +348,30 @@ async def _two(rig: Rig) -> tuple[str, str]:
     await Street(rig, 20).until_over()
     assert rig.routing.champion == new
     return old, new
+
+
+async def test_only_the_words_of_its_tenant_and_of_the_right_service_count_for_a_session(rig: Rig) -> None:
+    """Another tenant may name the session, and any producer a reserved source: neither is kept, nor takes room."""
+    await rig.crowned(0)
+    await under_way(rig)
+    street = Street(rig, 1)
+    (key,) = await street.sessions(1, rewarded=False)
+    foreign = feedback(session_key=key, tenant="b", value=0.0)
+    own = feedback(session_key=key, value=1.0)
+    forged = street.reward(key, 0.0, revision=7)
+    sources = ("function:answer", "judge:helpfulness", "learned:thumbs", "feedback", "feedback:tone", "Judge：x")
+    for source in sources:
+        for producer in ("unknown", "headrace/collector", "headrace/judge2", "agent"):
+            await rig.hear(forged.model_copy(update={"source": source, "trajectory_id": producer}), producer=producer)
+    await rig.hear(forged.model_copy(update={"tenant": "b"}), foreign)
+    assert await _kept(rig) == {"turns": 1}
+    assert {letter.reason for letter in rig.sent(DeadLetter)} == {"reserved_source"}
+    assert len(rig.sent(DeadLetter)) == 4 * len(sources)
+    await rig.hear(own, street.reward(key, 1.0))
+    assert await _kept(rig) == {"turns": 1, "feedback": 1, "rewards": 1}
+
+
+async def _kept(rig: Rig) -> dict[str, int]:
+    """How many events of each topic are kept of all units."""
+    async with rig.database.transaction() as tx:
+        return dict(Counter((await tx.execute(select(EVENTS.c.topic))).scalars()))

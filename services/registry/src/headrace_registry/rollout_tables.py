@@ -56,6 +56,7 @@ SESSIONS = Table(
     Column("rollout_id", Text, primary_key=True),
     Column("session_key", Text, primary_key=True, index=True),
     Column("unit", Text, nullable=False),
+    Column("tenant", Text),  # null for what earlier releases stored
 )
 
 EVENTS = Table(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Table, delete, insert, select, update
+from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollout_tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS
@@ -57,7 +57,9 @@ async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: M
         await tx.execute(rows.values(turns_exposed=ROLLOUTS.c.turns_exposed + count))
 
 
-async def enroll(tx: AsyncConnection, member: Membership, session_key: str, *, candidate: bool, window_ms: int) -> bool:
+async def enroll(
+    tx: AsyncConnection, member: Membership, session_key: str, tenant: str, *, candidate: bool, window_ms: int
+) -> bool:
     """Whether the session counts for the unit. A unit begins once; of a user, sessions of the window belong to it."""
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
     fresh = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0}
@@ -69,16 +71,17 @@ async def enroll(tx: AsyncConnection, member: Membership, session_key: str, *, c
         began = select(UNITS.c.enrolled_ms).where(*_equal(UNITS, key))
         if member.now_ms > (await tx.execute(began)).scalar_one() + window_ms:
             return False
-    await upsert(tx, SESSIONS, session, {"unit": member.unit}, update=False)
+    await upsert(tx, SESSIONS, session, {"unit": member.unit, "tenant": tenant}, update=False)
     return True
 
 
-async def memberships(tx: AsyncConnection, session_key: str) -> list[Membership]:
-    """The units that a session belongs to, of each rollout that goes on."""
+async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
+    """The units that a session of a tenant belongs to, of each rollout that goes on. Other tenants have none of it."""
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
         .where(SESSIONS.c.session_key == session_key, ROLLOUTS.c.phase.in_(UNDER_WAY))
+        .where(or_(SESSIONS.c.tenant == tenant, SESSIONS.c.tenant.is_(None)))
     )
     return [Membership(row.rollout_id, row.unit, row.observed_ms) for row in await tx.execute(query)]
 

@@ -50,7 +50,7 @@ class TurnHandler:
             window_ms = round(rollout.plan.window_s * 1000)
             candidate = assigned.arm == "candidate"
             if await ledger.enroll(
-                handling.tx, member, event.session_key, candidate=candidate, window_ms=window_ms
+                handling.tx, member, event.session_key, event.tenant, candidate=candidate, window_ms=window_ms
             ) and not await ledger.keep(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
         return ()
@@ -79,7 +79,7 @@ class WordHandler:
         self._events_max = events_max
 
     async def __call__(self, event: Reward | Feedback | Trajectory, handling: Handling) -> Sequence[Event]:
-        members = await ledger.memberships(handling.tx, event.session_key)
+        members = await ledger.memberships(handling.tx, event.session_key, event.tenant)
         if not members:
             return ()
         await self._lease.check(handling.tx)

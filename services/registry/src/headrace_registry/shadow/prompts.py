@@ -89,7 +89,7 @@ async def add(
     """Take a user's session; False when its words have another place already."""
     session = {"rollout_id": rollout_id, "session_key": session_key}
     unit = f"{_UNIT}{place}-logged"
-    if not await upsert(tx, SESSIONS, session, {"unit": unit}, update=False):
+    if not await upsert(tx, SESSIONS, session, {"unit": unit, "tenant": tenant}, update=False):
         return False
     await _unit(tx, rollout_id, unit, now_ms)
     row = {
@@ -152,7 +152,7 @@ async def begin(tx: AsyncConnection, prompt: KeptPrompt, now_ms: int) -> int | N
         await _unit(tx, prompt.rollout_id, prompt.unit(side), now_ms)
         key = ids.session_key(prompt.tenant, prompt.session_id(side, attempt))
         session = {"rollout_id": prompt.rollout_id, "session_key": key}
-        await upsert(tx, SESSIONS, session, {"unit": prompt.unit(side)})
+        await upsert(tx, SESSIONS, session, {"unit": prompt.unit(side), "tenant": prompt.tenant})
     return attempt
 
 

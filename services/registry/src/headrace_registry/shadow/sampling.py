@@ -35,7 +35,7 @@ class PromptSampler:
             for phase in phases:
                 if turn.version == phase.control and await self._wanted(tx, phase):
                     await self._add(tx, phase, turn)
-        for member in await ledger.memberships(tx, turn.session_key):
+        for member in await ledger.memberships(tx, turn.session_key, turn.tenant):
             if prompts.is_shadow(member):
                 await ledger.keep(tx, member, turn, self._settings.events_per_unit_max)
 
@@ -63,7 +63,7 @@ class PromptSampler:
 
     async def _add(self, tx: AsyncConnection, phase: ShadowPhase, turn: Turn) -> None:
         place, _, _ = await prompts.taken(tx, phase.rollout_id)
-        known = await ledger.memberships(tx, turn.session_key)
+        known = await ledger.memberships(tx, turn.session_key, turn.tenant)
         if any(member.rollout_id == phase.rollout_id for member in known):
             return
         tokens = 2 * turn.usage.prompt_tokens

@@ -1,4 +1,7 @@
-"""Who may give rewards as which source: the services of Headrace alone give those with reserved names."""
+"""Who may give rewards as which source: the services of Headrace alone give those with reserved names.
+
+Every consumer of rewards refuses the others, since all of them decode records with `headrace_runtime.wire`.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,15 @@
+"""The tenant of each session in a rollout: what other tenants say about it does not count."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("rollout_sessions", sa.Column("tenant", sa.Text))
