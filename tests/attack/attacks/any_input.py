@@ -23,7 +23,7 @@ from aiokafka.errors import KafkaError
 
 from headrace.bus_access import client_options
 from headrace.topics import Range, connected
-from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
+from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory, ids
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import uuid7
 from headrace_schemas.stack_access import read_token
@@ -46,7 +46,7 @@ _LOOP_BLOCK_S_MAX = 1.0
 _ACCEPTED_PERCENT_MIN = 10.0
 """Fewer would mean that the inputs hardly reach what is behind the gateway's checks."""
 _SETTLE_S = 240.0
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 5400.0
 PLANTED = (
     "a service ends",
     "a loop is blocked",
@@ -110,7 +110,7 @@ async def _lines_on(
         try:
             before = await asyncio.to_thread(up.start)
             seen = await _send_all(up, rng, 10 if planted else 1)
-            experiences, lost = await _settle(up, seen, 20.0 if planted else _SETTLE_S)
+            experiences, lost = await _settle(up, seen, _SETTLE_S / 4 if planted else _SETTLE_S)
             after = up.state
             letters = await _read(up, DeadLetter)
         finally:
@@ -347,7 +347,8 @@ async def _settle(up: HeadraceUp, seen: Observations, timeout_s: float) -> tuple
 def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list[Reward]) -> list[str]:
     """Acknowledged feedbacks with a value about a single turn of a closed trajectory that are no reward of it.
 
-    Feedback about a turn of another tenant is acknowledged, since no gateway knows all ids, and must count nowhere.
+    Feedback about a turn of another tenant is acknowledged, since no gateway knows all ids, and must count nowhere. An
+    id that no gateway made names no session; feedback about it alone is dead-lettered as `unknown_target` in the end.
     """
     own = [trajectory for trajectory in trajectories if trajectory.tenant == "mallory"]
     trajectory_of = {turn: trajectory.trajectory_id for trajectory in own for turn in trajectory.turn_ids}
@@ -359,8 +360,9 @@ def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list
     for body in seen.acknowledged:
         if "feedback_id" in body and times[str(body["feedback_id"])] > 1:
             continue  # equal ids are one feedback
-        trajectory = trajectory_of.get(body.get("response_id") or "")
-        if trajectory is None or body.get("withdrawn"):
+        response_id = str(body.get("response_id"))
+        trajectory = trajectory_of.get(response_id)
+        if trajectory is None or ids.key_of_response(response_id) is None or body.get("withdrawn"):
             continue
         source = str(body.get("source", "feedback"))  # the gateway takes numbers as labels
         metrics = (
