@@ -231,5 +231,5 @@ _OTHER_ROUTES: tuple[tuple[str, _Template], ...] = (
     ("/v1/sessions/{}/end", _end),
     ("/v1/trajectories", _trajectory),
     ("/v1/models/{}", _nothing),
-    ("/v1/sessions/{}/feedback", _feedback),
+    ("/sessions/{}/v1/feedback", _feedback),
 )
