@@ -43,7 +43,7 @@ LENGTHS = (
     16_385,
 )
 """At and past the bounds of lists, dictionaries and texts."""
-_VALUES_MAX = 200_000
+_VALUES_MAX = 50_000
 """Most values that one change adds: a list of long lists would only measure how fast JSON is written."""
 
 NUMBERS = (
@@ -134,7 +134,7 @@ def _remove(container: Any, key: Any, _rng: random.Random) -> None:
 
 
 def _resize_list(container: Any, key: Any, rng: random.Random) -> None:
-    values, length = container[key], rng.choice(LENGTHS)
+    values, length = container[key], _length(rng)
     first = values[0] if values else rng.choice(("x", Raw("1"), {"a": Raw("1")}))
     length = min(length, _VALUES_MAX // _count(first))
     container[key] = [_variant(first, number) for number in range(length)]
@@ -143,8 +143,14 @@ def _resize_list(container: Any, key: Any, rng: random.Random) -> None:
 def _grow_dict(container: Any, key: Any, rng: random.Random) -> None:
     values = container[key]
     sample = next(iter(values.values()), rng.choice(("x", Raw("1"))))
-    for number in range(min(rng.choice(LENGTHS), _VALUES_MAX // _count(sample))):
+    for number in range(min(_length(rng), _VALUES_MAX // _count(sample))):
         values[f"{rng.choice(('key', 'm', '€'))}{number}"] = _variant(sample, number)
+
+
+def _length(rng: random.Random) -> int:
+    """Draw one of `LENGTHS`. Long ones are rarer, since drawing them would take most of the time of a run."""
+    length = rng.choice(LENGTHS)
+    return rng.choice(LENGTHS) if length > 1025 and rng.random() < 0.7 else length
 
 
 def _count(value: Any) -> int:
@@ -185,7 +191,7 @@ def _changes_of(value: object) -> tuple[_Change, ...]:
 
 def _variant(value: Any, number: int) -> Any:
     """A copy of `value` that differs from the copies of other numbers where texts do."""
-    if isinstance(value, Raw):
+    if value is None or isinstance(value, Raw | int | float):
         return value
     if isinstance(value, str):
         return f"{value[:40]}{number}"

@@ -57,6 +57,8 @@ PLANTED = (
 """What `tests.attack.planted` breaks, by the line that has to notice."""
 _LOOK_S = 5.0
 _AT_ONCE = 16
+_Record = tuple[str, bytes | None, list[tuple[str, bytes]]]
+"""Topic, value and headers of one record."""
 _VERDICT = {"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}}
 
 
@@ -177,9 +179,9 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
     ):
         turns = await _known_turns(alice, mallory)
         await _loops_run_freely(up)
-        inputs = await asyncio.to_thread(_draw, turns, rng, divisor)
+        inputs, drawn = await asyncio.to_thread(_draw, turns, rng, divisor)
         async with beside(_watch_loops(up, seen)):
-            records = asyncio.create_task(_send_records(up.state.bus, rng, seen, RECORDS // divisor))
+            records = asyncio.create_task(_send_records(up.state.bus, drawn, seen))
             await asyncio.gather(*(_send_requests(mallory, inputs[at::_AT_ONCE], seen) for at in range(_AT_ONCE)))
             await records
             await asyncio.sleep(2 * _LOOK_S)  # what the last input does to the loops is seen by one more look
@@ -188,12 +190,21 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
     return seen
 
 
-def _draw(turns: KnownTurns, rng: random.Random, divisor: int) -> list[HttpInput]:
-    """Draw all requests of a run in a random order, beside the event loop: it takes a minute."""
+def _draw(turns: KnownTurns, rng: random.Random, divisor: int) -> tuple[list[HttpInput], list[_Record]]:
+    """Draw all requests in a random order and all records, beside the event loop.
+
+    A client whose loop stops for 10 s loses the connections that it has opened and not used.
+    """
     inputs = [http_input(turns, rng, chat=False) for _ in range(OTHER_REQUESTS // divisor)]
     inputs += [http_input(turns, rng, chat=True) for _ in range(CHAT_REQUESTS // divisor)]
     rng.shuffle(inputs)
-    return inputs
+    examples = topic_inputs()
+    records: list[_Record] = []
+    for _ in range(RECORDS // divisor):
+        topic = rng.choice(list(examples))
+        value = None if rng.random() < 0.01 else mutate(rng.choice(examples[topic]), rng)
+        records.append((topic, value, _record_headers(topic, rng)))
+    return inputs, records
 
 
 def _client(root: str, key: str) -> httpx.AsyncClient:
@@ -241,23 +252,19 @@ async def _send_requests(client: httpx.AsyncClient, inputs: list[HttpInput], see
                 seen.acknowledged.append(json.loads(request.body))
 
 
-async def _send_records(bus: str, rng: random.Random, seen: Observations, count: int) -> None:
-    examples = topic_inputs()
+async def _send_records(bus: str, records: list[_Record], seen: Observations) -> None:
     producer = AIOKafkaProducer(**client_options(bus), acks="all")
     await producer.start()
     try:
-        for _ in range(count):
-            topic = rng.choice(list(examples))
-            document = rng.choice(examples[topic])
-            value = None if rng.random() < 0.01 else mutate(document, rng)
+        for topic, value, headers in records:
             with contextlib.suppress(KafkaError):  # larger than the topic allows
-                await producer.send_and_wait(topic, value, b"key", headers=_record_headers(document, topic, rng))
+                await producer.send_and_wait(topic, value, b"key", headers=headers)
                 seen.records += 1
     finally:
         await producer.stop()
 
 
-def _record_headers(document: object, topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
+def _record_headers(topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
     types = {"training-metrics": "training-metrics", "dead-letter-decisions": "dead-letter-decision"}
     kind = types.get(topic, topic.removesuffix("s"))
     headers = {
