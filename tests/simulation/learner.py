@@ -68,6 +68,11 @@ def read_frozen(weights: bytes) -> tuple[Lesson, ...]:
     return read(weights.partition(b"\n")[2])
 
 
+def pending_lessons(optimizer: bytes) -> tuple[Lesson, ...]:
+    """Return the lessons in a lineage's saved optimizer: those of steps that changed no weight."""
+    return tuple(Lesson.model_validate(lesson) for lesson in json.loads(optimizer.partition(b"\n")[2])["pending"])
+
+
 def lessons_of(blobs: BlobStore, manifest: Manifest) -> tuple[Lesson, ...]:
     """What a published version was trained on, from its beginning."""
     (weights,) = (file for file in manifest.files if file.path == WEIGHTS)
@@ -80,6 +85,9 @@ class RememberingLearner(WholeLearner):
     def __init__(self, lineage: str) -> None:
         self._lineage = lineage
         self.lessons: tuple[Lesson, ...] = ()
+        self.pending: tuple[Lesson, ...] = ()
+        """Lessons of the last batches whose advantages were all 0. As in every back end, such a batch changes no weight:
+        the next one that does takes its lessons along."""
         self.updates = 0
 
     @property
@@ -99,20 +107,25 @@ class RememberingLearner(WholeLearner):
         if not all(math.isfinite(row.advantage) for row in batch.rows):
             raise NotFinite
         self.updates += 1
-        self.lessons += tuple(Lesson.of(row, self.updates) for row in batch.rows)
+        self.pending += tuple(Lesson.of(row, self.updates) for row in batch.rows)
+        moved = any(row.has_advantage for row in batch.rows)
+        if moved:
+            self.lessons, self.pending = self.lessons + self.pending, ()
         measured = {"loss": 0.0, "gradient_norm": 0.0, "learning_rate": 0.0, GRADIENT_FACTOR: batch.token_weight}
-        return StepResult(measured | {"step_seconds": 0.0, "tokens_per_second": 0.0})
+        return StepResult(measured | {"step_seconds": 0.0, "tokens_per_second": 0.0}, moved=moved)
 
     def freeze(self) -> Frozen:
         about = f"training state of lineage {self._lineage}\n".encode()
-        return Frozen(about + self._bytes(), about + str(self.updates).encode())
+        optimizer = {"updates": self.updates, "pending": [lesson.model_dump() for lesson in self.pending]}
+        return Frozen(about + self._bytes(), about + json.dumps(optimizer).encode())
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
         self.lessons = read_frozen(bytes(frozen.weights))
-        self.updates = int(frozen.optimizer.partition(b"\n")[2])
+        self.pending = pending_lessons(bytes(frozen.optimizer))
+        self.updates = json.loads(bytes(frozen.optimizer).partition(b"\n")[2])["updates"]
 
     def load(self, folder: Path) -> None:
-        self.lessons, self.updates = read((folder / WEIGHTS).read_bytes()), 0
+        self.lessons, self.pending, self.updates = read((folder / WEIGHTS).read_bytes()), (), 0
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         (folder / WEIGHTS).write_bytes(self._bytes())

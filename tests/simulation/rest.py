@@ -112,6 +112,14 @@ def saved_lineage(cluster: Cluster, name: str = "main") -> Saved | None:
     return LineageStore(cluster.blobs, name).read()
 
 
+def saved_optimizer(cluster: Cluster, name: str = "main") -> bytes:
+    """Return the optimizer in the trainer's last save."""
+    store = LineageStore(cluster.blobs, name)
+    saved = store.read()
+    assert saved is not None
+    return store.get(saved.present.optimizer)
+
+
 def lessons(cluster: Cluster) -> Mapping[str, tuple[Lesson, ...]]:
     """What every published version was trained on."""
     found: dict[str, tuple[Lesson, ...]] = {}

@@ -7,16 +7,21 @@ write lines to standard output. Each line is a word, a space and JSON.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from headrace_schemas.base import Model, Sha256
-from headrace_schemas.events.checkpoint import DropReason
+from headrace_schemas.base import Model, Sha256, Text
+from headrace_schemas.events.checkpoint import DropReason, TrainingMetrics
 
 BATCH_HEADER = "headrace_batch"
-"""Header of a copied record: how many experiences the batch had that the original lineage cut after it (decimal). One
-header for each batch, in order."""
+"""Header of a copied record: how many experiences the original lineage cut for a batch after it (decimal), those that
+it left out included. One header for each batch, in order."""
+
+LEFT_OUT_HEADER = "headrace_left_out"
+"""Header of a copied record: the id of an experience that the original lineage left out of a batch that it cut after
+the record. One header for each experience."""
 
 TOPIC_PREFIX = "replay-"
 
@@ -70,6 +75,31 @@ class JudgedLine(Model):
     """The line `judged`, the judge's last one: counts by source and outcome."""
 
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
+
+
+class RecordedBatch(Model):
+    """A line `recorded`: a batch of the original lineage and what came of it. These lines come first, in order."""
+
+    digest: Sha256
+    left_out: tuple[Text, ...] = ()
+    trained: bool = True
+    """False: the gradient was not finite, and the experiences of the batch were dropped."""
+    published: bool = False
+    """Whether a version was made of the weights after the batch."""
+
+
+def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch, ...]:
+    """Return all batches of a lineage, from its accounts in order, each account once."""
+    batches: list[RecordedBatch] = []
+    steps = 0
+    for account in accounts:
+        for batch in account.batches:
+            trained = batch.step > steps
+            batches.append(RecordedBatch(digest=batch.digest, left_out=batch.left_out, trained=trained))
+            steps = batch.step
+        if account.version is not None and batches:
+            batches[-1] = batches[-1].model_copy(update={"published": True})
+    return tuple(batches)
 
 
 class DryRunBatch(Model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from headrace_schemas.manifest import Fingerprint
@@ -46,6 +47,13 @@ class LooksAfterwards(RememberingLearner):
         if len(batch.rows) == 3:
             self.updates += 1
         return super().step(batch, stop, from_base=from_base)
+
+
+class AlwaysMoves(RememberingLearner):
+    """Reports that a step moved the weights when it did not."""
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        return replace(super().step(batch, stop, from_base=from_base), moved=True)
 
 
 class Deaf(RememberingLearner):
@@ -152,6 +160,7 @@ FAULTS: tuple[tuple[type[RememberingLearner], Promise], ...] = (
     (CopiesLate, promises.a_copy_is_of_its_moment),
     (Nameless, promises.lineages_share_no_blob),
     (LooksAfterwards, promises.what_is_not_finite_changes_nothing),
+    (AlwaysMoves, promises.a_step_reports_whether_it_moved_the_weights),
     (Deaf, promises.a_step_that_is_told_to_stop_is_abandoned),
     (AnswersAsTheBase, promises.a_version_is_what_was_trained),
     (WritesMore, promises.a_version_holds_weights_alone),

@@ -58,6 +58,10 @@ def batch(first: int, advantage: float | None = None) -> Batch:
     return Batch((row(first, each), row(first + 1, -0.5), row(first + 2, 0.25)))
 
 
+def without_advantages() -> Batch:
+    return Batch(tuple(row(number, 0.0) for number in range(90, 93)))
+
+
 def files(folder: Path) -> Mapping[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -212,6 +216,16 @@ def what_is_not_finite_changes_nothing(open_one: Opener, _: Path) -> None:
     assert frozen(ours) == frozen(other)
 
 
+def a_step_reports_whether_it_moved_the_weights(open_one: Opener, _: Path) -> None:
+    """First without any momentum, then with the momentum of a step before it."""
+    ours = open_one("main")
+    for advantage in (0.0, None, 0.0, None):
+        before = frozen(ours).weights
+        moved = ours.step(batch(0) if advantage is None else without_advantages(), GOING_ON).moved
+        assert moved == (frozen(ours).weights != before)
+        assert moved or advantage == 0.0
+
+
 def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:
     stop = threading.Event()
     stop.set()
@@ -289,6 +303,7 @@ PROMISES: tuple[Promise, ...] = (
     a_copy_is_of_its_moment,
     lineages_share_no_blob,
     what_is_not_finite_changes_nothing,
+    a_step_reports_whether_it_moved_the_weights,
     a_step_that_is_told_to_stop_is_abandoned,
     a_version_is_what_was_trained,
     a_version_holds_weights_alone,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
+from headrace_schemas.replay import RecordedBatch, recorded_batches
 from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation.services import TRAINER
 
@@ -18,20 +19,30 @@ if TYPE_CHECKING:
 def check(cluster: Cluster, that: Check) -> None:
     """A dry run of the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
 
-    A version that the registry refused takes the weights back, which no replay follows; batches are compared up to it.
+    It is made twice: with what the reports say of each batch, as a replay is, and without it, so that what the dry run
+    derives is compared too. A version that the registry refused takes the weights back, which no replay follows; batches
+    are compared up to it.
     """
+    reports = _reports(cluster)
+    _compare(cluster, that, recorded_batches(reports))
+    _compare(cluster, that, ())
+
+
+def _compare(cluster: Cluster, that: Check, recorded: Sequence[RecordedBatch]) -> None:
     batches = [batch for report in _reports(cluster) for batch in report.batches]
     straight = _straight_until(cluster)
     settings = TRAINER.model_copy(update={"lineage": "again", "replays": "main", "cut": "recorded"})
     dry_run = DryRun(settings, cluster.blobs)
+    for batch in recorded:
+        dry_run.expect(batch)
     for experience, marks in _journal(cluster):
         dry_run.add(experience, marks)
     again = dry_run.end().batches
-    for batch, planned in zip(batches, again, strict=False):
-        if batch.step < straight:
+    for original, planned in zip(batches, again, strict=False):
+        if original.step < straight:
             that(
-                (batch.digest, batch.experiences) == (planned.digest, planned.experiences),
-                f"the batch of step {batch.step} comes out differently",
+                (original.digest, original.experiences) == (planned.digest, planned.experiences),
+                f"the batch of step {original.step} comes out differently",
             )
     enough = [batch for batch in batches if batch.step < straight]
     that(len(again) >= len(enough), f"{len(enough)} batches were trained, {len(again)} come out")

@@ -10,7 +10,7 @@ from headrace.errors import UsageError
 from headrace.producing import Outgoing, Producer
 from headrace_cli.replay.pipeline import Item
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics
-from headrace_schemas.replay import BATCH_HEADER, TOPIC_PREFIX, topic_prefix
+from headrace_schemas.replay import BATCH_HEADER, LEFT_OUT_HEADER, TOPIC_PREFIX, topic_prefix
 
 if TYPE_CHECKING:
     from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -30,8 +30,9 @@ class Copier:
         self._waiting: list[Outgoing] = []
 
     async def __call__(self, item: Item) -> None:
-        own = [header for header in item.headers if header[0] != BATCH_HEADER]
+        own = [header for header in item.headers if header[0] not in (BATCH_HEADER, LEFT_OUT_HEADER)]
         marks = [(BATCH_HEADER, str(cut).encode()) for cut in item.cuts]
+        marks += [(LEFT_OUT_HEADER, name.encode()) for name in item.left_out]
         self._waiting.append(Outgoing(self._topic, item.key, item.value, (*own, *marks), 0))
         if len(self._waiting) >= _SEND_AT_ONCE:
             await self.flush()

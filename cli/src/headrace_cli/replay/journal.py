@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from headrace.topics import Range, Topics
 from headrace_schemas import BatchRecord, TrainingMetrics
+from headrace_schemas.replay import RecordedBatch, recorded_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class Stretch:
     partition: int
     until: int
     cuts: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Experiences that were left out of these batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Journal:
     stretches: tuple[Stretch, ...]
     batches: tuple[BatchRecord, ...]
     gap: str | None = None
+    recorded: tuple[RecordedBatch, ...] = ()
+    """What came of each of the batches."""
 
 
 def keep(accounts: Iterable[TrainingMetrics], model: str, lineage: str) -> Journal:
@@ -38,11 +43,12 @@ def keep(accounts: Iterable[TrainingMetrics], model: str, lineage: str) -> Journ
         for batch in one.batches:
             stretches += (Stretch(read.partition, read.until) for read in batch.read)
             if stretches:  # time may have cut it: what it is made of was read before, perhaps before the batch before
-                stretches[-1] = replace(stretches[-1], cuts=(*stretches[-1].cuts, batch.experiences))
+                last, cut = stretches[-1], batch.experiences + len(batch.left_out)
+                stretches[-1] = replace(last, cuts=(*last.cuts, cut), left_out=(*last.left_out, *batch.left_out))
             else:
                 gap = gap or f"lineage {lineage} has cut a batch before it read anything"
         stretches += (Stretch(read.partition, read.until) for read in one.read)
-    return Journal(tuple(stretches), batches, gap)
+    return Journal(tuple(stretches), batches, gap, recorded_batches(ordered))
 
 
 async def read(topics: Topics, model: str, lineage: str) -> Journal:

@@ -23,6 +23,8 @@ class Place:
 
     record: ConsumerRecord
     cuts: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Experiences that were left out of these batches."""
 
 
 class PartitionReader:
@@ -76,7 +78,7 @@ class PartitionMerge:
                 last = reader.head
                 await reader.advance()
             if last is not None:
-                yield Place(last, stretch.cuts)
+                yield Place(last, stretch.cuts, stretch.left_out)
         async for place in self.by_time():
             yield place
 

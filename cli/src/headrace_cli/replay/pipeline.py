@@ -44,6 +44,12 @@ class Item:
     headers: tuple[tuple[str, bytes | None], ...] = ()
     cuts: tuple[int, ...] = ()
     """After it the original lineage cut batches of so many, in order."""
+    left_out: tuple[str, ...] = ()
+    """Experiences that the original lineage left out of these batches."""
+
+    def with_cuts(self, cuts: tuple[int, ...], left_out: tuple[str, ...]) -> Item:
+        """Return the item with more batches that were cut after it."""
+        return replace(self, cuts=(*self.cuts, *cuts), left_out=(*self.left_out, *left_out))
 
 
 Sink = Callable[[Item], Awaitable[None]]
@@ -94,14 +100,14 @@ class Pipeline:
             passed += 1
             if passed % _TICK == 0:
                 self.tick("copying experiences", merge.passed, merge.total)
-            cuts = place.cuts if recorded else ()
+            cuts, left_out = (place.cuts, place.left_out) if recorded else ((), ())
             item = await self._item(place.record)
             if item is None:  # it takes part in nothing, but the batches that were cut after it were cut
-                waiting = replace(waiting, cuts=(*waiting.cuts, *cuts)) if waiting else None
+                waiting = waiting.with_cuts(cuts, left_out) if waiting else None
                 continue
             if waiting is not None:
                 await self._pass_on(waiting)
-            waiting = replace(item, cuts=cuts)
+            waiting = item.with_cuts(cuts, left_out)
         if waiting is not None:
             await self._pass_on(waiting)
         self.tick("copying experiences", merge.total, merge.total)

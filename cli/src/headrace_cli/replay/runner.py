@@ -49,6 +49,8 @@ async def plan(request: Request, tick: Tick) -> Report:
         async with started("trainer", environ) as dry_run:
 
             async def feed() -> None:
+                for batch in told.recorded if report.cut == "recorded" else ():
+                    await dry_run.feed("recorded", batch.model_dump_json().encode())
                 await Pipeline(request, report, lambda item: _feed(dry_run, item), tick).run(merge, told)
                 dry_run.close()
 

@@ -123,6 +123,9 @@ class BatchRecord(Model):
     digest: Sha256
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
     """In reading order, since the previous batch; for the first batch of an account, since the previous account."""
+    left_out: tuple[Text, ...] = Field(default=(), max_length=65_536)
+    """Experiences that were cut with the batch, or since the batch before it, and that the step cannot train. They are
+    dropped as `invalid` and are not counted in `experiences`."""
 
 
 class TrainingMetrics(Event):

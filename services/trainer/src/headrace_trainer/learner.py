@@ -79,6 +79,8 @@ class StepResult:
     advantages: Mapping[str, float] = field(default_factory=dict)
     """Of rows whose advantage the learner made from a reward and its critic, by name: what it was, in units of the
     reward."""
+    moved: bool = True
+    """Whether the step changed a weight. No version is made of steps that changed none (all advantages were 0, say)."""
 
 
 class Copy(Protocol):

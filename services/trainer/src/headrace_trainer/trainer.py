@@ -23,7 +23,7 @@ from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
-from headrace_trainer.batches.cutting import marks_of
+from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
@@ -183,6 +183,7 @@ class Trainer:
                 if lineage.finished():  # what nobody will train here is left for whoever goes on
                     break
                 await self._receive(record, lineage, reporter)
+                lineage.recorded_left_out = left_out_of(record)
                 for mark in marks_of(record) or (None,):
                     await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
             await self._act(lineage, reporter)

@@ -85,6 +85,11 @@ class Row:
     def length(self) -> int:
         return len(self.token_ids_T)
 
+    @property
+    def has_advantage(self) -> bool:
+        """Return whether the advantage of any of its tokens is not 0."""
+        return bool(self.advantage) or (self.advantage_T is not None and bool(self.advantage_T.any()))
+
     @classmethod
     def of(
         cls, experience: Experience, advantage: float, current: str | None, token_weight: float | None = None

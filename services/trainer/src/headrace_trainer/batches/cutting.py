@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from headrace_runtime.wire import Record
-from headrace_schemas.replay import BATCH_HEADER
+from headrace_schemas.replay import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.experiences.pairing import parties
 from headrace_trainer.experiences.state import LineageState
@@ -105,6 +105,11 @@ def decay(settings: TrainerSettings) -> Decay:
         tasks_max=settings.memory.baseline_tasks,
         runs_max=settings.memory.baseline_runs,
     )
+
+
+def left_out_of(record: Record) -> frozenset[str]:
+    """Return the experiences that the original lineage left out of the batches that it cut after this record."""
+    return frozenset(value.decode() for name, value in record.headers if name == LEFT_OUT_HEADER and value)
 
 
 def marks_of(record: Record) -> tuple[int, ...]:

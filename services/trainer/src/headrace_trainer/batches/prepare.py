@@ -64,6 +64,33 @@ def prepare(
     return Prepared(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
 
 
+@dataclass(frozen=True)
+class Isolated:
+    """What is left of a batch without the experiences that break its preparation."""
+
+    items: tuple[Waiting, ...]
+    prepared: Prepared | None
+    """None: nothing is left."""
+    culprits: tuple[tuple[Waiting, str], ...] = ()
+    """The experiences that break it, with the reasons."""
+
+
+def prepare_isolated(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], Prepared]) -> Isolated:
+    """Prepare a batch with `ready`, without the experiences because of which it raises.
+
+    Raises:
+        Exception: `ready` raised it, and no experience is at fault.
+    """
+    try:
+        return Isolated(tuple(items), ready(items))
+    except Exception:
+        culprits = poisoned(items, ready)
+        if not culprits:
+            raise
+    left = tuple(item for item in items if all(item is not culprit for culprit, _ in culprits))
+    return Isolated(left, ready(left) if left else None, tuple(culprits))
+
+
 def poisoned(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], object]) -> list[tuple[Waiting, str]]:
     """Return the items because of which `ready` raises for all of them, with the reasons; empty when it is no item's.
 

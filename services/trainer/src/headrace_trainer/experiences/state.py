@@ -39,6 +39,11 @@ Offsets = dict[str, dict[int, int]]
 """Topic to partition to the offset of the next record to read."""
 
 
+_DETAIL_LENGTH_MAX = 200
+_LEFT_OUT_MAX = 65_536
+"""As many as `BatchRecord` takes."""
+
+
 class Reported(NamedTuple):
     """What a save reports: what became of experiences since the one before it."""
 
@@ -65,6 +70,7 @@ class LineageState:
         promoted: tuple[str, ...] = (),
         steps: int = 0,
         outcomes: Sequence[TrainingOutcome] = (),
+        left_out: Sequence[str] = (),
     ) -> None:
         self.limits = limits
         self._memory = memory
@@ -87,6 +93,8 @@ class LineageState:
         """Batches since the last save."""
         self.read: list[Read] = []
         """What was read after the last of these batches."""
+        self.left_out = list(left_out)
+        """Experiences that no step can train, since the last batch."""
         self._gauge()
 
     @property
@@ -245,6 +253,11 @@ class LineageState:
         self._remove(item.experience.experience_id)
         self._record(item.experience, reason, detail)
 
+    def leave_out(self, item: Waiting, reason: str) -> None:
+        """Drop it as `invalid`, because the batch that it was cut for cannot be trained with it."""
+        self.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
+        self.left_out = [*self.left_out, item.experience.experience_id][-_LEFT_OUT_MAX:]
+
     def sweep(self) -> None:
         """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
         for item in self.waiting:
@@ -255,8 +268,11 @@ class LineageState:
 
     def cut(self, digest: str, experiences: int) -> None:
         """Record a batch, so that it can be built again. Called after `stepped` if there was a step."""
-        self.batches.append(BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
+        read, left_out = tuple(self.read), tuple(self.left_out)
+        batch = BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=read, left_out=left_out)
+        self.batches.append(batch)
         self.read.clear()
+        self.left_out.clear()
 
     @property
     def moved(self) -> bool:
@@ -318,6 +334,7 @@ class LineageState:
             "excluded": tuple(sorted(self.history.excluded)),
             "baselines": self.baselines,
             "steps": self.steps,
+            "left_out": tuple(self.left_out),
         }
 
     def forget(self, now: datetime) -> None:

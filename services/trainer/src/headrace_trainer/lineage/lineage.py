@@ -19,7 +19,7 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.batches.prepare import Prepared, poisoned, prepare
+from headrace_trainer.batches.prepare import Prepared, prepare, prepare_isolated
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
@@ -32,7 +32,6 @@ from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
-_DETAIL_LENGTH_MAX = 200
 
 
 class Lineage:
@@ -61,6 +60,8 @@ class Lineage:
         self.health = saved.health
         self._measured: list[Mapping[str, float]] = []
         self._tensors_moved = False
+        self._differs = saved.differs_from_head
+        """Whether a step has changed the weights since the version that they descend from."""
         self._steps_saved = saved.steps
         self._decay = decay(settings)
         self._cutter = Cutter(settings)
@@ -71,12 +72,12 @@ class Lineage:
     @property
     def version_due(self) -> bool:
         due = self.state.steps - self.state.history.head_step >= self._settings.steps_per_version
-        return due and not self.health.doubtful
+        return due and self.unpublished
 
     @property
     def unpublished(self) -> bool:
-        """Whether the weights have had steps that no version holds, and that one may be made of."""
-        return self.state.current is None and not self.health.doubtful
+        """Whether steps have changed the weights that no version holds, and that one may be made of."""
+        return self.state.current is None and self._differs and not self.health.doubtful
 
     @property
     def save_bytes(self) -> int:
@@ -137,6 +138,7 @@ class Lineage:
         self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])
         self.state.cut(digest, len(items))
         self._tensors_moved = True
+        self._differs = self._differs or taken.moved
         self._measured.append(found)
         self.health = self.health.after(found, settings.health)
         return found
@@ -148,17 +150,11 @@ class Lineage:
         def ready(some: Sequence[Waiting]) -> Prepared:
             return prepare(some, self.state, settings.advantage, self._decay, whole, settings.loss)
 
-        try:
-            return items, ready(items)
-        except Exception:
-            culprits = poisoned(items, ready)
-            if not culprits:
-                raise
-            for item, reason in culprits:
-                log.error("experience_invalid", experience=item.experience.experience_id, kind=reason.partition(":")[0])
-                self.state.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
-            left = [item for item in items if all(item is not culprit for culprit, _ in culprits)]
-            return left, ready(left) if left else None
+        isolated = prepare_isolated(items, ready)
+        for item, reason in isolated.culprits:
+            log.error("experience_invalid", experience=item.experience.experience_id, kind=reason.partition(":")[0])
+            self.state.leave_out(item, reason)
+        return isolated.items, isolated.prepared
 
     def _refused(self, refused: StepRefused, experiences: int) -> None:
         """It waits for more experiences where these decide it, unless none came since it waited last."""
@@ -211,7 +207,7 @@ class Lineage:
         else:
             log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
             versions.load(self._blobs, self._manifest(version), self.learner)
-        self._tensors_moved = True
+        self._tensors_moved, self._differs = True, False
         self.health = self.health.rewound()
         return self.state.go_back(version)
 
@@ -249,6 +245,7 @@ class Lineage:
         save = Save(LineagePlace(self._settings, self._blobs, self._store, self._first), self.saved, moment, copy)
         self._measured.clear()
         self._tensors_moved, self._steps_saved = False, state.steps
+        self._differs = self._differs and not publish
         state.history = save.history_meanwhile()
         return save
 
@@ -263,6 +260,7 @@ class Lineage:
         self.state.history, self._steps_saved = save.moment.history, self.saved.steps
         self._measured[:0] = save.moment.measured
         self._tensors_moved = save.copy is not None
+        self._differs = self._differs or save.publishes
         if save.copy is not None:
             save.copy.drop()
 

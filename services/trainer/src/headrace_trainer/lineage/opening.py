@@ -159,4 +159,5 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
         promoted=saved.promoted,
         steps=saved.steps,
         outcomes=saved.refused,
+        left_out=saved.left_out,
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from headrace_schemas import Checkpoint, TrainingMetrics, TrainingOutcome
-from headrace_schemas.base import Model, ModelName, Sha256, Version
+from headrace_schemas.base import Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
@@ -76,6 +76,8 @@ class Saved(Model):
     """Versions whose experiences are not trained."""
     baselines: Baselines
     steps: Annotated[int, Field(ge=0)]
+    left_out: tuple[Text, ...] = ()
+    """See `LineageState.left_out`."""
     account: Annotated[int, Field(ge=0)]
     health: Health = Health()
     present: Tensors
@@ -86,6 +88,12 @@ class Saved(Model):
     """The outcomes since the save before this one, announced again after a restart."""
     refused: Annotated[tuple[TrainingOutcome, ...], Field(exclude=True)] = ()
     """Outcomes of the experiences that `read_saved` left out of `waiting`. They are not part of the stored JSON."""
+
+    @property
+    def differs_from_head(self) -> bool:
+        """Whether the weights differ from those of the version that they descend from."""
+        point = self.restore_points.get(self.head)
+        return point is None or point.weights.sha256 != self.present.weights.sha256
 
     def blobs(self) -> dict[str, BlobRef]:
         """The tensors that must exist as long as this is the lineage's state, by digest."""

@@ -1,12 +1,14 @@
 """What training would do with a stream of experiences. No model is loaded; admission, cutting and batches are real.
 
-Batches do not depend on weights, so training gets the same digests (P9). The dry run assumes what only weights can
-decide: every gradient is finite, no sequence is masked whole and corrected later, no limit of `[trainer.health]` is
-passed, and every version differs from its parent once an advantage was other than zero.
+Batches do not depend on weights, so training gets the same digests (P9). What only weights can decide is taken from the
+record of the original lineage as long as the batches are the same: whether a gradient was not finite, which experiences
+a step could not train, and after which batches a version was made. Of other batches the dry run assumes that every
+gradient is finite, no step fails, no limit of `[trainer.health]` is passed, and that a step changes the weights where
+an advantage is not zero. In no case does it know of sequences that are masked whole and corrected later.
 
-As a filter (`python -m headrace_trainer.replay`) it reads lines `experience`. Lines `batch` stand before the experience
-after which the original training cut batches, and have the number of experiences of each. The filter writes one line
-`dry_run`.
+As a filter (`python -m headrace_trainer.replay`) it reads lines `recorded`, the batches of the original training, and
+lines `experience`. Lines `batch` stand before the experience after which the original training cut batches, and have
+the number of experiences that each was cut from. The filter writes one line `dry_run`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.replay import DryRunBatch, DryRunLine
+from headrace_schemas.replay import DryRunBatch, DryRunLine, RecordedBatch
 from headrace_schemas.user_text import read_user_text
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.batches.prepare import prepare
+from headrace_trainer.batches.prepare import Prepared, prepare, prepare_isolated
 from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
@@ -46,7 +48,9 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     dry_run = DryRun(settings, BlobStore.open(common))
     marks: list[int] = []
     async for word, value in lines.read():
-        if word == "batch":
+        if word == "recorded":
+            dry_run.expect(RecordedBatch.model_validate_json(value))
+        elif word == "batch":
             marks.append(int(value))
         else:
             dry_run.add(Experience.from_json(value), marks)
@@ -76,8 +80,13 @@ class DryRun:
         self._fates: Counter[str | None] = Counter()
         self._ignored: Counter[str] = Counter()
         self._batches: list[DryRunBatch] = []
+        self._recorded: list[RecordedBatch] = []
         self._moved = False
-        """Whether the weights differ from the base. Once they were moved, every step moves them: momentum stays."""
+        """Whether the weights differ from those of the last version."""
+
+    def expect(self, batch: RecordedBatch) -> None:
+        """Note the next batch of the original lineage and what came of it."""
+        self._recorded.append(batch)
 
     def add(self, experience: Experience, marks: Sequence[int] = ()) -> None:
         """`marks`: the original training cut batches of so many experiences after this one."""
@@ -131,19 +140,49 @@ class DryRun:
         return self._settings.max_steps is not None and self._state.steps >= self._settings.max_steps
 
     def _step(self, items: tuple[Waiting, ...]) -> None:
-        state, settings = self._state, self._settings
-        prepared = prepare(items, state, settings.advantage, self._decay, loss=settings.loss)
-        self._batches.append(DryRunBatch(experiences=len(items), digest=prepared.batch.digest()))
+        state, settings, number = self._state, self._settings, len(self._batches)
+        recorded = self._recorded[number] if number < len(self._recorded) else None
+        left, prepared = self._prepare(items, frozenset(recorded.left_out if recorded else ()))
+        if prepared is None:
+            return
+        digest = prepared.batch.digest()
+        self._batches.append(DryRunBatch(experiences=len(left), digest=digest))
+        same = recorded if recorded is not None and recorded.digest == digest else None
+        if same is not None and not same.trained:
+            for item in left:
+                state.drop(item, "invalid")
+            return
         state.stepped(prepared.trained, prepared.baselines)
         self._moved = self._moved or moves(prepared.batch, settings)
-        history = state.history
-        if self._moved and state.steps - history.head_step >= settings.steps_per_version:
-            version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
-            keep = {history.versions[0].version}
-            state.history = history.published(version, keep, settings.memory.versions)
-            state.forget(_START)
-            if len(self._branches) > 2 * len(state.window):
-                self._branches = {name: self._branches[name] for name in state.window if name in self._branches}
+        due = self._moved and state.steps - state.history.head_step >= settings.steps_per_version
+        if due if same is None else same.published:
+            self._publish()
+
+    def _prepare(
+        self, items: tuple[Waiting, ...], left_out: frozenset[str]
+    ) -> tuple[tuple[Waiting, ...], Prepared | None]:
+        state, settings = self._state, self._settings
+        for item in items:
+            if item.experience.experience_id in left_out:
+                state.leave_out(item, "the step of the original lineage failed with it")
+        rest = [item for item in items if item.experience.experience_id not in left_out]
+        if not rest:
+            return (), None
+        isolated = prepare_isolated(
+            rest, lambda some: prepare(some, state, settings.advantage, self._decay, loss=settings.loss)
+        )
+        for item, reason in isolated.culprits:
+            state.leave_out(item, reason)
+        return isolated.items, isolated.prepared
+
+    def _publish(self) -> None:
+        state, settings, history = self._state, self._settings, self._state.history
+        version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
+        keep = {history.versions[0].version}
+        state.history, self._moved = history.published(version, keep, settings.memory.versions), False
+        state.forget(_START)
+        if len(self._branches) > 2 * len(state.window):
+            self._branches = {name: self._branches[name] for name in state.window if name in self._branches}
 
     def _count(self) -> None:
         self._fates.update(outcome.dropped for outcome in self._state.outcomes)
@@ -151,11 +190,11 @@ class DryRun:
 
 
 def moves(batch: Batch, settings: TrainerSettings) -> bool:
-    """Whether a first step on `batch` would change the weights. Where the advantages are all that pulls at them, and
-    are zero, it would not."""
+    """Return whether a step on `batch` would change the weights. Where advantages are all that pulls at them, and are
+    zero, it would not: no back end spends momentum then."""
     loss, needs = settings.loss, settings.needs
     pulled = loss.kl > 0 or loss.function.correction is not None or needs.critic or needs.teacher or needs.hindsight
-    return pulled or any(row.advantage or (row.advantage_T is not None and row.advantage_T.any()) for row in batch.rows)
+    return pulled or any(row.has_advantage for row in batch.rows)
 
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:

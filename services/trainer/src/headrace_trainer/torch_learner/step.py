@@ -60,7 +60,7 @@ def train(
     packs = [*corrections, *first]
     starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
     bases = [policy.reference_logprobs(one) if settings.kl or from_base else None for one in first]
-    measures, token_weight = Measures(), batch.token_weight
+    measures, token_weight, moved = Measures(), batch.token_weight, False
     for update in range(settings.updates_per_step):
         optimizer.zero_grad()
         for one, start_N in zip(corrections, starts, strict=False):
@@ -84,6 +84,7 @@ def train(
         if norm > 0.0 or any(bool(whole(gradient).any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
             policy.renew()
+            moved = True
     found, left_out = measures.values(batch, numbers)
     appraised = appraiser.learn() if appraiser is not None else {}
     seconds = time.perf_counter() - began
@@ -96,7 +97,7 @@ def train(
     }
     if appraiser is not None:
         measured |= appraiser.measured
-    return StepResult(measured, left_out, measures.slopes_by_row(), appraised)
+    return StepResult(measured, left_out, measures.slopes_by_row(), appraised, moved)
 
 
 def _packs(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:

@@ -110,7 +110,10 @@ class TrinityLearner(WholeLearner):
             raise NotFinite
         began_s, size = time.monotonic(), size_of(self._settings, len(batch.rows))
         rows, out = rows_of(batch, self._chosen.temperature, size, 0)
-        if rows:
+        # The loss is linear in the advantages. Without any, Trinity would spend momentum, or change no weight at all,
+        # which `_arrive` takes for a step that was not taken.
+        moved = bool(rows) and any(row.has_advantage for row in batch.rows if row.name not in out)
+        if moved:
             self._train(batch, stop)
         seconds = time.monotonic() - began_s
         measured = {
@@ -120,7 +123,7 @@ class TrinityLearner(WholeLearner):
             GRADIENT_FACTOR: batch.token_weight,
             "tokens_per_second": sum(row.length for row in batch.rows) / max(seconds, 1e-9),
         }
-        return StepResult(measured, out)
+        return StepResult(measured, out, moved=moved)
 
     def freeze(self) -> Frozen:
         lineage, at = self._settings.lineage, self._at
