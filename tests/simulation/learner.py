@@ -86,8 +86,8 @@ class RememberingLearner(WholeLearner):
         self._lineage = lineage
         self.lessons: tuple[Lesson, ...] = ()
         self.pending: tuple[Lesson, ...] = ()
-        """Lessons of the last batches whose advantages were all 0. As in every back end, such a batch changes no weight:
-        the next one that does takes its lessons along."""
+        """Lessons of the last batches whose advantages were all 0. As in every back end, such a batch changes no
+        weight. The next one that does takes its lessons along."""
         self.updates = 0
 
     @property

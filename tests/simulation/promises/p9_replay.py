@@ -20,8 +20,8 @@ def check(cluster: Cluster, that: Check) -> None:
     """A dry run of the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
 
     It is made twice: with what the reports say of each batch, as a replay is, and without it, so that what the dry run
-    derives is compared too. A version that the registry refused takes the weights back, which no replay follows; batches
-    are compared up to it.
+    derives is compared too. A version that the registry refused takes the weights back, which no replay follows:
+    batches are compared up to it.
     """
     reports = _reports(cluster)
     _compare(cluster, that, recorded_batches(reports))

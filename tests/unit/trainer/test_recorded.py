@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, Read, TrainingMetrics
 from headrace_schemas.envelope import Envelope
-from headrace_schemas.replay import BATCH_HEADER, DryRunLine
+from headrace_schemas.replay import BATCH_HEADER, DryRunLine, recorded_batches
+from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.offline.dry_run import DryRun
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
 
@@ -148,6 +153,68 @@ async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make
     foretold = planned(world, make(**rules, **AGAIN, cut="recorded"), recorded(world))
     assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
     assert foretold.versions == world.bus.checkpoints[-1].step == len(batches) - 1
+
+
+@pytest.mark.parametrize("recorded_facts", [True, False])
+async def test_a_step_without_advantages_makes_no_version_after_others_either(
+    tmp_path: Path, make: Make, recorded_facts: bool
+) -> None:
+    """The momentum of earlier steps moves no weight then. The fourth group is one version behind and not two."""
+    rules = SETTINGS | {"batch_experiences": 2, "max_staleness": 1, "optimizer": {"weight_decay": 0.1}}
+    rules |= {"advantage": {"kind": "grpo", "equal_groups": "train"}, "group_size": 2}
+    settings, world = make(**rules), World(tmp_path)
+    await world.run(settings)
+    base = world.bus.checkpoints[0].version
+    for group, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.5, 0.5), (0.0, 1.0), (0.0, 1.0)]):
+        numbers = (2 * group, 2 * group + 1)
+        made = [experience(n, base, r, task=f"t{group}", run=str(n)) for n, r in zip(numbers, rewards, strict=True)]
+        world.bus.produce(*made)
+        await world.run(settings)
+    assert [one.step for one in world.bus.checkpoints] == [0, 1, 2]
+    assert list(world.bus.fates.values()) == ["trained"] * 8 + ["stale"] * 2
+    dry_run = DryRun(make(**rules, **AGAIN, cut="recorded"), world.blobs)
+    for batch in recorded_batches(world.bus.accounts) if recorded_facts else ():
+        dry_run.expect(batch)
+    for event, marks in recorded(world):
+        dry_run.add(event, marks)
+    plan = dry_run.end()
+    assert [batch.digest for batch in plan.batches] == digests(world.bus.accounts)
+    assert (plan.versions, plan.dropped) == (2, {"stale": 2})
+
+
+async def test_a_plan_takes_from_the_record_what_only_weights_decide(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose gradient was not finite is dropped, and a doubtful step makes no version."""
+    rules = SETTINGS | {"max_staleness": 1, "health": {"entropy_min": 0.5, "patience_steps": 9}}
+    settings, world = make(**rules), World(tmp_path)
+    await world.run(settings)
+    base, calls = world.bus.checkpoints[0].version, iter(range(99))
+
+    def measured(*args: Any, **more: Any) -> StepResult:
+        number = next(calls)
+        if number == 1:  # the second batch; 2 and 3 are its halves in the search for a row at fault
+            raise NotFinite
+        taken = train(*args, **more)
+        return replace(taken, measured={**taken.measured, "entropy": 0.1 if number in (0, 4) else 0.9})
+
+    monkeypatch.setattr(learners, "train", measured)
+    for begin in range(0, 20, 4):
+        world.bus.produce(*(experience(n, base, reward=n % 3, task="t", run=str(n)) for n in range(begin, begin + 4)))
+        await world.run(settings)
+    reports = recorded_batches(world.bus.accounts)
+    assert not all(batch.trained for batch in reports)
+    assert len(world.bus.checkpoints) - 1 < len(reports) - 1
+    dry_run = DryRun(make(**rules, **AGAIN, cut="recorded"), world.blobs)
+    for batch in reports:
+        dry_run.expect(batch)
+    for event, marks in recorded(world):
+        dry_run.add(event, marks)
+    plan = dry_run.end()
+    assert [batch.digest for batch in plan.batches] == digests(world.bus.accounts)
+    assert plan.versions == world.bus.checkpoints[-1].step
+    counts = Counter(world.bus.fates.values())
+    assert counts == {"trained": plan.trained} | {str(name): n for name, n in plan.dropped.items()}
 
 
 async def test_a_lineage_keeps_its_topic(tmp_path: Path, make: Make) -> None:

@@ -135,7 +135,9 @@ class Learner(Protocol):
         `Needs.reference`.
 
         Raises `NotFinite` and `StepRefused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
-        `LearnerLost`; what is in memory is then worth nothing, and is not saved.
+        `LearnerLost`; what is in memory is then worth nothing, and is not saved. Whatever else it raises, nothing was
+        changed, random numbers included: the lineage then finds the rows because of which it fails, and goes on without
+        them.
         """
 
     def copy(self, base: str | None) -> Copy:

@@ -150,3 +150,9 @@ class Reporter:
 
     def close(self) -> None:
         self._board.close()
+
+
+def report_decision(reporter: Reporter, event: ModelEvent, state: LineageState) -> None:
+    """Report where training was when the registry decided about a version, if it is one of the lineage."""
+    if event.version in state.history:
+        reporter.decided(event, state.history[event.version].number, state.steps)

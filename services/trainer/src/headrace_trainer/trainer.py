@@ -27,13 +27,14 @@ from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import check_start, open_lineage
 from headrace_trainer.lineage.saving import Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
-from headrace_trainer.report import Reporter
+from headrace_trainer.report import Reporter, report_decision
 from headrace_trainer.room import DiskRoom
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
@@ -75,7 +76,6 @@ class Trainer:
         self._clock = clock
         self._make_reporter = reporter
         self.room = DiskRoom(blobs, clock, disk_free_bytes_min)
-        self._reporter: Reporter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._saving: tuple[Save, asyncio.Task[None]] | None = None
@@ -158,7 +158,7 @@ class Trainer:
 
     async def _work(self) -> None:
         lineage = await disk.with_room(lambda: self._in_thread(self._open))
-        reporter = await self._in_thread(self._open_reporter)
+        reporter = await self._in_thread(self._make_reporter)
         try:
             await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
             await self._retry(lambda: self._source.start(lineage.state.offsets))
@@ -217,12 +217,22 @@ class Trainer:
         if not batch or lineage.finished():
             return False
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
-        measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
+        measured = await self._take_step(lineage, reporter, batch)
         if measured:
             reporter.step(measured, lineage.state)
         if lineage.health.stopped is not None:
             await self._give_up(lineage, reporter, lineage.health.stopped.reason)
         return True
+
+    async def _take_step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> Mapping[str, float]:
+        """Return the measurements of a step on `batch` without the experiences because of which it fails."""
+        while batch:
+            try:
+                return await self._in_thread(partial(lineage.step, batch, self._stop))
+            except StepFailed as failure:
+                await self._settle(lineage, reporter)  # there is one copy of the weights at a time
+                batch = await self._in_thread(partial(lineage.isolate, failure, self._stop))
+        return {}
 
     async def _give_up(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
         """Undo the steps that no version holds, as a refusal would, and say so. Saved at once: after a crash before
@@ -298,7 +308,7 @@ class Trainer:
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
                 await self._settle(lineage, reporter)
                 await self._follow(event, lineage)
-                await self._in_thread(lambda: self._tell(event, lineage))
+                await self._in_thread(lambda: report_decision(reporter, event, lineage.state))
         noted = record.topic == self._settings.topic
         lineage.state.passed(record.topic, record.partition, record.offset, noted=noted)
 
@@ -325,24 +335,13 @@ class Trainer:
         if not lost:
             return
         state = lineage.state
-        found = await self._read_again(state.places(lost))
-        state.undo(lost, found, self._clock.now())
+        state.undo(lost, await self._read_again(state.places(lost)), self._clock.now())
         log.info("undone", experiences=len(lost), queued=sum(one.queued for one in state.undone))
 
     def _open(self) -> Lineage:
         """Known at once, so that it is closed whatever becomes of who waits for it."""
         self.lineage = open_lineage(self._settings, self._blobs, self._clock, self._store)
         return self.lineage
-
-    def _open_reporter(self) -> Reporter:
-        self._reporter = self._make_reporter()
-        return self._reporter
-
-    def _tell(self, event: ModelEvent, lineage: Lineage) -> None:
-        """A point where training was when the registry decided about one of our versions."""
-        ours = next((one for one in lineage.state.history.versions if one.version == event.version), None)
-        if ours is not None and self._reporter is not None:
-            self._reporter.decided(event, ours.number, lineage.state.steps)
 
     async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
         if experience.model != self._settings.model:

@@ -14,16 +14,20 @@ from collections.abc import Mapping, Sequence
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
+from headrace_runtime.isolation import reason_of
 from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_schemas import ModelEvent
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
+from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import Prepared, prepare, prepare_isolated
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
+from headrace_trainer.lineage.culprits import StepFailed, open_trials, try_step
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.saving import LineagePlace, Moment, Save
 from headrace_trainer.lineage.store import LineageStore
@@ -65,6 +69,10 @@ class Lineage:
         self._steps_saved = saved.steps
         self._decay = decay(settings)
         self._cutter = Cutter(settings)
+        self.recorded_left_out: frozenset[str] = frozenset()
+        """Experiences that the original of a replay left out of the batches that are cut now."""
+        self._trained_batch: Batch | None = None
+        """The last batch that was trained."""
         self._undecided = 0
         """Experiences of the last step that was refused because they were too few to decide on it. Not saved: the next
         process measures the same of them."""
@@ -112,28 +120,19 @@ class Lineage:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
         was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops, unless a
         larger one may decide otherwise.
-        Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see."""
+        Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see, and `StepFailed`, with
+        nothing changed at all: `isolate` is then called."""
         settings = self._settings
-        # What waited until it was decided is one step and no longer one, however much came together.
-        whole = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
-        items, prepared = self._prepare(items, whole)
+        items, prepared = self._prepare(self._without_recorded(items))
         if prepared is None:
             return {}
-        digest = prepared.batch.digest()
+        digest, asks_base = prepared.batch.digest(), self._asks_base
         try:
-            taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
-        except NotFinite:
-            log.error("gradient_not_finite", batch=digest, experiences=len(items))
-            NOT_FINITE.inc()
-            for item in items:
-                self.state.drop(item, "invalid")
-            self.state.cut(digest, len(items))
-            self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
-            return {}
+            taken = try_step(lambda batch: self.learner.step(batch, stop, from_base=asks_base), items, prepared.batch)
         except StepRefused as refused:
             self._refused(refused, len(items))
             return {}
-        self._undecided = 0
+        self._undecided, self._trained_batch = 0, prepared.batch
         found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
         self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])
         self.state.cut(digest, len(items))
@@ -143,18 +142,71 @@ class Lineage:
         self.health = self.health.after(found, settings.health)
         return found
 
-    def _prepare(self, items: Sequence[Waiting], whole: int) -> tuple[Sequence[Waiting], Prepared | None]:
+    def isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[Waiting]:
+        """Leave out the experiences because of which a step failed, and return the others, to be trained.
+
+        Must not be called while a save is being written: there is one copy of the weights at a time. A batch whose
+        gradient is not finite whichever part of it is left out is dropped as a whole.
+
+        Raises:
+            Exception: The cause of `failure`; the learner fails whatever it is given.
+        """
+        not_finite = isinstance(failure.cause, NotFinite)
+        with open_trials(self.learner, self._store, self._ready, stop) as trials:
+            if not not_finite and trials.passes(failure.items):
+                return failure.items
+            culprits = trials.find_culprits(failure)
+            if not culprits and not not_finite:
+                culprits = [(item, failure.cause) for item in failure.items]
+            if len(culprits) == len(failure.items) and not trials.is_learner_sound(self._trained_batch):
+                culprits = []
+        if not culprits and not not_finite:
+            raise failure.cause
+        if not culprits:
+            self._drop_not_finite(failure.items)
+            return ()
+        for item, error in culprits:
+            reason = "the gradient is not finite" if isinstance(error, NotFinite) else reason_of(error)
+            self._leave_out(item, reason)
+        names = {item.experience.experience_id for item, _ in culprits}
+        return [item for item in failure.items if item.experience.experience_id not in names]
+
+    def _drop_not_finite(self, items: Sequence[Waiting]) -> None:
+        digest = self._ready(items).batch.digest()
+        log.error("gradient_not_finite", batch=digest, experiences=len(items))
+        NOT_FINITE.inc()
+        for item in items:
+            self.state.drop(item, "invalid")
+        self.state.cut(digest, len(items))
+        self.health = self.health.after({"gradient_norm": math.inf}, self._settings.health)
+
+    def _leave_out(self, item: Waiting, reason: str) -> None:
+        name, kind = item.experience.experience_id, reason.partition(":")[0]
+        log.error("item_failed", step="training", item=name, kind=kind)
+        ITEMS_FAILED.labels("training").inc()
+        self.state.leave_out(item, reason)
+
+    def _without_recorded(self, items: Sequence[Waiting]) -> Sequence[Waiting]:
+        """Leave out what the original of a replay left out, whatever it would do here (P9)."""
+        left_out = [item for item in items if item.experience.experience_id in self.recorded_left_out]
+        for item in left_out:
+            self.state.leave_out(item, "the step of the original lineage failed with it")
+        return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
+
+    def _prepare(self, items: Sequence[Waiting]) -> tuple[Sequence[Waiting], Prepared | None]:
         """Prepare a batch. An experience that breaks it is dropped as `invalid`, and the others go on without it."""
-        settings = self._settings
-
-        def ready(some: Sequence[Waiting]) -> Prepared:
-            return prepare(some, self.state, settings.advantage, self._decay, whole, settings.loss)
-
-        isolated = prepare_isolated(items, ready)
+        if not items:
+            return (), None
+        isolated = prepare_isolated(items, self._ready)
         for item, reason in isolated.culprits:
-            log.error("experience_invalid", experience=item.experience.experience_id, kind=reason.partition(":")[0])
-            self.state.leave_out(item, reason)
+            self._leave_out(item, reason)
         return isolated.items, isolated.prepared
+
+    def _ready(self, items: Sequence[Waiting]) -> Prepared:
+        settings = self._settings
+        # What waited until it was decided is one step and no longer one, however much came together.
+        whole = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
+        return prepare(items, self.state, settings.advantage, self._decay, whole, settings.loss)
 
     def _refused(self, refused: StepRefused, experiences: int) -> None:
         """It waits for more experiences where these decide it, unless none came since it waited last."""

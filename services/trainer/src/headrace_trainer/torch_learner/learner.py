@@ -12,7 +12,7 @@ from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abilities, StepResult
+from headrace_trainer.learner import Abandoned, Abilities, LearnerLost, NotFinite, StepRefused, StepResult
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
 from headrace_trainer.torch_learner.appraisal import Appraiser
@@ -65,17 +65,27 @@ class TorchLearner(WholeLearner):
         return self.policy.sequence_bound()
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        settings = self._settings
-        return train(
-            self.policy,
-            self.optimizer,
-            batch,
-            settings.loss,
-            settings.compute.pack_tokens,
-            stop,
-            from_base=from_base,
-            appraiser=self._appraiser,
-        )
+        settings, random = self._settings, tensors.random_state(self.policy)
+        self.optimizer.changed = False
+        try:
+            return train(
+                self.policy,
+                self.optimizer,
+                batch,
+                settings.loss,
+                settings.compute.pack_tokens,
+                stop,
+                from_base=from_base,
+                appraiser=self._appraiser,
+            )
+        except (NotFinite, StepRefused, Abandoned, LearnerLost):
+            raise
+        except Exception as error:
+            if self.optimizer.changed:
+                raise LearnerLost(f"a step failed while it changed the weights: {error}") from error
+            self.optimizer.zero_grad()
+            tensors.set_random_state(self.policy, random)
+            raise
 
     def freeze(self) -> Frozen:
         beside = self._appraiser.state() if self._appraiser is not None else None

@@ -35,6 +35,8 @@ class Optimizer:
         self._stashed: Tensor | None = None
         self.updates = 0
         """Updates that the present weights have had; the warm-up goes by it."""
+        self.changed = False
+        """Whether weights or state have begun to change since a caller set it to False."""
         self.gain = 1.0
         """What the gradients that were taken last count: clipping, warm-up, the filling of the momentum, and the size
         that gradients had then. A correction that is multiplied by it does as much, whenever it comes."""
@@ -74,6 +76,7 @@ class Optimizer:
             return None, more
         if norm == 0.0:
             return norm, more
+        self.changed = True
         clip = min(1.0, self._settings.gradient_norm_max / (norm + 1e-6))
         if clip < 1.0:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
@@ -99,6 +102,7 @@ class Optimizer:
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
         """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, gradients times
         their own `gain`."""
+        self.changed = True
         given = corrections or {}
         if self._muon is not None:
             scale = self._adam.scale if given else 1.0

@@ -39,6 +39,13 @@ def random_state(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
+def set_random_state(policy: Policy, state: Mapping[str, Tensor]) -> None:
+    """Set the random numbers of this process to what `random_state` returned."""
+    torch.set_rng_state(state[f"{_RANDOM}cpu"])
+    if policy.device.type == "cuda" and f"{_RANDOM}cuda" in state:
+        torch.cuda.set_rng_state(state[f"{_RANDOM}cuda"], policy.device)
+
+
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
     """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's
     state."""
@@ -60,9 +67,7 @@ def restore(
     policy.load(weights)
     optimizer.load(Selected(state, (name for name in state if not name.startswith((_APPRAISER, _RANDOM)))))
     if with_random:
-        torch.set_rng_state(random["cpu"])
-        if policy.device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], policy.device)
+        set_random_state(policy, {f"{_RANDOM}{name}": value for name, value in random.items()})
     return dict(beside)
 
 
