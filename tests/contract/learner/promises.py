@@ -58,8 +58,8 @@ def batch(first: int, advantage: float | None = None) -> Batch:
     return Batch((row(first, each), row(first + 1, -0.5), row(first + 2, 0.25)))
 
 
-def without_advantages() -> Batch:
-    return Batch(tuple(row(number, 0.0) for number in range(90, 93)))
+def without_advantages(first: int) -> Batch:
+    return Batch(tuple(row(number, 0.0) for number in range(first, first + 3)))
 
 
 def files(folder: Path) -> Mapping[str, bytes]:
@@ -219,11 +219,11 @@ def what_is_not_finite_changes_nothing(open_one: Opener, _: Path) -> None:
 def a_step_reports_whether_it_moved_the_weights(open_one: Opener, _: Path) -> None:
     """First without any momentum, then with the momentum of a step before it."""
     ours = open_one("main")
-    for advantage in (0.0, None, 0.0, None):
+    for given in (without_advantages(90), batch(0), without_advantages(80), batch(10)):
         before = frozen(ours).weights
-        moved = ours.step(batch(0) if advantage is None else without_advantages(), GOING_ON).moved
+        moved = ours.step(given, GOING_ON).moved
         assert moved == (frozen(ours).weights != before)
-        assert moved or advantage == 0.0
+        assert moved or not any(row.has_advantage for row in given.rows)
 
 
 def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:

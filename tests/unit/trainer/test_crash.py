@@ -19,6 +19,8 @@ from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.events.checkpoint import LISTED_MAX
+from headrace_trainer.experiences import state
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.lineage import opening
 from headrace_trainer.lineage.saved import Pointer
@@ -212,11 +214,11 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
     outside: dict[str, dict[int, int]] = {}
 
     def forgetful(*args: Any) -> LineageState:
-        state = make_ledger(*args)
-        for topic, offsets in state.offsets.items():
+        ledger = make_ledger(*args)
+        for topic, offsets in ledger.offsets.items():
             outside.setdefault(topic, {}).update(offsets)
-        state.offsets = outside
-        return state
+        ledger.offsets = outside
+        return ledger
 
     make_ledger = opening._state
     expected, _, points = await tell(tmp_path / "calm", make(), plain_story)
@@ -229,11 +231,19 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 29])
-async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, make: Make, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("stride", "listed"),
+    [pytest.param(1, LISTED_MAX, marks=pytest.mark.long), pytest.param(1, 3, marks=pytest.mark.long),
+     (29, LISTED_MAX), (31, 3)],
+)  # fmt: skip
+async def test_a_death_around_a_refused_version_changes_nothing(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, stride: int, listed: int
+) -> None:
     """The registry refuses version 1 while version 2 exists: weights go back to the base, what was read stays read, and
-    what is undone is queued again and trained once more."""
+    what is undone is queued again and trained once more. `listed`: entries that a list of an account takes; a rollback
+    that undoes more is reported in several accounts."""
     settings = make(max_staleness=20)
+    monkeypatch.setattr(state, "LISTED_MAX", listed)
 
     def refusal(world: World, version: str) -> None:
         world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", previous=version))
@@ -251,6 +261,8 @@ async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, 
         fuse.at, fuse.points = die_at, 0
         await survive(world, settings, fuse)
         fuse.at = None
+        undone = [len(account.undone) for account in world.bus.accounts if account.undone]
+        assert undone == ([8] if listed > 8 else [3, 3, 2])
         return result(world), fuse.points
 
     expected, points = await whole(tmp_path / "calm", None)

@@ -10,13 +10,14 @@ from datetime import timedelta
 import pytest
 from prometheus_client import REGISTRY
 
+from headrace_schemas import Restored, TrainingMetrics, TrainingOutcome, Undone
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.history import History, Published
-from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.state import LineageState, Unreported
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.settings import MemorySettings
 from tests.unit.trainer.test_history import chain, name, publish
@@ -261,3 +262,37 @@ def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
             held = math.fsum(contribution.advantage for contribution in entry.contributions)
             wanted = entry.advantage_of(life.sent[name_, revision], LIMITS.advantage_max)
             assert held == pytest.approx(wanted, abs=2e-3), f"seed {seed}: {name_}"
+
+
+@pytest.mark.parametrize(("outcomes", "undone", "restored"), [(0, 65_537, 0), (65_537, 140_000, 1), (3, 0, 131_073)])
+def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int, undone: int, restored: int) -> None:
+    """Nothing that is undone or restored comes before an outcome of earlier steps."""
+    state = ledger_on(chain(0))
+    state.outcomes += [TrainingOutcome(experience_id=f"o{n}", revision=0, turn_ids=()) for n in range(outcomes)]
+    state.undone += [Undone(experience_id=f"u{n}", revision=0, queued=False) for n in range(undone)]
+    state.restored += [Restored(experience_id=f"r{n}", revision=0) for n in range(restored)]
+    events: list[str] = []
+    accounts = 0
+    while state.moved or state.outcomes:
+        account = state.hand_over()
+        accounts += 1
+        TrainingMetrics(
+            time=START,
+            model="m",
+            lineage="main",
+            step=0,
+            verdicts=account.outcomes,
+            undone=account.undone,
+            restored=account.restored,
+        )
+        for entries in (account.outcomes, account.undone, account.restored):
+            events += [entry.experience_id for entry in entries]
+        left = state.snapshot()["unreported"]
+        assert left == Unreported(
+            outcomes=tuple(state.outcomes), undone=tuple(state.undone), restored=tuple(state.restored)
+        )
+    assert accounts < 5
+    assert len(events) == len(set(events)) == outcomes + undone + restored
+    for letter, count in (("o", outcomes), ("u", undone), ("r", restored)):
+        assert [event for event in events if event[0] == letter] == [f"{letter}{n}" for n in range(count)]
+    assert all(event[0] == "o" for event in events[:outcomes])

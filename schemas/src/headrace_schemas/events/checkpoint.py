@@ -27,6 +27,10 @@ DropReason = Literal[
 ]
 
 
+LISTED_MAX = 65_536
+"""Most entries of each list of an account."""
+
+
 class Checkpoint(Event):
     """A new version exists in the blob store. Produced by the trainer after the checkpoint is durable."""
 
@@ -121,9 +125,9 @@ class BatchRecord(Model):
     """Number of this step in the lineage. A batch whose gradient was not finite has the number of the step before."""
     experiences: Annotated[int, Field(ge=1), INT32]
     digest: Sha256
-    read: tuple[Read, ...] = Field(default=(), max_length=65_536)
+    read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
     """In reading order, since the previous batch; for the first batch of an account, since the previous account."""
-    left_out: tuple[Text, ...] = Field(default=(), max_length=65_536)
+    left_out: tuple[Text, ...] = Field(default=(), max_length=LISTED_MAX)
     """Experiences that were cut with the batch, or since the batch before it, and that the step cannot train. They are
     dropped as `invalid` and are not counted in `experiences`."""
 
@@ -144,15 +148,16 @@ class TrainingMetrics(Event):
     """Number of the save in its lineage. A save without a new version (only drops) has a number, too."""
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
-    verdicts: tuple[TrainingOutcome, ...] = Field(default=(), max_length=65_536)
+    verdicts: tuple[TrainingOutcome, ...] = Field(default=(), max_length=LISTED_MAX)
     stopped: LongText | None = None
     """Why training stopped: a health measure stayed beyond its limit. An operator has to resume it."""
-    undone: tuple[Undone, ...] = Field(default=(), max_length=65_536)
-    """Applied after all `verdicts` of this account and of earlier accounts."""
-    restored: tuple[Restored, ...] = Field(default=(), max_length=65_536)
+    undone: tuple[Undone, ...] = Field(default=(), max_length=LISTED_MAX)
+    """Applied after all `verdicts` of this account and of earlier accounts. What does not fit is in the accounts that
+    follow, before anything else becomes of these revisions; so it is with `restored`."""
+    restored: tuple[Restored, ...] = Field(default=(), max_length=LISTED_MAX)
     """Applied after all `verdicts`, too. No revision is in both `undone` and `restored`."""
-    batches: tuple[BatchRecord, ...] = Field(default=(), max_length=65_536)
-    read: tuple[Read, ...] = Field(default=(), max_length=65_536)
+    batches: tuple[BatchRecord, ...] = Field(default=(), max_length=LISTED_MAX)
+    read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
     """What was read after the last batch."""
 
     @property

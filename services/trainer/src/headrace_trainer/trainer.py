@@ -177,6 +177,8 @@ class Trainer:
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
+        if lineage.state.moved:
+            await self._save(lineage, reporter, publish=False)
         while not lineage.finished():
             lineage.check()
             for record in await self._source.poll(lineage.state.room):
@@ -217,22 +219,16 @@ class Trainer:
         if not batch or lineage.finished():
             return False
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
-        measured = await self._take_step(lineage, reporter, batch)
+        try:
+            measured = await self._in_thread(partial(lineage.step, batch, self._stop))
+        except StepFailed as failure:
+            await self._settle(lineage, reporter)  # there is one copy of the weights at a time
+            measured = await self._in_thread(partial(lineage.step_isolated, failure, self._stop))
         if measured:
             reporter.step(measured, lineage.state)
         if lineage.health.stopped is not None:
             await self._give_up(lineage, reporter, lineage.health.stopped.reason)
         return True
-
-    async def _take_step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> Mapping[str, float]:
-        """Return the measurements of a step on `batch` without the experiences because of which it fails."""
-        while batch:
-            try:
-                return await self._in_thread(partial(lineage.step, batch, self._stop))
-            except StepFailed as failure:
-                await self._settle(lineage, reporter)  # there is one copy of the weights at a time
-                batch = await self._in_thread(partial(lineage.isolate, failure, self._stop))
-        return {}
 
     async def _give_up(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
         """Undo the steps that no version holds, as a refusal would, and say so. Saved at once: after a crash before
@@ -269,6 +265,8 @@ class Trainer:
         self._saved_at_s = self._clock.monotonic_s()
         if not self._settings.save_beside:
             await self._settle(lineage, reporter)
+        if lineage.state.moved:  # more was undone or restored than one account holds
+            await self._save(lineage, reporter, publish=False)
 
     async def _write(self, save: Save) -> None:
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from headrace_schemas import BatchRecord, Read, TrainingMetrics, TrainingOutcome
 from tests.support.account_events import START
 
 DIGEST = "0" * 64
+VERSION = "m@0123456789abcdef"
 
 
 def reads(*pairs: tuple[int, int]) -> tuple[Read, ...]:
@@ -61,3 +62,19 @@ def test_two_batches_may_be_cut_after_the_same_record() -> None:
     told = keep([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
     assert told.gap is None
     assert told.stretches == (Stretch(0, 9, (4, 3, 2)),)
+
+
+def test_experiences_that_were_left_out_of_a_batch_are_counted_in_its_cut_and_named() -> None:
+    named = batch(2, (0, 9)).model_copy(update={"left_out": ("e1", "e4")})
+    journal = keep([account(0), account(1, named, batch(3), version=VERSION), account(2, batch(2))], "m", "main")
+    assert journal.stretches == (Stretch(0, 9, (4, 3, 2), ("e1", "e4")),)
+    assert [record.left_out for record in journal.recorded] == [("e1", "e4"), (), ()]
+
+
+def test_what_came_of_each_batch_is_taken_from_the_accounts() -> None:
+    """A batch whose gradient was not finite has the number of the step before; a version is of the last batch."""
+    records = [batch(1, (0, 1)).model_copy(update={"step": step}) for step in (1, 2, 2, 3, 3)]
+    accounts = [account(0, version=VERSION), account(1, *records[:2], version=VERSION), account(2, *records[2:4])]
+    journal = keep([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")
+    assert [record.trained for record in journal.recorded] == [True, True, False, True, False]
+    assert [record.published for record in journal.recorded] == [False, True, False, False, True]

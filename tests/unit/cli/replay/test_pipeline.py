@@ -73,15 +73,18 @@ async def test_no_cut_is_lost_where_only_another_models_experiences_stand_betwee
 
     reader = PartitionReader(records(), Progress())
     await reader.advance()
-    stretches = (Stretch(0, 2, (1,) if between else (1, 1)), Stretch(0, 2 + between, (1,) if between else ()))
-    taken: list[tuple[bytes, tuple[int, ...]]] = []
+    first, second = ((1,), (1,)) if between else ((1, 1), ())
+    names = (("a",), ("b",)) if between else (("a", "b"), ())
+    stretches = (Stretch(0, 2, first, names[0]), Stretch(0, 2 + between, second, names[1]))
+    taken: list[tuple[bytes, tuple[int, ...], tuple[str, ...]]] = []
 
     async def sink(item: Item) -> None:
-        taken.append((item.value, item.cuts))
+        taken.append((item.value, item.cuts, item.left_out))
 
     request = make(
         "again", Range("experiences"), Overrides(None, {"trainer.base": "base", "trainer.model": "m"}, {}), "bus:9092"
     )
     report = Report("again", "live", "experiences", cut="recorded")
     await Pipeline(request, report, sink, lambda *_: None).run(PartitionMerge({0: reader}), Journal(stretches, ()))
-    assert taken == [(ours[0].to_json(), ()), (ours[1].to_json(), (1, 1)), (ours[2].to_json(), ())]
+    last = (ours[1].to_json(), (1, 1), ("a", "b"))
+    assert taken == [(ours[0].to_json(), (), ()), last, (ours[2].to_json(), (), ())]

@@ -109,7 +109,9 @@ def decay(settings: TrainerSettings) -> Decay:
 
 def left_out_of(record: Record) -> frozenset[str]:
     """Return the experiences that the original lineage left out of the batches that it cut after this record."""
-    return frozenset(value.decode() for name, value in record.headers if name == LEFT_OUT_HEADER and value)
+    return frozenset(
+        value.decode(errors="replace") for name, value in record.headers if name == LEFT_OUT_HEADER and value
+    )
 
 
 def marks_of(record: Record) -> tuple[int, ...]:

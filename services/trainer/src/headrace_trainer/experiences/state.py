@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
-from headrace_schemas.events.checkpoint import DropReason
+from headrace_schemas.base import Model
+from headrace_schemas.events.checkpoint import LISTED_MAX, DropReason
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.admission import (
     EXCLUDED,
@@ -40,8 +41,6 @@ Offsets = dict[str, dict[int, int]]
 
 
 _DETAIL_LENGTH_MAX = 200
-_LEFT_OUT_MAX = 65_536
-"""As many as `BatchRecord` takes."""
 
 
 class Reported(NamedTuple):
@@ -52,6 +51,14 @@ class Reported(NamedTuple):
     restored: tuple[Restored, ...] = ()
     batches: tuple[BatchRecord, ...] = ()
     read: tuple[Read, ...] = ()
+
+
+class Unreported(Model):
+    """What waits for the next account, because the last one had no room for it."""
+
+    outcomes: tuple[TrainingOutcome, ...] = ()
+    undone: tuple[Undone, ...] = ()
+    restored: tuple[Restored, ...] = ()
 
 
 class LineageState:
@@ -70,6 +77,8 @@ class LineageState:
         promoted: tuple[str, ...] = (),
         steps: int = 0,
         outcomes: Sequence[TrainingOutcome] = (),
+        undone: Sequence[Undone] = (),
+        restored: Sequence[Restored] = (),
         left_out: Sequence[str] = (),
     ) -> None:
         self.limits = limits
@@ -85,9 +94,9 @@ class LineageState:
         self.steps = steps
         self.outcomes = list(outcomes)
         """Outcomes since the last save."""
-        self.undone: list[Undone] = []
+        self.undone = list(undone)
         """Outcomes that were taken back since the last save."""
-        self.restored: list[Restored] = []
+        self.restored = list(restored)
         """Revisions that the weights hold again, since the last save. Nothing changes them before they are saved."""
         self.batches: list[BatchRecord] = []
         """Batches since the last save."""
@@ -256,7 +265,7 @@ class LineageState:
     def leave_out(self, item: Waiting, reason: str) -> None:
         """Drop it as `invalid`, because the batch that it was cut for cannot be trained with it."""
         self.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
-        self.left_out = [*self.left_out, item.experience.experience_id][-_LEFT_OUT_MAX:]
+        self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
         """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
@@ -280,11 +289,16 @@ class LineageState:
         return bool(self.undone or self.restored)
 
     def hand_over(self) -> Reported:
-        """What is to be reported, for a save that holds it from now on."""
-        found = Reported(*(tuple(kept) for kept in self._reported))
-        for kept in self._reported:
-            kept.clear()
-        return found
+        """Return what is to be reported, for a save that holds it from now on, up to as much as one account takes.
+
+        Outcomes come first: they are those from before anything was undone or restored.
+        """
+        held_back = (self.undone, self.restored) if len(self.outcomes) > LISTED_MAX else ()
+        limits = [0 if any(kept is late for late in held_back) else LISTED_MAX for kept in self._reported]
+        reported = Reported(*(tuple(kept[:limit]) for kept, limit in zip(self._reported, limits, strict=True)))
+        for kept, limit in zip(self._reported, limits, strict=True):
+            del kept[:limit]
+        return reported
 
     def take_back(self, reported: Reported) -> None:
         """The save did not come about. What was reported since comes after it."""
@@ -335,6 +349,7 @@ class LineageState:
             "baselines": self.baselines,
             "steps": self.steps,
             "left_out": tuple(self.left_out),
+            "unreported": Unreported(outcomes=self.outcomes, undone=self.undone, restored=self.restored),
         }
 
     def forget(self, now: datetime) -> None:

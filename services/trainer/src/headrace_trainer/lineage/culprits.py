@@ -74,8 +74,8 @@ class Trials:
     def find_culprits(self, failure: StepFailed) -> list[Culprit]:
         """Return the experiences without which the step does not fail, with the errors; empty when there are none.
 
-        Halves of the batch are tried, then halves of those that fail. Where both halves succeed, each experience is left
-        out once; not so where gradients are not finite, which may be the sum of all.
+        Halves of the batch are tried, then halves of those that fail. Where both halves succeed, each experience is
+        left out once; not so where gradients are not finite, which may be the sum of all.
         """
         return self._search(failure.items, failure.cause)
 

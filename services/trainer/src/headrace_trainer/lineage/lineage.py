@@ -121,7 +121,7 @@ class Lineage:
         was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops, unless a
         larger one may decide otherwise.
         Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see, and `StepFailed`, with
-        nothing changed at all: `isolate` is then called."""
+        nothing changed at all: `step_isolated` is then called."""
         settings = self._settings
         items, prepared = self._prepare(self._without_recorded(items))
         if prepared is None:
@@ -142,15 +142,24 @@ class Lineage:
         self.health = self.health.after(found, settings.health)
         return found
 
-    def isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[Waiting]:
-        """Leave out the experiences because of which a step failed, and return the others, to be trained.
+    def step_isolated(self, failure: StepFailed, stop: threading.Event) -> Mapping[str, float]:
+        """Leave out the experiences because of which a step failed, and train the others; return what `step` does.
 
         Must not be called while a save is being written: there is one copy of the weights at a time. A batch whose
         gradient is not finite whichever part of it is left out is dropped as a whole.
 
         Raises:
-            Exception: The cause of `failure`; the learner fails whatever it is given.
+            Exception: The cause of `failure`; the learner fails whatever it is given. Otherwise as `step` does.
         """
+        while items := self._isolate(failure, stop):
+            try:
+                return self.step(items, stop)
+            except StepFailed as again:
+                failure = again
+        return {}
+
+    def _isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[Waiting]:
+        """Leave out the experiences because of which a step failed, and return the others."""
         not_finite = isinstance(failure.cause, NotFinite)
         with open_trials(self.learner, self._store, self._ready, stop) as trials:
             if not not_finite and trials.passes(failure.items):
@@ -284,12 +293,13 @@ class Lineage:
         copy = self.learner.copy(self._first.version if publish else None) if moved or publish else None
         now = self._clock.now()
         state.forget(now)
+        reported = state.hand_over()
         moment = Moment(
             time=now,
             steps=state.steps,
             history=state.history,
             snapshot=state.snapshot(),
-            reported=state.hand_over(),
+            reported=reported,
             measured=tuple(self._measured),
             health=self.health,
             promoted=state.promoted,

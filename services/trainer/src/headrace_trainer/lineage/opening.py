@@ -158,6 +158,8 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
         offsets={topic: dict(offsets) for topic, offsets in saved.offsets.items()},
         promoted=saved.promoted,
         steps=saved.steps,
-        outcomes=saved.refused,
+        outcomes=(*saved.unreported.outcomes, *saved.refused),
+        undone=saved.unreported.undone,
+        restored=saved.unreported.restored,
         left_out=saved.left_out,
     )

@@ -13,7 +13,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import Published
-from headrace_trainer.experiences.state import Offsets
+from headrace_trainer.experiences.state import Offsets, Unreported
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
@@ -78,6 +78,7 @@ class Saved(Model):
     steps: Annotated[int, Field(ge=0)]
     left_out: tuple[Text, ...] = ()
     """See `LineageState.left_out`."""
+    unreported: Unreported = Unreported()
     account: Annotated[int, Field(ge=0)]
     health: Health = Health()
     present: Tensors

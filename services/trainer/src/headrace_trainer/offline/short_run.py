@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace_runtime.blobs import BlobStore
@@ -22,7 +21,6 @@ from headrace_runtime.settings import Common
 from headrace_schemas import Experience
 from headrace_schemas.controls import ShortRun
 from headrace_trainer.experiences.admission import versions_of
-from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
@@ -89,12 +87,10 @@ class ShortTraining:
     def _act(self, *, over: bool = False) -> bool:
         if self._lineage.finished():
             return False
-        items: Sequence[Waiting] = self._lineage.next_batch(over=over)
-        left = items
-        while left:
+        items = self._lineage.next_batch(over=over)
+        if items:
             try:
-                self._lineage.step(left, self._stop)
-                break
+                self._lineage.step(items, self._stop)
             except StepFailed as failure:
-                left = self._lineage.isolate(failure, self._stop)
+                self._lineage.step_isolated(failure, self._stop)
         return bool(items)
