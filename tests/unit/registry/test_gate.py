@@ -151,3 +151,19 @@ async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
 
 def test_another_command_is_another_gate() -> None:
     assert gate("a").sha256 == gate("a", silence_s=3).sha256 != gate("b").sha256
+
+
+async def test_a_gate_whose_code_was_changed_is_another_gate(tmp_path: Path) -> None:
+    (tmp_path / "scoring.py").write_text("score = 0.5\n")
+    (tmp_path / "gate.py").write_text(
+        NAMED
+        + "from scoring import score\nfor line in sys.stdin:\n"
+        + "    print(json.dumps(json.loads(line) | {'score': score}), flush=True)\n"
+    )
+    program = Gate(GateSettings(command=("{python}", str(tmp_path / "gate.py")), base_url="http://g/v1"))
+    first = program.sha256
+    assert await score(program) == 0.5
+    assert program.sha256 == first
+    (tmp_path / "scoring.py").write_text("score = 0.75\n")
+    assert await score(program) == 0.75
+    assert program.sha256 != first, "scores of another program would be compared with those of the first"

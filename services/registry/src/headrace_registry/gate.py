@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import os
 import signal
 import sys
@@ -19,6 +17,7 @@ from pydantic import ValidationError
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.program_digest import program_digest
 from headrace_runtime.program_environment import program_environment
 from headrace_schemas.gate import Play, Played, Tasks
 
@@ -50,8 +49,9 @@ class Gate:
             raise SettingError("registry.gate.ray.workers", settings.ray.workers, "install headrace-registry[ray]")
         self._settings = settings
         self.configured = bool(settings.command)
-        self.sha256 = hashlib.sha256(json.dumps(settings.command).encode()).hexdigest()
-        """Identifies the gate: scores of different gates are not compared."""
+        self.sha256 = program_digest(settings.command)
+        """Identifies the gate, its command and its code: scores of different gates are not compared. It is that of the
+        session that began last, since each session starts the program anew."""
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[GateSession]:
@@ -59,6 +59,7 @@ class Gate:
         its children are killed.
         """
         command = self._command()
+        self.sha256 = await asyncio.to_thread(program_digest, self._settings.command)
         process = await asyncio.create_subprocess_exec(
             *bound_to_parent(command),
             stdin=PIPE,
