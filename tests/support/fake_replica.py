@@ -84,6 +84,8 @@ class FakeReplica:
     token_delay_s: float = 0.0
     prompt_tail: tuple[int, ...] = ()
     """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
+    prompt_tokens_max: int | None = None
+    """A longer prompt counts as its first tokens."""
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     moves: asyncio.Event = field(default_factory=asyncio.Event)
@@ -155,7 +157,7 @@ class FakeReplica:
 
     def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
         said = self.script.pop(0) if self.script else None
-        return Generation(body, fault.model or body["model"], self.prompt_tail, said)
+        return Generation(body, fault.model or body["model"], self.prompt_tail, said, self.prompt_tokens_max)
 
     async def _plain(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
         await asyncio.sleep(self.token_delay_s * LENGTH)
@@ -223,6 +225,7 @@ class Generation:
     model: str
     prompt_tail: tuple[int, ...] = ()
     said: Said | None = None
+    prompt_tokens_max: int | None = None
 
     @property
     def n(self) -> int:
@@ -237,7 +240,8 @@ class Generation:
         resume = self._resume()
         if resume is not None and resume.prompt_token_ids is not None:
             return list(resume.prompt_token_ids)
-        return [*json.dumps([self.body["messages"], self.body.get("tools")]).encode(), *self.prompt_tail]
+        prompt = json.dumps([self.body["messages"], self.body.get("tools")]).encode()[: self.prompt_tokens_max]
+        return [*prompt, *self.prompt_tail]
 
     @property
     def limit(self) -> int:

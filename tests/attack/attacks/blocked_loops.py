@@ -1,4 +1,7 @@
-"""One caller sends what takes long to read; everybody else is served all the while."""
+"""One caller sends what takes long to read; everybody else is served all the while.
+
+After what is refused come the largest bodies that each route accepts (`tests.attack.worst_bodies`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from pathlib import Path
 
 import httpx
 
+from tests.attack.accepted_bodies import accepted_bodies
 from tests.attack.line import Line, at_most, none_of
 from tests.attack.serving import MODEL, Serving, serving
 from tests.support.processes import wait_until
 
 TITLE = "no request blocks an event loop"
+TIMEOUT_S = 3600.0
 _LIMIT_S = 0.1
 _FRIENDS_PER_S = 10
 _ATTEMPTS = 4
@@ -52,8 +57,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         for block_s, name in [longest[place, kind]]
     ]
     other = "; ".join(strange) or f"0 of {len(order)}"
+    accepted = await accepted_bodies(folder / "accepted", rng)
     return [
         *lines,
+        *accepted,
         Line("hostile requests answered with other than 200, 400 or 413", other, "0", not strange),
         none_of("small requests beside them that failed", failed, served),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from pydantic import ValidationError
 from sqlalchemy import RowMapping
@@ -105,17 +106,19 @@ async def _close(
     tx: AsyncConnection, now: datetime, candidate: Candidate, given_up: Collection[str], reason: EndReason
 ) -> list[Event]:
     turns = await store.load_turns(tx, candidate.run.turn_ids)
+    build = partial(
+        trajectory,
+        turns,
+        given_up=given_up,
+        about_run=candidate.listed,
+        about_session=candidate.general,
+        reason=reason,
+        models=candidate.run.models,
+        turns_from=candidate.run.place,
+        now=now,
+    )
     try:
-        made = trajectory(
-            turns,
-            given_up=given_up,
-            about_run=candidate.listed,
-            about_session=candidate.general,
-            reason=reason,
-            models=candidate.run.models,
-            turns_from=candidate.run.place,
-            now=now,
-        )
+        made = await store.beside_loop(store.packed_bytes(turns), build)
     except ValidationError as error:  # one run that fits no event must not hold up all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"

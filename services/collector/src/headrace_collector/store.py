@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import RowMapping, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -25,8 +26,11 @@ from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.text import printable
 
+T = TypeVar("T")
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
+_INLINE_BYTES_MAX = 65_536
+_TOKEN_BYTES = 4
 _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
 
@@ -124,9 +128,18 @@ def _facts(row: RowMapping) -> TurnFacts:
 async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Turn]:
     """The events of those turns whose content is still kept, in the order in which they were captured."""
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
-    rows = await tx.execute(query)
+    payloads = [payload for payload in (await tx.execute(query)).scalars() if payload is not None]
+    return await beside_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
+
+
+async def beside_loop(size_bytes: int, work: Callable[[], T]) -> T:
+    """Return what `work` on so many bytes returns; more than a few are worked on in a thread, beside the event loop."""
+    return await asyncio.to_thread(work) if size_bytes > _INLINE_BYTES_MAX else work()
+
+
+def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:
     shared: dict[int, int] = {}
-    return [_light(Turn.from_stored(payload), shared) for payload in rows.scalars() if payload is not None]
+    return [_light(Turn.from_stored(payload), shared) for payload in payloads]
 
 
 def _light(turn: Turn, shared: dict[int, int]) -> Turn:
@@ -151,8 +164,18 @@ async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
 
 
 async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
+    turns = await load_turns(tx, turn_ids)
+    return await beside_loop(packed_bytes(turns), lambda: _tokens(turns))
+
+
+def packed_bytes(turns: Iterable[Turn]) -> int:
+    """Return about how many bytes the tokens of turns take."""
+    return sum(_TOKEN_BYTES * len(turn.prompt_token_ids) for turn in turns)
+
+
+def _tokens(turns: Iterable[Turn]) -> Tokens:
     found = {}
-    for turn in await load_turns(tx, turn_ids):
+    for turn in turns:
         prompt = pack(turn.prompt_token_ids)
         found[turn.turn_id] = (prompt, [prompt + pack(choice.token_ids) for choice in turn.choices])
     return found
