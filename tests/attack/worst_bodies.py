@@ -149,21 +149,13 @@ def _halved(value: Any) -> Any:
 def trinity_bodies(turns: list[str]) -> dict[str, bytes]:
     """Bodies of Trinity's `/feedback`."""
     named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
-    junk: list[dict[str, int]] = [{}] * 4_000
-    return {
-        "turns": _dumps({"msg_ids": named, "reward": 0.5}),
-        "unknown fields": _dumps({"msg_ids": turns[:1], "reward": 0.5, "more": junk, "text": "x" * 7_000_000}),
-    }
+    whole = _dumps({"msg_ids": named, "reward": 0.5})
+    return {"turns": whole, "white space": whole + b" " * (BODY_BYTES - _SLACK_BYTES - len(whole))}
 
 
 def commit_bodies() -> dict[str, bytes]:
     """Bodies of `/commit`."""
-    return {
-        "values": _dumps({"more": [0] * 1_000}),
-        "objects": _dumps({"more": [{}] * 1_000}),
-        "text": _dumps({"task_id": "t", "more": "x" * (BODY_BYTES - _SLACK_BYTES)}),
-        "escapes": b'{"more":"' + b"\\u4e2d" * 1_390_000 + b'"}',
-    }
+    return {"white space": b" " * (BODY_BYTES - _SLACK_BYTES) + b'{"time_threshold":0}'}
 
 
 def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
