@@ -65,6 +65,23 @@ def topic_inputs() -> dict[str, list[object]]:
     }
 
 
+def record_headers(topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
+    """Return the CloudEvents headers of a record of `topic`; in one of ten records one of them is hostile."""
+    types = {"training-metrics": "training-metrics", "dead-letter-decisions": "dead-letter-decision"}
+    kind = types.get(topic, topic.removesuffix("s"))
+    headers = {
+        "ce_specversion": "1.0",
+        "ce_id": str(ids.uuid7()),
+        "ce_type": f"headrace.{kind}.v1",
+        "ce_source": "outside",
+        "ce_time": utcnow().isoformat(),
+        "ce_subject": "x",
+    }
+    if rng.random() < 0.1:
+        headers[rng.choice(list(headers))] = rng.choice(TEXTS)[:2000]
+    return [(name, value.encode("utf-8", "surrogatepass")) for name, value in headers.items()]
+
+
 def _headers(rng: random.Random) -> dict[str, bytes]:
     headers = {"content-type": b"application/json"}
     if rng.random() < 0.15:

@@ -24,13 +24,11 @@ from aiokafka.errors import KafkaError
 from headrace.bus_access import client_options
 from headrace.topics import Range, connected
 from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory, ids
-from headrace_schemas.base import utcnow
-from headrace_schemas.ids import uuid7
 from headrace_schemas.stack_access import read_token
 from tests.attack.hostile_stack import MODEL, hostile_stack
-from tests.attack.inputs import TEXTS, mutate, to_bytes
+from tests.attack.inputs import mutate, to_bytes
 from tests.attack.line import Line, at_least, at_most, none_of
-from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, topic_inputs
+from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_headers, topic_inputs
 from tests.attack.serving import beside
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
@@ -130,6 +128,8 @@ async def _lines_on(
         _explain(seen, lost, refused, [after.services[name].log for name in restarted])
     sessions = set(seen.friend_sessions)
     unrewarded = sessions - {one.session_id for one in experiences if one.reward is not None}
+    unseen = len(unrewarded - {one.session_id for one in experiences})
+    span = "-".join(str(edge(int(name.rpartition("-")[2]) for name in unrewarded or {"0"})) for edge in (min, max))
     block_s, slowest = max((block_s, name) for name, block_s in seen.block_s.items())
     total, services = sum(seen.statuses.values()) + seen.unanswered, len(after.services)
     return {
@@ -152,7 +152,11 @@ async def _lines_on(
         "another tenant's call fails": none_of(
             f"{database}: calls of another tenant that failed", len(seen.friend_failures), seen.friend_calls
         ),
-        "unrewarded": none_of(f"{database}: its sessions without a reward", len(unrewarded), len(sessions)),
+        "unrewarded": none_of(
+            f"{database}: its sessions without a reward ({unseen} without experience, {span})",
+            len(unrewarded),
+            len(sessions),
+        ),
         "an acknowledged event is dead-lettered": none_of(
             f"{database}: acknowledged events that were dead-lettered", len(refused), len(seen.acknowledged)
         ),
@@ -209,7 +213,7 @@ def _draw(turns: KnownTurns, rng: random.Random, divisor: int) -> tuple[list[Htt
     for _ in range(RECORDS // divisor):
         topic = rng.choice(list(examples))
         value = None if rng.random() < 0.01 else mutate(rng.choice(examples[topic]), rng)
-        records.append((topic, value, _record_headers(topic, rng)))
+        records.append((topic, value, record_headers(topic, rng)))
     return inputs, records
 
 
@@ -268,22 +272,6 @@ async def _send_records(bus: str, records: list[_Record], seen: Observations) ->
                 seen.records += 1
     finally:
         await producer.stop()
-
-
-def _record_headers(topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
-    types = {"training-metrics": "training-metrics", "dead-letter-decisions": "dead-letter-decision"}
-    kind = types.get(topic, topic.removesuffix("s"))
-    headers = {
-        "ce_specversion": "1.0",
-        "ce_id": str(uuid7()),
-        "ce_type": f"headrace.{kind}.v1",
-        "ce_source": "outside",
-        "ce_time": utcnow().isoformat(),
-        "ce_subject": "x",
-    }
-    if rng.random() < 0.1:
-        headers[rng.choice(list(headers))] = rng.choice(TEXTS)[:2000]
-    return [(name, value.encode("utf-8", "surrogatepass")) for name, value in headers.items()]
 
 
 async def _work(alice: httpx.AsyncClient, seen: Observations) -> None:
