@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="List all settings, write a first file, and check one.")
 
 
-def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", exists=True, dir_okay=False)]) -> None:
+def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).")]) -> None:
     """Try all that `headrace up` would, without starting anything; exit status 1 when something is wrong.
 
     Each service reads the file and tries what is its own: the base folder and its chat template, reward functions and
@@ -124,6 +124,8 @@ def init(
             new.write(text)
     except FileExistsError:
         raise UsageError(f"{file} exists; name another file, or remove it first") from None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; name a file in a folder that exists") from None
     echo(f"{file} is written; `headrace config check {file}` says whether it can start")
 
 

@@ -34,6 +34,8 @@ class EvaluationTask:
 def read(path: Path) -> tuple[EvaluationTask, ...]:
     """In the order of the file. Raises `UsageError` with the row and what is wrong with it."""
     found: dict[str, EvaluationTask] = {}
+    if not path.is_file():
+        raise UsageError(f"{path} is no file; name one with the tasks")
     for number, row in RowFile(path).rows():
         try:
             if isinstance(row, BadRow):

@@ -46,6 +46,8 @@ class RowFile:
 
     def rows(self) -> Iterator[RawRow]:
         """In order. Raises `UsageError` for a file that is none of its kind."""
+        if self.path.suffix not in _READERS:
+            raise UsageError(f"{self.path}: what ends in {self.path.suffix or 'nothing'} is not read; {_known()}")
         return _READERS[self.path.suffix](self.path)
 
 
