@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import io
 import json
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
 
@@ -20,30 +17,12 @@ from headrace_cli import drawing, terminal
 from headrace_cli.commands.shared import table
 from headrace_cli.progress import ProgressDisplay
 from headrace_runtime.errors import HeadraceError
-from headrace_schemas.catalog import AuditList, GarbageReport, NoteList
-from headrace_schemas.registry_api import ModelList, ModelState, VersionList
-from headrace_schemas.rollout_api import RolloutList, RolloutState
 from headrace_schemas.text import printable
+from tests.unit.cli.hostile_stack import HOSTILE, hidden
 from tests.unit.cli.http_fake import HttpFake
 from tests.unit.cli.test_cli import headrace
 
 ROOT = Path(__file__).parents[3]
-HOSTILE = [
-    "a\x1b[2J\x1b]0;title\x07b",
-    "a\x9b31m\x90\x9cb\x7f",
-    "a\u202eb\u2066c\u2069\u200f\u061cd",
-    "a\u200b\u2060\ufeffb\u2028c\u2029\u00add",
-    "a\x00\x08\x0b\x0c\rb",
-    "[/] [/red] [link=https://evil.example]a[/link] [@click=x]b[/] [bold",
-    "\\[red]\\\\[/] \U000e0041\u3164 {x} %s $\\frac",
-]
-VERSION = "m@" + "a" * 12
-
-
-def hidden(text: str) -> list[str]:
-    """Return the characters of `text` that a terminal would obey or not show."""
-    return [character for character in text if character not in "\n\t" and printable(character) != character]
-
 
 # What writes to the terminal.
 
@@ -143,98 +122,6 @@ def http() -> Iterator[HttpFake]:
     fake = HttpFake()
     yield fake
     fake.stop()
-
-
-class _Poison:
-    """Makes JSON of a model with every field set, and one text in every field that takes any text."""
-
-    def __init__(self, model: type[BaseModel], text: str) -> None:
-        self._schema = model.model_json_schema(mode="serialization")
-        self._text = text
-
-    def made(self) -> Any:
-        return self._value(self._schema)
-
-    def _value(self, part: dict[str, Any]) -> Any:
-        if "$ref" in part:
-            return self._value(self._schema["$defs"][part["$ref"].rsplit("/", 1)[1]])
-        for choice in ("anyOf", "oneOf", "allOf"):
-            if choice in part:
-                return self._value(part[choice][0])
-        if "const" in part or "enum" in part:
-            return part.get("const", part.get("enum", [None])[0])
-        makers: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "object": self._object,
-            "array": self._array,
-            "boolean": self._true,
-        }
-        makers["integer"] = makers["number"] = self._number
-        maker: Callable[[dict[str, Any]], Any] = makers.get(part.get("type", ""), self._string)
-        return maker(part)
-
-    def _number(self, part: dict[str, Any]) -> Any:
-        return part.get("minimum", 1)
-
-    def _true(self, _part: dict[str, Any]) -> bool:
-        return True
-
-    def _object(self, part: dict[str, Any]) -> Any:
-        if "properties" in part:
-            return {name: self._value(inner) for name, inner in part["properties"].items()}
-        for inner in part.get("patternProperties", {}).values():
-            return {"m": self._value(inner)}
-        inner = part.get("additionalProperties")
-        return {self._text: self._value(inner)} if isinstance(inner, dict) and "propertyNames" not in part else {}
-
-    def _array(self, part: dict[str, Any]) -> Any:
-        items = part.get("prefixItems") or [part.get("items", {})] * max(1, part.get("minItems", 1))
-        return [self._value(item) for item in items]
-
-    def _string(self, part: dict[str, Any]) -> str:
-        if part.get("format") == "date-time":
-            return "2026-01-01T00:00:00Z"
-        if pattern := part.get("pattern"):
-            return next(sample for sample in SAMPLES if re.search(pattern, sample))
-        return self._text[: part.get("maxLength", 1000)]
-
-
-SAMPLES = ("m", VERSION, "a" * 64, "1", "a" * 16, "00-" + "a" * 32 + "-" + "a" * 16 + "-01")
-
-
-COMMANDS: dict[tuple[str, ...], dict[tuple[str, str], type[BaseModel]]] = {
-    ("models", "list"): {("GET", "/v1/models"): ModelList},
-    ("models", "show", "m"): {("GET", "/v1/models/m"): ModelState, ("GET", "/v1/models/m/versions"): VersionList},
-    ("models", "audit"): {("GET", "/v1/audit"): AuditList},
-    ("models", "notes", "m", VERSION): {
-        ("GET", "/v1/models/m"): ModelState,
-        ("GET", "/v1/models/m/versions"): VersionList,
-        ("GET", "/v1/models/m/notes"): NoteList,
-    },
-    ("models", "collect"): {("POST", "/v1/garbage"): GarbageReport},
-    ("rollouts", "list"): {("GET", "/v1/rollouts"): RolloutList},
-    ("rollouts", "show", "m"): {
-        ("GET", "/v1/rollouts"): RolloutList,
-        ("GET", "/v1/rollouts/m"): RolloutState,
-    },
-}
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("as_json", [False, True], ids=["human", "json"])
-def test_commands_print_nothing_raw(
-    http: HttpFake, arguments: tuple[str, ...], as_json: bool, text: str, tmp_path: Path
-) -> None:
-    for (method, path), model in COMMANDS[arguments].items():
-        http.answer(method, path, _Poison(model, text).made())
-    flags = ["--json"] if as_json and arguments[1] != "notes" else []
-    status, output = headrace(*arguments, *flags, "--registry", http.url, data_dir=tmp_path)
-    assert not hidden(output)
-    if flags and status == 0:
-        assert output.isascii()
-        json.loads(output)
-    if "\x00" not in text and arguments != ("rollouts", "show", "m"):  # NUL is refused where it enters
-        assert status == 0, output
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -1,0 +1,199 @@
+"""A Headrace whose every text is hostile: its services, its topics, the files beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from headrace.topics import Entry, Progress, Range
+from headrace_cli.supervisor.state import Lock, RunState, ServiceState
+from headrace_schemas import EVENTS
+from headrace_schemas.catalog import AuditList, GarbageReport, NoteList
+from headrace_schemas.registry_api import ModelList, ModelState, VersionList
+from headrace_schemas.rollout_api import RolloutList, RolloutState
+from headrace_schemas.source_api import SourceList
+from headrace_schemas.text import printable
+from tests.unit.cli.http_fake import HttpFake
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+VERSION = "m@" + "a" * 12
+HOSTILE = [
+    "a\x1b[2J\x1b]0;title\x07b",
+    "a\x9b31m\x90\x9cb\x7f",
+    "a\u202eb\u2066c\u2069\u200f\u061cd",
+    "a\u200b\u2060\ufeffb\u2028c\u2029\u00add",
+    "a\x00\x08\x0b\x0c\rb",
+    "[/] [/red] [link=https://evil.example]a[/link] [@click=x]b[/] [bold",
+    "\\[red]\\\\[/] \U000e0041\u3164 {x} %s $\\frac",
+]
+TOGETHER = "".join(HOSTILE[:4]) + HOSTILE[6]
+"""What hides or steers, in one text. Markup that does not close is tried by itself, and so is NUL."""
+_SAMPLES = ("m", VERSION, "a" * 64, "1", "a" * 16, "00-" + "a" * 32 + "-" + "a" * 16 + "-01")
+_PAGES: tuple[tuple[str, type[BaseModel]], ...] = (
+    (r"GET /v1/models", ModelList), (r"GET /v1/models/[^/]+", ModelState),
+    (r"GET /v1/models/[^/]+/versions", VersionList),
+    (r"GET /v1/models/[^/]+/notes", NoteList), (r"GET /v1/audit", AuditList), (r"POST /v1/garbage", GarbageReport),
+    (r"GET /v1/rollouts", RolloutList), (r"(GET|POST) /v1/rollouts/.+", RolloutState),
+    (r"POST /v1/models/.+", ModelState), (r"GET /v1/sources", SourceList),
+)  # fmt: skip
+
+
+def hidden(text: str) -> list[str]:
+    """Return the characters of `text` that a terminal would obey or not show."""
+    return [character for character in text if character not in "\n\t" and printable(character) != character]
+
+
+class Poison:
+    """Makes JSON of a model with every field set, and one text in every field that takes any text."""
+
+    def __init__(self, model: type[BaseModel], text: str) -> None:
+        self._schema = model.model_json_schema(mode="serialization")
+        self._text = text
+
+    def made(self) -> Any:
+        return self._value(self._schema)
+
+    def _value(self, part: dict[str, Any]) -> Any:
+        if "$ref" in part:
+            return self._value(self._schema["$defs"][part["$ref"].rsplit("/", 1)[1]])
+        for choice in ("anyOf", "oneOf", "allOf"):
+            if choice in part:
+                return self._value(part[choice][0])
+        if "const" in part or "enum" in part:
+            return part.get("const", part.get("enum", [None])[0])
+        makers: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "object": self._object,
+            "array": self._array,
+            "boolean": self._true,
+        }
+        makers["integer"] = makers["number"] = self._number
+        maker: Callable[[dict[str, Any]], Any] = makers.get(part.get("type", ""), self._string)
+        return maker(part)
+
+    def _number(self, part: dict[str, Any]) -> Any:
+        return part.get("minimum", 1)
+
+    def _true(self, _part: dict[str, Any]) -> bool:
+        return True
+
+    def _object(self, part: dict[str, Any]) -> Any:
+        if "properties" in part:
+            return {name: self._value(inner) for name, inner in part["properties"].items()}
+        for inner in part.get("patternProperties", {}).values():
+            return {"m": self._value(inner)}
+        inner = part.get("additionalProperties")
+        return {self._text: self._value(inner)} if isinstance(inner, dict) and "propertyNames" not in part else {}
+
+    def _array(self, part: dict[str, Any]) -> Any:
+        items = part.get("prefixItems") or [part.get("items", {})] * max(1, part.get("minItems", 1))
+        return [self._value(item) for item in items]
+
+    def _string(self, part: dict[str, Any]) -> str:
+        if part.get("format") == "date-time":
+            return "2026-01-01T00:00:00Z"
+        if pattern := part.get("pattern"):
+            return next(sample for sample in _SAMPLES if re.search(pattern, sample))
+        return self._text[: part.get("maxLength", 1000)]
+
+
+class HostileServer(HttpFake):
+    """Answers every page of registry and gateway; pages that it does not know are errors with a hostile message."""
+
+    text = ""
+
+    def _next(self, method: str, path: str) -> tuple[int, Any]:
+        for pattern, model in _PAGES:
+            if re.fullmatch(pattern, f"{method} {path}"):
+                return 200, Poison(model, self.text).made()
+        if path == "/v1/feedback":
+            return 202, {"event_ids": [self.text], "teaches": False, "reason": self.text}
+        if path in ("/health", "/ready"):
+            return 503, {"status": self.text, "lacks": [self.text], self.text: self.text}
+        return 400, {"error": {"message": self.text, "code": self.text, "type": self.text, "param": self.text}}
+
+
+class HostileTopics:
+    """Topics with two records each: an event whose texts are hostile, and a record that is none."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    async def ends(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
+        return {topic: {0: 2} for topic in topics}
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        return (0,)
+
+    async def read(
+        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+    ) -> AsyncIterator[Entry]:
+        text, kind = self._text, EVENTS.get(wanted.topic)
+        headers = ((text, text.encode("utf-8", "replace")),)
+        event = None
+        if kind is not None:
+            try:
+                event = kind.model_validate(Poison(kind, text).made())
+            except ValidationError:
+                event = None  # a rule of several fields; the record below has the same texts
+        yield Entry(wanted.topic, 0, 0, NOW, text, event, None if event else text, headers)
+        yield Entry(wanted.topic, 0, 1, NOW, text, None, text, headers)
+
+    async def records(self, wanted: Range, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        value = self._text.encode("utf-8", "replace")
+        for offset in (0, 1):
+            yield SimpleNamespace(
+                topic=wanted.topic, partition=0, offset=offset, key=value, value=value, headers=[("x", value)],
+                timestamp=0,
+            )  # fmt: skip
+
+
+class HostileStack:
+    """A data directory in which a hostile Headrace seems to run."""
+
+    def __init__(self, folder: Path, server: HostileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._server, self._patch = folder, server, monkeypatch
+        self._lock = Lock(folder)
+        self._lock.take()
+        self.file = folder / "rows.jsonl"
+
+    def speak(self, text: str) -> None:
+        """Have every text of it be `text` from now on."""
+        self._server.text = text
+        service = ServiceState(
+            status="ready", lacks=(text,), pid=1, url=self._server.url, port=1, log=f"{text}.log", since=NOW
+        )
+        services = dict.fromkeys(("gateway", "registry", "scorer", text), service)
+        state = RunState(
+            pid=1, data_dir=str(self.folder), started_at=NOW, bus="127.0.0.1:1", services=services,
+            left_out={text: text},
+        )  # fmt: skip
+        state.write(self.folder)
+        (self.folder / "logs").mkdir(exist_ok=True)
+        (self.folder / "logs" / "gateway.log").write_bytes(text.encode("utf-8", "replace") + b"\n\xff\xfe\n")
+        self.file.write_text(json.dumps({text: text, "question": text}) + "\n")
+
+        @asynccontextmanager
+        async def connected(_bus: str) -> AsyncIterator[HostileTopics]:
+            yield HostileTopics(text)
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("headrace_cli", "headrace.")) and hasattr(module, "connected"):
+                self._patch.setattr(module, "connected", connected)
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def shown(values: Sequence[str]) -> str:
+    """Return arguments as one line, for the message of an assertion."""
+    return printable(" ".join(values), 500)

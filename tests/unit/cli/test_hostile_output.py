@@ -1,0 +1,133 @@
+"""Every command of the registry of commands prints what came from outside without control characters.
+
+Commands and their parameters are read from the application itself: a new command is tried without a change here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from headrace_cli.app import app
+from tests.unit.cli.hostile_stack import HOSTILE, TOGETHER, VERSION, HostileServer, HostileStack, hidden, shown
+from tests.unit.cli.test_cli import headrace
+
+STARTING = {
+    "up", "demo", "train", "evaluate", "controls", "mirror", "replay run", "replay resume", "replay offer",
+    "replay plan", "replay remove", "models register", "models import", "models export", "rollouts watch",
+    "models diff",
+}  # fmt: skip
+"""Commands that start services, write a bus or wait for people: only what they say of wrong arguments is tried."""
+SLOW = {"rollouts report", "trinity config"}
+"""Commands that draw, or ask the trainer in a process of its own: only what they say of arguments is tried."""
+FOLLOWING = {"rollouts watch"}
+"""Commands that go on until something ends."""
+OURS = {"data_dir", "key", "registry", "bus", "help"}
+"""Parameters that say where the hostile stack is."""
+WORDS = {"name": "m", "version": VERSION, "before": VERSION, "after": VERSION, "rollout": "m", "topic": "turns"}
+"""Arguments with which a command finds what it prints."""
+
+
+def commands() -> dict[str, Any]:
+    """Return every command of the application by its words."""
+    found: dict[str, Any] = {}
+
+    def walk(command: Any, words: tuple[str, ...]) -> None:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            found[" ".join(words)] = command
+            return
+        for name, one in inner.items():
+            walk(one, (*words, name))
+
+    walk(typer.main.get_command(app), ())
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileStack]:
+    import headrace_cli.dead_letters.actions
+    import headrace_cli.from_topics
+    import headrace_cli.lineage.sessions
+    import headrace_cli.lineage.versions  # noqa: F401 (their `connected` is replaced, too)
+
+    server = HostileServer()
+    monkeypatch.setattr("headrace_cli.supervisor.plan.installed", dict)  # each would be asked in a process of its own
+    monkeypatch.chdir(tmp_path)
+    made = HostileStack(tmp_path, server, monkeypatch)
+    yield made
+    made.close()
+    server.stop()
+
+
+def arguments(command: Any, stack: HostileStack, text: str | None) -> list[str]:
+    """Return the required arguments of a command, or with `text` all that take a text, set to it."""
+    options: list[str] = []
+    positional: list[str] = []
+    for parameter in command.params:
+        if not (parameter.required or text is not None) or getattr(parameter, "is_flag", False):
+            continue
+        kind = repr(getattr(parameter, "type_descriptor", SimpleNamespace(annotation=None)).annotation)
+        is_path = "Path" in kind
+        if not (is_path or "str" in kind) or "Literal" in kind or parameter.name in OURS:
+            continue
+        name = str(parameter.name)
+        value = text or WORDS.get(name) or (str(stack.file) if is_path else "a" * 12)
+        (positional if parameter.param_type_name == "argument" else options).append(value)
+        if parameter.param_type_name != "argument":
+            options.insert(len(options) - 1, parameter.opts[0])
+    return [*options, *(["--"] if positional else []), *positional]
+
+
+def flags(command: Any) -> list[list[str]]:
+    """Return no flags, and `--json` where the command has it."""
+    return [[], ["--json"]] if any("--json" in parameter.opts for parameter in command.params) else [[]]
+
+
+def run(name: str, values: list[str], stack: HostileStack) -> tuple[int, str]:
+    status, output = headrace(*name.split(), *values, data_dir=stack.folder)
+    assert not hidden(output), f"{name} {shown(values)}: {hidden(output)[:5]!r}"
+    assert "Traceback" not in output
+    return status, output
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in STARTING | SLOW])
+def test_a_command_prints_nothing_raw_of_what_it_reads(name: str, stack: HostileStack) -> None:
+    command = COMMANDS[name]
+    for text in (TOGETHER, HOSTILE[5]):
+        stack.speak(text)
+        for more in flags(command) if text == TOGETHER else [[]]:
+            status, output = run(name, [*more, *arguments(command, stack, None)], stack)
+            if more and status == 0 and output.strip():
+                assert output.isascii()
+                for line in [output] if output.lstrip().startswith(("{\n", "[\n")) else output.splitlines():
+                    json.loads(line)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in FOLLOWING])
+def test_a_command_prints_nothing_raw_of_its_arguments(name: str, stack: HostileStack) -> None:
+    stack.speak(TOGETHER)
+    status, output = run(name, arguments(COMMANDS[name], stack, TOGETHER), stack)
+    assert status in (0, 1, 2), output
+    assert status != 0 or name not in STARTING, f"{name} began its work: {output}"
+
+
+def test_commands_that_only_read_show_what_they_read(stack: HostileStack) -> None:
+    """The first test would hold for a command that shows nothing."""
+    stack.speak("abc\u202edef")
+    expected = {
+        "status", "logs", "models show", "models audit", "models notes", "models collect",
+        "rollouts list", "rollouts show", "replay events", "dead-letters list",
+    }  # fmt: skip
+    showing = {name: run(name, arguments(COMMANDS[name], stack, None), stack) for name in sorted(expected)}
+    silent = {name for name in expected if "\\u202e" not in showing[name][1]}
+    assert silent == set(), {name: showing[name] for name in silent}
