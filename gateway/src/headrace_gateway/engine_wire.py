@@ -1,4 +1,4 @@
-"""What a replica answers, as far as we read it: a vLLM server's chat completions (COMPAT part H1).
+"""What a replica answers, as far as we read it: a vLLM server's chat completions.
 
 These models are also the list of what may reach a client: a field that is not declared here never does.
 """

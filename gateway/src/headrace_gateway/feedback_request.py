@@ -187,7 +187,7 @@ class FeedbackRequest(Model):
 
 
 class TrinityFeedback(Model):
-    """`POST /feedback` as Trinity-RFT's and AgentScope's clients send it (COMPAT parts A2 and B).
+    """`POST /feedback` as Trinity-RFT's and AgentScope's clients send it.
 
     They send these fields and no other; another one is refused, since nothing would read it.
     """

@@ -162,7 +162,7 @@ async def test_feedback_that_makes_no_sense_is_refused(tmp_path: Path, body: Any
 
 
 async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
-    """COMPAT A2 and B: string run id, long task id, no key, `{"status": "success"}`, also for unknown ids."""
+    """What clients of Trinity-RFT and AgentScope send: string run id, long task id, no key, also unknown ids."""
     task = "task-0b0e6a1e-92a4-4d2b-9d4b-3a4f5c6d7e8f"
     async with gateway(tmp_path) as served:
         await ready(served)
