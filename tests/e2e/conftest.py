@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,6 @@ from tests.support.kafka_node import KafkaNode
 from tests.support.postgres_node import PostgresNode
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))  # examples are not installed
 
 CACHE = ROOT / ".cache" / "demo"
 """Where `headrace demo` keeps its base models too."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from examples.trinity_bench import settings as bench
 from headrace.hello_agents import AgenticRLPipeline
 from headrace.practice.data_sets import rows_of
 from headrace_cli.accelerate_yaml import settings_of_accelerate
@@ -26,6 +25,7 @@ from headrace_gateway.access import _read_file as read_keys
 from headrace_judge import agreement, rubric
 from headrace_runtime.settings_table import read as read_settings
 from headrace_schemas.user_text import decode_text
+from trinity_bench import settings as bench
 
 ROOT = Path(__file__).parents[3]
 RUBRIC = """

@@ -7,6 +7,7 @@ import json
 import random
 from datetime import timedelta
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from headrace_judge.worker import backoff_s
 from headrace_schemas.base import utcnow
 from tests.attack.inputs import mutate
 from tests.support import fake_llm
-from tests.support.fake_llm import FakeLLM, Reply
+from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.streams import ManualClock
 
 ANSWER = {**fake_llm.completion('{"reason": "r", "criteria": {"a": 1}}'), "created": 1, "system_fingerprint": None}
@@ -70,6 +71,10 @@ async def test_an_answer_in_parts_is_their_text(llm: FakeLLM) -> None:
     assert (await complete(llm)).text == "4 of 5"
 
 
+def _answer(reply: Reply, _call: Call) -> Reply:
+    return reply
+
+
 async def test_no_answer_is_an_unnamed_error(llm: FakeLLM) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -88,7 +93,7 @@ async def test_no_answer_is_an_unnamed_error(llm: FakeLLM) -> None:
             content = rng.choice((b"[" * 100_000, b"1" * 5000)) if rng.random() < 0.1 else mutate(ANSWER, rng)
             reply = Reply(status=rng.choice((200, 200, 200, 400, 429, 503)), raw=content)
             reply.headers["Retry-After"] = rng.choice(waits)
-            llm.then(lambda _call, reply=reply: reply)
+            llm.then(partial(_answer, reply))
             with contextlib.suppress(EndpointAway, CallRefused):
                 await endpoint.complete(MESSAGES)
     finally:

@@ -1,8 +1,0 @@
-"""Examples are not installed: their folder is made importable, as `python -m` in it would."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
