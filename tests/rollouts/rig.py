@@ -63,7 +63,8 @@ class RolloutRig:
             database=DatabaseSettings(url=SecretStr(database_url)),
         )
         self.blobs = BlobStore.open(self.common)
-        self.producer = EventProducer(self.common.bus, "test", self.blobs)
+        # rewards of functions count from the scorer alone
+        self.producer = EventProducer(self.common.bus, "headrace/scorer", self.blobs)
         self.database = Database.open("registry", self.common)
         self.bus = bus
         self.routings: list[Routing] = []

@@ -49,7 +49,8 @@ class RegistryRig:
         self.folder = folder
         self.common = Common(data_dir=folder / "data", bus=BusSettings(address=address))
         self.blobs = BlobStore.open(self.common)
-        self.producer = EventProducer(self.common.bus, "test", self.blobs)
+        # rewards of functions count from the scorer alone
+        self.producer = EventProducer(self.common.bus, "headrace/scorer", self.blobs)
         refuse = Refusals("test", self.producer)
         self.routing = Table(Routing, self.common.bus, "test-routing", self.blobs, refuse)
         self.decisions: list[ModelEvent] = []
