@@ -15,6 +15,13 @@ from typing import TypeVar
 T = TypeVar("T")
 _LARGE_BYTES = 262_144
 """Work on more than this waits for a thread of its own, so that it does not hold up what is quick."""
+_INLINE_BYTES_MAX = 32_768
+"""Work on more than this is felt by everything else in the event loop: to parse a byte may cost half a microsecond."""
+
+
+async def beside_loop(size_bytes: int, work: Callable[[], T]) -> T:
+    """Return what `work` on about so many bytes returns; work on many is done in a thread of the event loop's own."""
+    return await asyncio.to_thread(work) if size_bytes > _INLINE_BYTES_MAX else work()
 
 
 class Aside:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from headrace_runtime import damage, provenance, tracing
+from headrace_runtime.aside import beside_loop
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
@@ -24,8 +25,6 @@ UNKNOWN_TENANT = ""
 """The tenant of records that name none: they count together."""
 _TENANT_LENGTH_MAX = 512
 _PEEKED_BYTES_MAX = 1_048_576
-_INLINE_BYTES_MAX = 32_768
-"""Longer values are parsed in a thread: each byte may cost half a microsecond."""
 RawHeaders = tuple[tuple[str, bytes | None], ...]
 
 
@@ -117,10 +116,7 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     if isinstance(value, BlobRef):
         value = await _fetch(model.type, value, blobs)
     own = is_own(record.headers)
-    if len(value) > _INLINE_BYTES_MAX:  # long enough to be felt by everything else in this event loop
-        event = await asyncio.to_thread(_parse, model, value, own=own)
-    else:
-        event = _parse(model, value, own=own)
+    event = await beside_loop(len(value), partial(_parse, model, value, own=own))
     try:
         envelope = Envelope.read(record.headers, event)
     except ValueError:  # `derived_id` refuses it

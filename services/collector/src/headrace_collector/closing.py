@@ -18,6 +18,7 @@ from headrace_collector.retries import superseded
 from headrace_collector.runs import SessionRun, partition
 from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import trajectory
+from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.isolation import each
@@ -118,7 +119,7 @@ async def _close(
         now=now,
     )
     try:
-        made = await store.beside_loop(store.packed_bytes(turns), build)
+        made = await beside_loop(store.packed_bytes(turns), build)
     except ValidationError as error:  # one run that fits no event must not hold up all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import RowMapping, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -19,6 +18,7 @@ from headrace_collector.facts import TurnFacts
 from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
+from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
@@ -26,10 +26,8 @@ from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.text import printable
 
-T = TypeVar("T")
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
-_INLINE_BYTES_MAX = 65_536
 _TOKEN_BYTES = 4
 _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
@@ -130,11 +128,6 @@ async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Tur
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
     payloads = [payload for payload in (await tx.execute(query)).scalars() if payload is not None]
     return await beside_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
-
-
-async def beside_loop(size_bytes: int, work: Callable[[], T]) -> T:
-    """Return what `work` on so many bytes returns; more than a few are worked on in a thread, beside the event loop."""
-    return await asyncio.to_thread(work) if size_bytes > _INLINE_BYTES_MAX else work()
 
 
 def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:

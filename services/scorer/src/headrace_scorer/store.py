@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import RowMapping, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
@@ -27,8 +28,6 @@ log = get_logger(__name__)
 _CACHED_MAX = 256
 _TURNS_AT_ONCE = 500
 """Turns that one statement takes."""
-_INLINE_BYTES_MAX = 32_768
-"""Longer trajectories are read in a thread, beside the event loop."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 
 
@@ -51,10 +50,7 @@ class TrajectoryCache:
             payload = await tx.scalar(query)
             if payload is None:
                 return None
-            if len(payload) > _INLINE_BYTES_MAX:
-                found = await asyncio.to_thread(Trajectory.from_stored, payload)
-            else:
-                found = Trajectory.from_stored(payload)
+            found = await beside_loop(len(payload), partial(Trajectory.from_stored, payload))
             self.keep(found)
         return found
 
