@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+from headrace_cli.demo.report import VersionScore, takeover_mean_s
 from tests.support.headrace_up import HEADRACE
 
 WANTED_S = 10.0
@@ -28,10 +30,11 @@ def main() -> int:
     status = subprocess.run([HEADRACE, *command], check=False).returncode
     path = options.out / f"{name}.json"
     report = json.loads(path.read_text(encoding="utf-8"))
-    waits_s = [version["takeover_s"] for version in report["versions"][1:] if version["takeover_s"] is not None]
-    mean_s = sum(waits_s) / len(waits_s) if waits_s else float("inf")
-    missed = [] if mean_s <= WANTED_S else [f"published to serving: {mean_s:.1f} s in the mean, at most {WANTED_S:g}"]
-    print(f"published to serving: {mean_s:.1f} s in the mean of {len(waits_s)} versions, at most {WANTED_S:g} s")
+    mean = takeover_mean_s([VersionScore(**version) for version in report["versions"]])
+    mean_s = math.inf if mean is None else mean
+    line = f"published to serving: {mean_s:.1f} s in the mean, at most {WANTED_S:g}"
+    missed = [] if mean_s <= WANTED_S else [line]
+    print(line)
     path.write_text(json.dumps({**report, "takeover_mean_s": mean_s, "missed": missed}, indent=2) + "\n")
     return 1 if status or missed else 0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
-from headrace_cli.demo.report import Report, ShownTask
+from headrace_cli.demo.report import Report, ShownTask, takeover_mean_s
 from headrace_cli.demo.rows import Row, median_row
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
@@ -68,7 +68,7 @@ class ConsoleReporter:
 
     def ended(self, report: Report, shortfalls: list[str]) -> None:
         dropped = ", ".join(f"{count} {reason}" for reason, count in report.turns_dropped.items()) or "none"
-        takeover_s = report.takeover_mean_s
+        takeover_s = takeover_mean_s(report.versions)
         serving = "" if takeover_s is None else f", {takeover_s:.1f} s after they were published"
         self._console.print(
             f"\nheld-out success [bold]{report.before:.1%} → {report.after:.1%}[/] in {report.wall_s:.0f} s "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,12 @@ class VersionScore:
     at_s: float
     promoted: bool
     takeover_s: float | None = None
+
+
+def takeover_mean_s(versions: Sequence[VersionScore]) -> float | None:
+    """Mean seconds from published to serving of the versions that took over after the first; None without any."""
+    waits_s = [version.takeover_s for version in versions[1:] if version.takeover_s is not None]
+    return statistics.fmean(waits_s) if waits_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +80,6 @@ class Report:
             "turns_dropped": dict(account.dropped),
             "account_problems": account.problems,
         }
-
-    @property
-    def takeover_mean_s(self) -> float | None:
-        """Mean seconds from published to serving of the versions that took over by training; None without any."""
-        waits_s = [version.takeover_s for version in self.versions[1:] if version.takeover_s is not None]
-        return statistics.fmean(waits_s) if waits_s else None
 
     def shortfalls(self, goal: Goal) -> list[str]:
         """What is not as promised; empty on success."""

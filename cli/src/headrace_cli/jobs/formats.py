@@ -7,13 +7,12 @@ most is taken.
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace_cli.jobs.messages import chat, said, tools, weights
+from headrace_cli.jobs.messages import chat, said, tools, weights, zero_or_one
 from headrace_cli.jobs.rows import BadRow, DataRow
 from headrace_runtime.registries import Registry
 from headrace_schemas.plain_values import plain_number, plain_value
@@ -132,14 +131,10 @@ def _preference_of_chats(record: Record) -> DataRow:
 
 
 def _labelled(record: Record) -> DataRow:
-    label = record["label"]
-    try:
-        number = plain_number(label)
-    except (TypeError, ValueError):
-        number = math.nan
-    if number not in (0, 1):
-        raise BadRow("format", f"label is {reprlib.repr(label)}; true or false is wanted")
-    return replace(_completion(record), label=bool(number))
+    label = zero_or_one(record["label"])
+    if label is None:
+        raise BadRow("format", f"label is {reprlib.repr(record['label'])}; true or false is wanted")
+    return replace(_completion(record), label=label)
 
 
 MESSAGES = RowFormat(("messages",), _messages)

@@ -58,14 +58,20 @@ def _is_trained(message: Mapping[str, Any], place: int) -> bool:
     weight = message.get("weight")
     if weight is None:
         return True
-    try:
-        number = plain_number(weight)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number not in (0, 1):
+    is_trained = zero_or_one(weight)
+    if is_trained is None:
         wrong = f"message {place + 1}: weight is {reprlib.repr(weight)}; 0 or 1 is wanted"
         raise BadRow("format", f"{wrong}, for an answer that is not trained or is")
-    return bool(number)
+    return is_trained
+
+
+def zero_or_one(value: object) -> bool | None:
+    """Return whether a number of any library is 1; None for what is neither 0 nor 1."""
+    try:
+        number = plain_number(value)
+    except (TypeError, ValueError):
+        return None
+    return bool(number) if number in (0, 1) else None
 
 
 def tools(value: object) -> tuple[Tool, ...]:
