@@ -8,7 +8,7 @@ import json
 import random
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -18,6 +18,7 @@ from headrace_schemas import Choice, Message, Reward, Routing, Sampling, Turn, U
 from headrace_schemas.assignment import draw
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import Arm, TrafficSplit
+from tests.attack.serving import beside
 from tests.integration.gateway.conftest import circle
 from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess
@@ -62,7 +63,7 @@ async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: P
         first = await rig.publish(model, 0)
         await rig.until(lambda: rig.champion(model) == first, "the first champion")
         second = await rig.publish(model, 1, {"t": 0.75 if better else 0.5})
-        async with _traffic(rig, model, {first: 0.5, second: 0.95 if better else 0.05}, dice):
+        async with beside(_traffic(rig, model, {first: 0.5, second: 0.95 if better else 0.05}, dice)):
             for _ in range(4):
                 await asyncio.sleep(dice.uniform(0.5, 2.5))
                 process.kill()
@@ -93,35 +94,24 @@ def _each_unit_once(path: Path) -> None:
     assert len(set(read)) == len(read)
 
 
-@contextlib.asynccontextmanager
-async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice: random.Random) -> AsyncIterator[None]:
-    """Sessions as a gateway captures them, with a reward each, drawn by the routing of the moment."""
-
-    async def users() -> None:
-        count = 0
-        while True:
-            routed = rig.routing.rows[model]
-            for _ in range(4):
-                count += 1
-                key = ids.session_key("default", f"{model} {count}")
-                assert routed.champion
-                version, assignment = (routed.champion, None)
-                if routed.split is not None:
-                    version, assignment = draw(routed.split, routed.champion, key)
-                turn = _turn(key, model, version).model_copy(update={"assignment": assignment})
-                await rig.producer.send(turn)
-                value = float(dice.random() < rewards[version])
-                about = {"trajectory_id": f"t-{key}", "session_key": key, "source": "function:f", "value": value}
-                await rig.producer.send(Reward.model_validate({"time": utcnow(), **about}))
-            await asyncio.sleep(0.05)
-
-    task = asyncio.create_task(users())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice: random.Random) -> None:
+    """Sessions as a gateway captures them, with a reward each, drawn by the routing of the moment, until cancelled."""
+    count = 0
+    while True:
+        routed = rig.routing.rows[model]
+        for _ in range(4):
+            count += 1
+            key = ids.session_key("default", f"{model} {count}")
+            assert routed.champion
+            version, assignment = (routed.champion, None)
+            if routed.split is not None:
+                version, assignment = draw(routed.split, routed.champion, key)
+            turn = _turn(key, model, version).model_copy(update={"assignment": assignment})
+            await rig.producer.send(turn)
+            value = float(dice.random() < rewards[version])
+            about = {"trajectory_id": f"t-{key}", "session_key": key, "source": "function:f", "value": value}
+            await rig.producer.send(Reward.model_validate({"time": utcnow(), **about}))
+        await asyncio.sleep(0.05)
 
 
 def _turn(key: str, model: str, version: str) -> Turn:
