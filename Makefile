@@ -47,7 +47,7 @@ PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-
 
 TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration)
 
-test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores
+test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores (TEST_SEED=random draws other cases)
 	mkdir -p reports
 	$(PYTEST) -m "not long and not own_target" $(TESTED)
 	@echo "make test-long plays the rest: the whole circle, kills under load, every bus and database, replays, what docs say of a running stack"

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support import heartbeat, kafka_node, postgres_node, presence, reaper
 from tests.support.broker_process import BrokerProcess
+from tests.support.seeds import FIXED
 
 reaper.start()
+hypothesis.settings.register_profile("headrace", derandomize=FIXED)
+hypothesis.settings.load_profile("headrace")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small gain nothing from a second, and workers are many
 
 

@@ -27,6 +27,7 @@ from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from tests.support.processes import wait_until
+from tests.support.seeds import draw_seed
 from tests.support.trajectories import closed
 
 ROOT = Path(__file__).parents[2]
@@ -133,8 +134,7 @@ KINDS: tuple[Start, ...] = (
 
 @pytest.mark.parametrize("start", KINDS, ids=lambda start: start.__name__.strip("_"))
 async def test_a_users_program_sees_no_secret(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     rng = random.Random(seed)
     made_up = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcxyz", k=rng.randint(2, 24))) for _ in range(100)]
     near = [f"{name}{rng.choice(('_KEY', '2', '_', 'S'))}" for name in sorted(INHERITED)]

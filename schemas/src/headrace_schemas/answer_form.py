@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import JsonObject
+from headrace_schemas.bounds import JsonObject, check_json
 from headrace_schemas.events.chat import Grammar
 
 RESPONSE_FORMAT, TOOL_CHOICE = "response_format", "tool_choice"
@@ -37,7 +37,13 @@ class ResponseFormat(Model):
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema goes with type 'json_schema', and only with it")
+        check_json(self.recorded)  # an event records all of it, two levels above the schema
         return self
+
+    @property
+    def recorded(self) -> dict[str, JsonValue]:
+        """The JSON that an event records of this format."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     @property
     def holds(self) -> bool:
@@ -102,10 +108,9 @@ def recorded(response_format: ResponseFormat | None, choice: ToolChoice) -> Gram
     wanted = needs(response_format, choice)
     if not wanted:
         return None
-    held = response_format if RESPONSE_FORMAT in wanted else None
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return Grammar(
-        response_format=held.model_dump(mode="json", by_alias=True, exclude_none=True) if held else None,
+        response_format=response_format.recorded if response_format and RESPONSE_FORMAT in wanted else None,
         tool_choice=("function" if named else "required") if TOOL_CHOICE in wanted else None,
         function=named,
     )

@@ -17,6 +17,7 @@ from aiokafka.admin import NewTopic
 
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
+from tests.support.seeds import draw_seed
 
 PARTITIONS = 3
 KILLS = int(os.environ.get("KILLS", "6"))
@@ -63,8 +64,8 @@ async def _follow(address: str, seen: dict[int, list[int]], done: asyncio.Event)
 
 @pytest.mark.long
 async def test_kill_under_load(tmp_path: Path) -> None:
-    seed = int(os.environ.get("KILL_SEED", random.SystemRandom().getrandbits(32)))
-    print(f"KILL_SEED={seed} KILLS={KILLS}")
+    seed = draw_seed()
+    print(f"KILLS={KILLS}")
     chance = random.Random(seed)
     broker = BrokerProcess(tmp_path)
     broker.start()

@@ -17,6 +17,7 @@ from aiokafka import TopicPartition
 from tests.contract.bus.clients import administering, consuming, create, eventually, producing
 from tests.support import kafka_node
 from tests.support.broker_process import BrokerProcess
+from tests.support.seeds import draw_seed
 
 PROGRAM = Path(__file__).with_name("WordCount.java")
 WORDS = [f"word-{number}" for number in range(40)]
@@ -67,8 +68,7 @@ class Streams:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_node.KafkaNode, tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     rng = random.Random(seed)
     await _create(killable.address)
     streams, expected = Streams(tmp_path, killable.address), Counter[str]()

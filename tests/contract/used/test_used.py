@@ -21,6 +21,7 @@ from tests.contract.used.sending import SENDING
 from tests.support import presence
 from tests.support.broker_process import BrokerProcess
 from tests.support.kafka_node import KafkaNode
+from tests.support.seeds import draw_seed
 
 FIXED_SEEDS = range(25)
 RANDOM_SEEDS = 5
@@ -65,7 +66,7 @@ def kafka_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 )
 def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
     """Plays a scenario on one bus, the simulated one with many seeds."""
-    chance = random.SystemRandom()
+    chance = random.Random(draw_seed())
     if request.param == "simulated":
         return lambda scenario: _simulated(
             scenario, [*FIXED_SEEDS, *(chance.getrandbits(32) for _ in range(RANDOM_SEEDS))]

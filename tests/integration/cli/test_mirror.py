@@ -23,6 +23,7 @@ from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
 from tests.support.marks import on_each_bus
+from tests.support.seeds import draw_seed
 from tests.support.wiping import wipe
 
 NOW_MS = int(time.time() * 1000)
@@ -251,8 +252,7 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
 @on_each_bus("target")
 @pytest.mark.long
 async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str, target: str) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = draw_seed()
     choose, count = random.Random(seed), 20_000
     for bus in (source, target):
         await create(bus, "turns", 2, LOG)

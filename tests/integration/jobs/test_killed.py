@@ -11,14 +11,14 @@ import pytest
 from headrace_runtime.registries import Registry
 from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
 from tests.support import tiny_model
+from tests.support.seeds import draw_seed
 
 pytestmark = [pytest.mark.own_target, pytest.mark.timeout(1800)]
 ANNOUNCED = Registry("algorithms", object, "algorithm").names()
 
 
 def test_a_killed_job_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     draw = random.Random(seed)
     case = case_of(300, seed)
     base, rows = tiny_model.build(tmp_path / "base", layers=1), written(case, tmp_path / "rows.jsonl")

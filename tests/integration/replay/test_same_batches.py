@@ -20,6 +20,7 @@ from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore
 from tests.integration.replay.conftest import LIVE, ReplayRig
 from tests.integration.trainer.conftest import TrainerProcess
+from tests.support.seeds import draw_seed
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 from tests.unit.trainer.world import experience
@@ -50,8 +51,7 @@ async def interrupted(rig: ReplayRig, lineage: str, plan: Report) -> Report:
 async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     rig: ReplayRig, live_trainer: TrainerProcess, replay: Callable[[ReplayRig, str, Report], Awaitable[Report]]
 ) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     sent = await live(rig, random.Random(seed))
     accounts = await verdicts_on(rig, len(sent))
     again = f"again-{rig.model}"

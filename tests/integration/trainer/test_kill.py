@@ -21,11 +21,11 @@ from headrace_runtime.wire import Outgoing, decode
 from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics
 from headrace_trainer.lineage.store import LineageStore
 from tests.integration.trainer.conftest import TrainerProcess
+from tests.support.seeds import draw_seed
 from tests.unit.trainer.world import experience
 
 COUNT = 160
 BATCH = 8
-
 
 E = TypeVar("E", bound=Event)
 
@@ -89,8 +89,7 @@ class Observer:
 async def test_a_killed_trainer_goes_on_where_it_was(
     bus: str, base: Path, tmp_path: Path, processes: list[TrainerProcess]
 ) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     draw = random.Random(seed)
     model = f"m-{uuid.uuid4().hex[:8]}"
     process = TrainerProcess(

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 from headrace_broker.budget import MemoryBudget
+from tests.support.seeds import draw_seed
 
 
 async def test_who_comes_first_is_served_first() -> None:
@@ -28,8 +29,7 @@ async def test_more_than_everything_is_everything() -> None:
 
 
 async def test_random_use_with_cancellations() -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     chance = random.Random(seed)
     budget = MemoryBudget(100)
 

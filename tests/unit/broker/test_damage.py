@@ -19,10 +19,11 @@ from headrace_broker.store import Store
 from headrace_broker.store_format import position
 from headrace_schemas import DeadLetter
 from tests.support.record_batches import batch
+from tests.support.seeds import draw_seed
 from tests.unit.broker.conftest import Run
 from tests.unit.broker.harness import ALL, Harness
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = draw_seed(__name__)
 BATCHES = 60
 
 

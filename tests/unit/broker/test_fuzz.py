@@ -1,9 +1,8 @@
-"""Frames that mean almost something, against a live broker. Prints its seed; `FUZZ_SEED=` repeats a run."""
+"""Frames that mean almost something, against a live broker."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import struct
 from types import UnionType
@@ -14,6 +13,7 @@ from headrace_broker.dispatch import APIS
 from headrace_broker.errors import Code
 from headrace_broker.protocol.versions import RequestHeader
 from tests.support.record_batches import batch, corrupted, patched
+from tests.support.seeds import draw_seed
 from tests.unit.broker.conftest import Live, Run
 
 ROUNDS = 400
@@ -99,8 +99,7 @@ async def _one(live: Live, frames: Frames) -> None:
 
 
 async def test_a_live_broker_survives_anything(run: Run) -> None:
-    seed = int(os.environ.get("FUZZ_SEED", random.SystemRandom().getrandbits(32)))
-    print(f"FUZZ_SEED={seed}")
+    seed = draw_seed()
     frames = Frames(seed)
     async with run(partitions_max=50, groups_max=50) as live:
         topic = await live.create("steady")

@@ -24,6 +24,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from tests.support.account_events import experience
 from tests.support.broker_process import BrokerProcess
+from tests.support.seeds import draw_seed
 
 PASSWORD = "a-password-of-the-bus"
 _SIZE = struct.Struct(">i")
@@ -82,8 +83,7 @@ async def test_no_request_is_served_before_the_login(broker: BrokerProcess, api:
 
 
 async def test_wrong_logins_are_refused_and_the_right_one_is_taken(broker: BrokerProcess) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     rng = random.Random(seed)
     right = b"\0headrace\0" + PASSWORD.encode()
     wrong = [b"", b"\0", b"\0\0", right[:-1], right + b"x", right.upper(), b"x" + right.replace(b"headrace", b"root"),

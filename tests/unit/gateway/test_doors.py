@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import itertools
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -29,10 +30,12 @@ from headrace_schemas import (
     Turn,
 )
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.bounds import JSON_DEPTH_MAX
 from headrace_schemas.records import carried
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
+from tests.support.seeds import draw_seed
 from tests.support.streams import START
 from tests.support.turns import ask, user
 from tests.unit.collector.conftest import collector, pass_time
@@ -58,12 +61,6 @@ def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
     return found
 
 
-def seed() -> int:
-    chosen = int(os.environ.get("DOOR_SEED", random.randrange(10**6)))
-    print(f"DOOR_SEED={chosen}")
-    return chosen
-
-
 @pytest.mark.parametrize(("route", "body"), bases(), ids=lambda value: value if isinstance(value, str) else "")
 async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
     replica = FakeReplica(grammars=("response_format",))
@@ -74,10 +71,54 @@ async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dic
         assert any(served.bus.events(kind) for kind in KINDS)
 
 
+@pytest.mark.parametrize("depth", range(60, 67))
+@pytest.mark.parametrize(
+    ("route", "place"),
+    [
+        ("/v1/chat/completions", ("response_format", "json_schema", "schema")),
+        ("/v1/chat/completions", ("tools", 0, "function", "parameters")),
+        ("/v1/chat/completions", ("metadata",)),
+        ("/v1/chat/completions", ("chat_template_kwargs",)),
+        ("/v1/responses", ("text", "format", "schema")),
+        ("/v1/responses", ("tools", 0, "parameters")),
+        ("/v1/responses", ("metadata",)),
+        ("/v1/responses", ("chat_template_kwargs",)),
+        ("/v1/feedback", ("context",)),
+    ],
+)
+async def test_json_is_refused_where_the_event_that_records_it_would_be_too_deep(
+    tmp_path: Path, route: str, place: tuple[str | int, ...], depth: int
+) -> None:
+    body = copy.deepcopy(next(body for path, body in bases() if path == route and _holds(body, place)))
+    target: Any = body
+    for name in place[:-1]:
+        target = target[name]
+    target[place[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), 1)
+    replica = FakeReplica(grammars=("response_format",))
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await ready(served)
+        answer = await served.client.post(route, json=body)
+        assert answer.status_code in ((200, 202) if depth == 60 else (200, 202, 400)), answer.text
+        if depth > JSON_DEPTH_MAX:
+            assert answer.json()["error"]["param"].startswith(str(place[0]))
+        if answer.status_code == 400:
+            assert "64 levels" in answer.text
+        assert served.bus.events(DeadLetter) == []
+
+
+def _holds(body: Any, place: tuple[str | int, ...]) -> bool:
+    """Return whether `body` has a value at `place`."""
+    try:
+        functools.reduce(lambda inner, name: inner[name], place, body)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
 async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_that_every_reader_takes(
     tmp_path: Path, database_url: str
 ) -> None:
-    chance = random.Random(seed())
+    chance = random.Random(draw_seed())
     replica = FakeReplica(grammars=("response_format",))
     codes: Counter[tuple[str, int]] = Counter()
     async with (

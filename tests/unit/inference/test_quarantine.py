@@ -18,10 +18,12 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.sequence import Sequence
+from tests.support.seeds import draw_seed
 from tests.unit.inference.conftest import Models, prompt_of, sample
 
-POISON = 7
-"""A token that no prompt of `prompt_of` holds; computing a prompt with it raises."""
+POISON = [7, 7, 7, 7]
+"""Tokens that no prompt of `prompt_of` holds; computing a prompt with them raises. A recovered sequence computes its
+sampled tokens as a prompt, so a single token would sometimes be sampled by an innocent sequence."""
 FAR = 150
 """Decoding at this position or behind it raises; other sequences of these tests end before it."""
 ROUNDS = 12
@@ -33,7 +35,7 @@ class PoisonedError(Exception):
 
 @pytest.fixture
 def model(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The tiny model, whose prefill raises where a row holds `POISON`, and whose decode raises at `FAR`."""
+    """The tiny model, whose prefill raises where a row holds all of `POISON`, and whose decode raises at `FAR`."""
     loaded = Loader(torch.device("cpu"), torch.float32, 2048, trace=True).load(
         models.first.folder, models.first.manifest, None, None
     )
@@ -46,7 +48,7 @@ def poison(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = model.program.prefill, model.program.decode
 
     def raising_prefill(weights: Any, ids: torch.Tensor, *inputs: Any) -> Any:
-        if bool((ids == POISON).any()):
+        if any(row[at : at + len(POISON)] == POISON for row in ids.tolist() for at in range(len(row))):
             raise PoisonedError
         return prefill(weights, ids, *inputs)
 
@@ -98,8 +100,7 @@ def batch_of(model: Model, sequences_max: int) -> DecodeBatch:
 
 
 def test_only_the_sequences_that_make_steps_fail_end_and_the_others_sample_what_they_would_alone(model: Model) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     draw = random.Random(seed)
     for _ in range(ROUNDS):
         count = draw.randrange(1, 14)
@@ -112,7 +113,7 @@ def test_only_the_sequences_that_make_steps_fail_end_and_the_others_sample_what_
             if draw.random() < 0.5:
                 prompts[number] = prompt_of(FAR - draw.randrange(5), number)
             else:
-                prompts[number].insert(0, POISON)
+                prompts[number][:0] = POISON
         batch = batch_of(model, draw.choice([4, 16]))
         for number, prompt in enumerate(prompts):
             batch.add(sequence(prompt, 9, number))
@@ -198,7 +199,7 @@ async def test_requests_cannot_end_the_engine(
     poison(engine._models[version][0], monkeypatch)
     innocent = [asyncio.create_task(sample(engine, prompt_of(9, salt), version, max_tokens=60)) for salt in range(4)]
     for salt in range(12):
-        lost = engine.generate([*prompt_of(5, salt), POISON, 9], Sampling(), version, [Start()], stream=True)
+        lost = engine.generate([*prompt_of(5, salt), *POISON, 9], Sampling(), version, [Start()], stream=True)
         with pytest.raises(EngineFailed, match="PoisonedError"):
             async for _ in lost:
                 pass

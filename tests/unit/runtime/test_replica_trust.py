@@ -11,6 +11,7 @@ from headrace_runtime.replica_trust import ReplicaTrust, signed
 from headrace_runtime.settings import SecuritySettings
 from headrace_schemas import Replica
 from tests.support.fake_replica import FakeReplica
+from tests.support.seeds import draw_seed
 
 KEYED = SecuritySettings(internal_key=SecretStr("between-us"))
 GENUINE = signed(FakeReplica("replica-0", url="http://10.0.0.7:8010").heartbeat(), KEYED)
@@ -39,8 +40,7 @@ def forged(rng: random.Random) -> Replica:
 
 
 def test_a_forged_heartbeat_is_never_accepted() -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     rng, trust = random.Random(seed), ReplicaTrust(KEYED)
     assert trust.accepts(GENUINE)
     assert not [replica.url for replica in (forged(rng) for _ in range(1000)) if trust.accepts(replica)]

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from headrace_runtime import web
 from headrace_runtime.settings import SecuritySettings, ServiceSettings
 from headrace_runtime.web_guard import WebGuard
+from tests.support.seeds import draw_seed
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 JSON = {"content-type": "application/json"}
@@ -110,8 +111,7 @@ def requests_of_pages() -> list[tuple[str, dict[str, str]]]:
 
 
 async def test_no_request_of_another_site_is_served() -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     rng, wrong = random.Random(seed), []
     kinds = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json"]
     for method, headers in requests_of_pages():

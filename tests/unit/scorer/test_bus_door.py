@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ import pytest
 import headrace_schemas
 from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
 from tests.support.hostile_json import mutated
+from tests.support.seeds import draw_seed
 from tests.support.streams import Bench
 from tests.support.trajectories import closed
 from tests.support.turns import ask, feedback, user
@@ -62,9 +62,7 @@ async def flood(
 
 @pytest.fixture
 def chance() -> random.Random:
-    seed = int(os.environ.get("DOOR_SEED", random.randrange(10**6)))
-    print(f"DOOR_SEED={seed}")
-    return random.Random(seed)
+    return random.Random(draw_seed())
 
 
 @pytest.mark.parametrize("topic", ["turns", "feedback", "session-ends"])

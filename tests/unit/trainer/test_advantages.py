@@ -11,6 +11,7 @@ import pytest
 
 from headrace_trainer.algorithms.advantages import EPSILON, Advantages, grpo, reinforce_pp, rloo
 from headrace_trainer.algorithms.baselines import Baselines, Decay, Mean
+from tests.support.seeds import draw_seed
 
 NUMBERS = itertools.count()
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
@@ -170,8 +171,7 @@ class TestReinforcePlusPlus:
         assert then.squares.total == pytest.approx(6.0 * 0.99 + 4.0)
 
     def test_it_agrees_with_another_implementation_on_random_streams(self) -> None:
-        seed = random.SystemRandom().randrange(2**32)
-        print(f"seed {seed}")
+        seed = draw_seed()
         draw = random.Random(seed)
         past, state = Baselines(), Naive()
         for _ in range(6):
@@ -235,8 +235,7 @@ class TestGroups:
         assert found.values_B == pytest.approx([half, -half, half, -half, -one, one])
 
     def test_grpo_agrees_with_numpy(self) -> None:
-        seed = random.SystemRandom().randrange(2**32)
-        print(f"seed {seed}")
+        seed = draw_seed()
         rewards = np.random.default_rng(seed).normal(size=12)
         found = grpo(list(rewards), [1.0] * 12, [str(i) for i in range(12)], ["x"] * 5 + ["y"] * 7, scale_min=0.0)
         expected = [(g - g.mean()) / (g.std(ddof=1) + 1e-6) for g in (rewards[:5], rewards[5:])]

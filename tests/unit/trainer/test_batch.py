@@ -10,6 +10,7 @@ import pytest
 
 from headrace_schemas import Branch, Span
 from headrace_trainer.batches.batch import Batch, Row, pack
+from tests.support.seeds import draw_seed
 from tests.unit.trainer.world import experience
 
 V, W = "m@000000000000", "m@111111111111"
@@ -76,8 +77,7 @@ def test_p9_the_digest_sees_the_order() -> None:
 
 
 def test_packs_hold_every_row_once_within_the_budget() -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     draw = random.Random(seed)
     lengths = [draw.randint(1, 40) for _ in range(60)]
     packs = pack(lengths, 64)

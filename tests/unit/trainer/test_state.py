@@ -20,6 +20,7 @@ from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState, Unreported
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.settings import MemorySettings
+from tests.support.seeds import draw_seed
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import START, experience
 
@@ -228,8 +229,7 @@ class Life:
 
 @pytest.mark.parametrize("refusals", [False, True])
 def test_every_revision_has_one_outcome_or_waits(refusals: bool) -> None:
-    for _ in range(60):
-        seed = random.SystemRandom().randrange(2**32)
+    for seed in random.Random(draw_seed()).sample(range(2**32), 60):
         life = Life(seed, refusals=refusals)
         life.run(80)
         state = life.state
@@ -247,8 +247,7 @@ def test_every_revision_has_one_outcome_or_waits(refusals: bool) -> None:
 
 def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
     """Without refusals: the contributions add up to the advantage of the highest revision that was not too old."""
-    for _ in range(60):
-        seed = random.SystemRandom().randrange(2**32)
+    for seed in random.Random(draw_seed()).sample(range(2**32), 60):
         life = Life(seed, refusals=False)
         life.run(80)
         step(life.state)
