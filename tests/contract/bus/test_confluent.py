@@ -39,6 +39,7 @@ def reader(bus: str, unique: str) -> Iterator[Consumer]:
             "enable.auto.commit": False,
             "fetch.wait.max.ms": 100,
             "isolation.level": "read_committed",
+            "debug": "cgrp,fetch",  # on stderr: pytest shows it when a test fails
         }
     )
     yield consumer
