@@ -12,7 +12,7 @@ HELM := .venv-helm
 DOCS := .venv-docs
 BROWSER := .venv-browser
 VLLM := .venv-vllm
-MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
+MEMBERS := schemas $(wildcard packages/*) gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-browser install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-algorithms bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
@@ -238,7 +238,7 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
-VLLM_MEMBERS := schemas runtime sdk cli gateway services/broker services/inference
+VLLM_MEMBERS := schemas packages/runtime packages/sdk packages/cli gateway services/broker services/inference
 
 install-vllm: $(VLLM)/installed ## vLLM for CPUs, with the services that its tests need, in an environment of its own (as large as ours)
 
@@ -297,11 +297,11 @@ VLLM_PART := $(subst requirements.lock,requirements-vllm.lock,$(PART))
 
 lock-images: $(UV) ## what each image gets out of requirements.lock, and that with vLLM out of requirements-vllm.lock
 	for name in $(IMAGES); do folder=services/$$name; [ $$name = gateway ] && folder=gateway; \
-	  printf './%s\n' schemas runtime $$folder \
+	  printf './%s\n' schemas packages/runtime $$folder \
 	  | $(PART) --no-emit-package headrace-$$name - -o deploy/requirements/$$name.txt || exit 1; done
-	printf '%s\n' ./schemas ./runtime './services/trainer[trinity]' \
+	printf '%s\n' ./schemas ./packages/runtime './services/trainer[trinity]' \
 	  | $(PART) --no-emit-package headrace-trainer - -o deploy/requirements/trainer-trinity.txt
-	printf '%s\n' ./schemas ./runtime ./services/inference vllm \
+	printf '%s\n' ./schemas ./packages/runtime ./services/inference vllm \
 	  | $(VLLM_PART) --no-emit-package headrace-inference - -o deploy/requirements/inference-vllm.txt
 	echo torch transformers peft safetensors numpy | tr ' ' '\n' | $(PART) - -o deploy/requirements/torch.txt
 	echo hatchling | $(PART) - -o deploy/requirements/build.txt

@@ -10,7 +10,7 @@ COPY deploy/requirements/build.txt .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-cache-dir --root-user-action=ignore --no-deps --require-hashes -r build.txt
 COPY schemas schemas
-COPY runtime runtime
+COPY packages/runtime runtime
 ARG FOLDER
 COPY ${FOLDER} service
 RUN pip install --no-cache-dir --root-user-action=ignore --no-index --no-deps --no-build-isolation \

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.repo.compose_files import ROOT
 from tests.repo.duplicates import LINES, blocks
 
-MEMBERS = ("cli", "sdk", "runtime")
+MEMBERS = ("packages/cli", "packages/sdk", "packages/runtime")
 MIRRORED = {frozenset({"async_client.py", "client.py"})}
 """What a caller passes to a client is spelt out in both, with and without asyncio, for whoever reads its signature."""
 
@@ -42,7 +42,7 @@ def test_one_module_computes_quantiles_of_student() -> None:
     written = re.compile(r"92_?160|\b12\.706|\b4\.302\d|\b3\.182\d|\b2\.776\d")
     sources = [
         path
-        for root in ("schemas", "runtime", "sdk", "cli", "gateway", "services", "benchmarks", "examples")
+        for root in ("schemas", "packages", "gateway", "services", "benchmarks", "examples")
         for path in (ROOT / root).rglob("*.py")
     ]
     assert len(sources) > 300

@@ -21,7 +21,13 @@ Defined = Mapping[str, Sequence[tuple[str, str, set[str]]]]
 
 def _sources() -> Iterable[tuple[str, Path]]:
     """Import package and file of all code of ours."""
-    for init in sorted([*ROOT.glob("*/src/*/__init__.py"), *ROOT.glob("services/*/src/*/__init__.py")]):
+    for init in sorted(
+        [
+            *ROOT.glob("*/src/*/__init__.py"),
+            *ROOT.glob("packages/*/src/*/__init__.py"),
+            *ROOT.glob("services/*/src/*/__init__.py"),
+        ]
+    ):
         yield from ((init.parent.name, path) for path in sorted(init.parent.rglob("*.py")))
 
 

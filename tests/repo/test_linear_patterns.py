@@ -19,7 +19,10 @@ SEED = 20261126
 NOT_OUTSIDE = ("tests/", "docs/site/", "benchmarks/", "deploy/")
 """These read our own pages, sources and figures."""
 PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
-    ("cli/src/headrace_cli/evaluation/measures.py", "_mentions"): (r"(?<!\w)m1(?!\w)", r"(?<!\w)a\-a\ a(?!\w)"),
+    ("packages/cli/src/headrace_cli/evaluation/measures.py", "_mentions"): (
+        r"(?<!\w)m1(?!\w)",
+        r"(?<!\w)a\-a\ a(?!\w)",
+    ),
     ("examples/email_agent/demonstrations.py", "_reading"): (
         r" on (\w+day)",
         r"room (\d+)",
@@ -29,7 +32,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
         r"^(\d+) mails",
     ),
     ("schemas/src/headrace_schemas/redaction.py", "__init__"): ("abab|abac|aaaa", r"4711\-4711|a\ a\ a"),
-    ("sdk/src/headrace/scenarios/games.py", "named"): ("wolf_1|wolf_2|villager_1", "$^"),
+    ("packages/sdk/src/headrace/scenarios/games.py", "named"): ("wolf_1|wolf_2|villager_1", "$^"),
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
@@ -65,7 +68,7 @@ def test_difflib_is_used_in_its_two_bounded_places() -> None:
     users = {
         path for path in _tracked() if re.search(r"^(?:import|from) difflib", (ROOT / path).read_text(), re.MULTILINE)
     }
-    assert users == {"schemas/src/headrace_schemas/text.py", "sdk/src/headrace/rewards/natural_signals.py"}
+    assert users == {"schemas/src/headrace_schemas/text.py", "packages/sdk/src/headrace/rewards/natural_signals.py"}
 
 
 @pytest.mark.parametrize("word", ["a ", "a b ", "b a ", "\ufdfa", "a"])

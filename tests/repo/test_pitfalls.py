@@ -22,7 +22,7 @@ def test_every_pitfall_names_tests_that_exist() -> None:
 
 def test_only_tests_cite_a_pitfall_by_its_number() -> None:
     citing = []
-    for folder in ("schemas", "runtime", "sdk", "cli", "gateway", "services", "examples", "benchmarks"):
+    for folder in ("schemas", "packages", "gateway", "services", "examples", "benchmarks"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".md", ".json", ".toml"} and "build" not in path.parts:
                 text = path.read_text(encoding="utf-8")

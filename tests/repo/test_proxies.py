@@ -23,7 +23,7 @@ NOT_OURS = {
 
 def test_every_client_ignores_proxies() -> None:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folders = ("cli/", "sdk/", "runtime/", "services/", "gateway/", "examples/", "tests/support/")
+    folders = ("packages/", "services/", "gateway/", "examples/", "tests/support/")
     wrong = []
     for path in (path for path in listed.split() if path.startswith(folders)):
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

@@ -30,7 +30,7 @@ PRIMITIVES = {"practice", "stack"}
 """What adapters are made of: any number of files, each as short as every other."""
 NEVER = {"agentscope", "datasets", "dspy", "httpx", "openai", "torch", "transformers", "trinity", "yaml"}
 IMPORTS_S_MAX = 1.0
-SOURCES = ROOT / "sdk" / "src"
+SOURCES = ROOT / "packages" / "sdk" / "src"
 REWARDS = SOURCES / "headrace" / "rewards"
 ALONE = """
 import json, sys
@@ -133,7 +133,11 @@ def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
     there = needed(["headrace"]) | {"headrace", "headrace-schemas"}
     installed = packages_distributions().items()
     absent = {name for name, owners in installed if not there.intersection(map(canonicalize_name, owners))}
-    members = [*ROOT.glob("*/src/headrace_*"), *ROOT.glob("services/*/src/headrace_*")]
+    members = [
+        *ROOT.glob("*/src/headrace_*"),
+        *ROOT.glob("packages/*/src/headrace_*"),
+        *ROOT.glob("services/*/src/headrace_*"),
+    ]
     absent |= {path.name for path in members} - {"headrace_schemas"}
     assert {"headrace_runtime", "headrace_cli", "torch", "faust", "typer", "aiokafka", "fsspec"} <= absent
     arguments = json.dumps(sorted(absent)), json.dumps(modules())

@@ -150,12 +150,12 @@ async def test_a_users_program_sees_no_secret(start: Start, tmp_path: Path, monk
 
 
 OURS = {
-    "cli/src/headrace_cli/commands/trinity_config.py",  # the trainer's converter
-    "cli/src/headrace_cli/replay/program.py",  # services that read standard input
-    "cli/src/headrace_cli/replay/training.py",  # the trainer
-    "cli/src/headrace_cli/settings_reference.py",  # services that check their settings
-    "cli/src/headrace_cli/supervisor/process.py",  # services
-    "runtime/src/headrace_runtime/watchdog.py",  # the service in a container
+    "packages/cli/src/headrace_cli/commands/trinity_config.py",  # the trainer's converter
+    "packages/cli/src/headrace_cli/replay/program.py",  # services that read standard input
+    "packages/cli/src/headrace_cli/replay/training.py",  # the trainer
+    "packages/cli/src/headrace_cli/settings_reference.py",  # services that check their settings
+    "packages/cli/src/headrace_cli/supervisor/process.py",  # services
+    "packages/runtime/src/headrace_runtime/watchdog.py",  # the service in a container
 }
 """Files that start programs of ours alone."""
 STARTS = {"create_subprocess_exec", "create_subprocess_shell", "Popen", "run", "check_output", "check_call", "call"}
@@ -176,7 +176,7 @@ def _starts_without_environment(path: Path) -> list[int]:
 
 
 def test_every_other_start_of_a_program_chooses_its_environment() -> None:
-    sources = [*ROOT.glob("*/src/**/*.py"), *ROOT.glob("services/*/src/**/*.py")]
+    sources = [*ROOT.glob("*/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("services/*/src/**/*.py")]
     wrong = {
         str(path.relative_to(ROOT)): lines
         for path in sources

@@ -28,11 +28,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_only_the_terminal_module_writes_output() -> None:
-    listed = subprocess.run(["git", "ls-files", "cli/src"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "packages/cli/src"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     programs = {"evaluation/gate_program.py", "jobs/playing.py"}  # their standard output is read by a program
     writers = set()
     for path in listed.split():
-        name = path.removeprefix("cli/src/headrace_cli/")
+        name = path.removeprefix("packages/cli/src/headrace_cli/")
         if not path.endswith(".py") or name == "terminal.py" or name in programs:
             continue
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

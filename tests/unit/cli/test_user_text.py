@@ -121,13 +121,13 @@ def test_the_line_of_a_wrong_byte_is_counted() -> None:
 
 
 OWN = {
-    "cli/src/headrace_cli/supervisor/state.py", "cli/src/headrace_cli/replay/runner.py",
-    "cli/src/headrace_cli/demo/performance.py", "services/trainer/src/headrace_trainer/ray_learner/cluster.py",
+    "packages/cli/src/headrace_cli/supervisor/state.py", "packages/cli/src/headrace_cli/replay/runner.py",
+    "packages/cli/src/headrace_cli/demo/performance.py", "services/trainer/src/headrace_trainer/ray_learner/cluster.py",
     "services/trainer/src/headrace_trainer/ray_learner/rank.py",
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
-    "runtime/src/headrace_runtime/dead_letters.py", "runtime/src/headrace_runtime/holders.py",
+    "packages/runtime/src/headrace_runtime/dead_letters.py", "packages/runtime/src/headrace_runtime/holders.py",
     "schemas/src/headrace_schemas/topics/__init__.py", "schemas/src/headrace_schemas/stack_access.py",
     "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
@@ -136,7 +136,7 @@ OWN = {
 
 def test_files_of_users_are_decoded_in_one_place() -> None:
     found = set()
-    for folder in ("cli", "sdk", "gateway", "runtime", "schemas", "services"):
+    for folder in ("gateway", "packages", "schemas", "services"):
         for path in (ROOT / folder).rglob("src/**/*.py"):
             source = path.read_text(encoding="utf-8")
             if "read_text(" not in source and "encoding=" not in source:
