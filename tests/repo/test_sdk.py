@@ -21,7 +21,7 @@ REWARD_LINES_MAX = 1200
 """Of `headrace.rewards`, a library of functions that are read one by one: it is counted apart, so that neither grows at
 the cost of the other."""
 ADAPTER_LINES_MAX = 600
-"""Of each package that such a program does not import: other people's names over what is below (decision 57)."""
+"""Of each package that such a program does not import: other people's names over what is below (decision 21)."""
 APART = {
     "choosing", "evaluation", "hello_agents", "judging", "manager", "rl", "rollouts", "scenarios", "shadow",
     "trinity", "tuner",

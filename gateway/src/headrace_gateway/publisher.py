@@ -244,7 +244,7 @@ class Publisher:
 
 
 def _is_about_session(event: Event) -> bool:
-    """Whether an event is matched with a run of its session by offsets (docs/decisions/0020)."""
+    """Whether an event is matched with a run of its session by offsets (docs/decisions/0002)."""
     return isinstance(event, Feedback) and not event.msg_ids and event.level != "task"
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """Only idleness may cut a run in two (decision 3): the collector cannot know that an agent still thinks. What ends
+    """Only idleness may cut a run in two (decision 2): the collector cannot know that an agent still thinks. What ends
     a run leaves nothing behind that was acknowledged before it."""
     home: dict[str, Trajectory] = {}
     for trajectory in cluster.log.all(Trajectory):

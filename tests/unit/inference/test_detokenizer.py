@@ -166,7 +166,7 @@ def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> 
 
 
 def test_why_the_librarys_stream_is_not_used() -> None:
-    """When this fails, DecodeStream has learnt it: look at docs/decisions/0047 again."""
+    """When this fails, DecodeStream has learnt it: look at docs/decisions/archive again."""
     inner, made = KINDS["unigram"], decoding("unigram")
     spelled = {byte: token for token, byte in made.bytes_of.items()}
     stream = decoders.DecodeStream(skip_special_tokens=False)

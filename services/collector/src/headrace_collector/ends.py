@@ -1,4 +1,4 @@
-"""Ends of sessions, which wait for the turns that were sent before them (docs/decisions/0003).
+"""Ends of sessions, which wait for the turns that were sent before them (docs/decisions/0002).
 
 An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with the end offsets of `turns`
 and `feedback` at that time. It takes effect once the collector has processed these offsets. So it cannot overtake a

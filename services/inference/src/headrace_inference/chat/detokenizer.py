@@ -1,7 +1,7 @@
 """Turns tokens into text as they come, for each kind of tokenizer: byte-level, with byte fallback, and neither.
 
 `tokenizers.DecodeStream` raises where bytes are no characters, and keeps the end of a text that breaks off inside one.
-A model samples both. docs/decisions/0047 says what was tried.
+A model samples both. docs/decisions/archive says what was tried.
 """
 
 from __future__ import annotations
