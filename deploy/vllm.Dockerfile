@@ -2,7 +2,7 @@
 #
 #   docker build -f deploy/vllm.Dockerfile --build-arg SERVICE=inference --build-arg FOLDER=services/inference .
 #
-# As in torch.Dockerfile, with two differences: packages come out of requirements-vllm.lock, whose numpy is older and whose
+# As in torch.Dockerfile, with two differences: packages come out of requirements/vllm.lock, whose numpy is older and whose
 # click is newer than ours, and there is a C compiler, with which Triton builds what starts its kernels. Nothing is built
 # while a request waits: it is done when a version is loaded and probed. /tmp has to allow programs (`exec`).
 FROM python:3.11-slim AS code

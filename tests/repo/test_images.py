@@ -1,4 +1,4 @@
-"""What goes into the images: exactly what each service needs, with the versions and hashes of requirements.lock."""
+"""What goes into the images: exactly what each service needs, with versions and hashes of the workspace lock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DOCKERFILES = sorted((ROOT / "deploy").glob("*Dockerfile"))
 SERVICES = sorted({*map(service_of, ours()), "broker"})
 """The broker's image is for a single Pod (deploy/helm)."""
 WITH_TORCH = {"inference", "trainer"}
-LOCKS = {"inference-vllm": "requirements-vllm.lock"}
-"""Lists that are cut out of another lock than requirements.lock."""
+LOCKS = {"inference-vllm": "requirements/vllm.lock"}
+"""Lists that are cut out of another lock than requirements/workspace.lock."""
 INSTALLS = {"Dockerfile": 4, "torch.Dockerfile": 5, "vllm.Dockerfile": 4, "trinity.Dockerfile": 6}
 """Commands of pip in each Dockerfile."""
 Pins = dict[str, tuple[str, frozenset[str]]]
@@ -67,7 +67,7 @@ def needed(roots: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
 def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
-    lock = pins(ROOT / LOCKS.get(path.stem, "requirements.lock"))
+    lock = pins(ROOT / LOCKS.get(path.stem, "requirements/workspace.lock"))
     for pin, (_, hashes) in pins(path).items():
         assert hashes == lock[pin][1], f"{pin}: run `make lock-images`"
 
@@ -79,7 +79,7 @@ def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> 
 
 
 def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> None:
-    found, lock = (installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements-vllm.lock"))
+    found, lock = (installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements/vllm.lock"))
     assert lock - found <= needed(["hatchling", "editables"]), "run `make lock-images`"
     assert found >= needed(["headrace-schemas", "headrace-runtime", "headrace-inference"]) | {"vllm"}
 
@@ -87,7 +87,7 @@ def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> Non
 def test_the_image_with_trinity_gets_a_trainer_that_can_hand_over() -> None:
     roots = ("headrace-schemas", "headrace-runtime", "headrace-trainer[trinity]")
     assert installed_here(FOLDER / "trainer-trinity.txt") == needed(roots), "run `make lock-images`"
-    theirs = installed_here(ROOT / "requirements-trinity.lock")
+    theirs = installed_here(ROOT / "requirements/trinity.lock")
     assert {"trinity-rft", "verl", "ray", "torch"} <= theirs
 
 

@@ -173,9 +173,9 @@ def test_the_check_of_the_built_site_sees_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_what_builds_the_site_is_pinned_with_hashes_and_names_no_host() -> None:
-    lock = read("requirements-docs.lock")
+    lock = read("requirements/docs.lock")
     entries = re.split(r"\n(?=\w)", lock.strip())
     assert all("==" in entry and "--hash=sha256:" in entry for entry in entries)
     assert "://" not in lock
-    wanted = {line for line in read("requirements-docs.in").splitlines() if line and not line.startswith("#")}
-    assert wanted <= {entry.split("==")[0] for entry in entries}
+    group = tomllib.loads(read("pyproject.toml"))["dependency-groups"]["docs"]
+    assert set(group) <= {entry.split("==")[0] for entry in entries}

@@ -123,7 +123,7 @@ def test_nothing_names_a_machine_or_a_registry() -> None:
 
 
 def test_every_locked_package_has_a_hash_and_an_exact_version() -> None:
-    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    text = (ROOT / "requirements/workspace.lock").read_text(encoding="utf-8")
     entries = re.split(r"\n(?=[a-z0-9])", "\n" + text)[1:]
     assert len(entries) > 100
     for entry in entries:

