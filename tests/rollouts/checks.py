@@ -12,7 +12,7 @@ from headrace_registry import store
 from headrace_registry.rollouts import kept
 from headrace_runtime.database import Database
 from headrace_schemas import ModelEvent, Routing
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import TrafficSplit
 from tests.rollouts.visitors import Call, key_of
 
@@ -89,7 +89,7 @@ def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, gone: st
     heard = []
     for call in calls:
         fresh = call.session not in known and call.began_s > told_s
-        if fresh and call.version != gone and draw(split, champion, key_of(call.session))[0] == gone:
+        if fresh and call.version != gone and assign_unit(split, champion, key_of(call.session))[0] == gone:
             heard.append(call.ended_s)
         known.add(call.session)
     return min(heard, default=None)

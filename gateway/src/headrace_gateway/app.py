@@ -41,7 +41,7 @@ from headrace_runtime.settings import Common, SecuritySettings
 from headrace_runtime.source_values import SourceValues
 from headrace_runtime.wire import Record
 from headrace_schemas import Replica, Routing
-from headrace_schemas.ingest import Known
+from headrace_schemas.ingest import KnownModels
 
 SOURCE = "headrace/gateway"
 _SPOOL_SHARE = 0.5
@@ -112,11 +112,11 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         replica_set = ReplicaSet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)
 
-        async def known(model: str) -> Known:
+        async def known(model: str) -> KnownModels:
             try:
                 return await versions.now(model)
             except Unavailable:  # the scorer checks everything again
-                return Known()
+                return KnownModels()
 
         watch = ReplicaWatch(replica_set, engines, settings.upstream, clock)
         work = (

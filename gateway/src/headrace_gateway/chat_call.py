@@ -13,7 +13,7 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling
-from headrace_schemas.answer_form import asked_again
+from headrace_schemas.answer_form import constraint_fields
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
 from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
@@ -80,7 +80,7 @@ def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Samplin
         fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
         fields["tool_choice"] = "none" if request.tool_choice == "none" else "auto"
     if sampling.grammar is not None:
-        fields |= asked_again(sampling.grammar)
+        fields |= constraint_fields(sampling.grammar)
         if request.parallel_tool_calls is False:
             fields["parallel_tool_calls"] = False
     for name in ("presence_penalty", "frequency_penalty", "stop"):

@@ -10,7 +10,14 @@ from headrace_gateway.chat_messages import ChatMessage, says_something
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
-from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs, recorded
+from headrace_schemas.answer_form import (
+    TOOL_CHOICE,
+    ResponseFormat,
+    ToolChoice,
+    check_choice,
+    constrained_fields,
+    grammar_of,
+)
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
 from headrace_schemas.plain_values import stop_strings
@@ -102,7 +109,7 @@ class ChatRequest(Model):
     def sampling(self) -> Sampling:
         """The client's own choice, with OpenAI's defaults where it made none."""
         given: dict[str, Any] = {
-            "grammar": recorded(self.response_format, self.tool_choice),
+            "grammar": grammar_of(self.response_format, self.tool_choice),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -117,7 +124,7 @@ class ChatRequest(Model):
     @property
     def needs(self) -> frozenset[str]:
         """What a replica has to be able to do for it (`Replica.grammars`)."""
-        return needs(self.response_format, self.tool_choice)
+        return constrained_fields(self.response_format, self.tool_choice)
 
     @property
     def choices(self) -> int:

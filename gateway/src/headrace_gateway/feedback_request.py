@@ -18,7 +18,7 @@ from headrace_schemas.events.opinion import (
     Level,
     Metric,
     Preference,
-    broken,
+    rule_error,
 )
 from headrace_schemas.names import NAME
 
@@ -131,14 +131,14 @@ class FeedbackRequest(Model):
         one = len(self._named) == 1
         if self.preference is None:
             if (self.edit is not None or self.kind == "edit") and not one:
-                raise broken("edit", "is about one response; name it as response_id")
+                raise rule_error("edit", "must name exactly one response; name it as response_id")
             if (self.choice is not None or self.level == "response") and not one:
                 field = "level" if self.choice is None else "choice"
-                raise broken(field, "is about one response; name it as response_id")
+                raise rule_error(field, "must name exactly one response; name it as response_id")
         elif self.preference.needs_a_response and not one:
-            raise broken("preference", "compares choices of one response; name it as response_id")
+            raise rule_error("preference", "compares choices of one response; name it as response_id")
         elif not self.preference.needs_a_response and self._named:
-            raise broken("preference", "names its responses itself; leave response_id and msg_ids out")
+            raise rule_error("preference", "names its responses itself; leave response_id and msg_ids out")
         return self
 
     @model_validator(mode="after")

@@ -11,12 +11,12 @@ from pydantic_core import from_json
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
 from headrace_schemas import Trajectory, ids
-from headrace_schemas.ingest import Known, objection
+from headrace_schemas.ingest import KnownModels, find_objection
 
 _PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches", "invalid_id"})
 """Objections that are about one value alone."""
 
-Lookup = Callable[[str], Awaitable[Known]]
+Lookup = Callable[[str], Awaitable[KnownModels]]
 """What is known about models, with the vocabulary of the one that is named."""
 
 
@@ -51,14 +51,14 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
     return trajectory
 
 
-def check(trajectory: Trajectory, known: Known) -> None:
+def check(trajectory: Trajectory, known: KnownModels) -> None:
     """Raises `ApiError` 422 for a trajectory that must not come from outside, or of an unknown model or version."""
-    found = objection(trajectory, known)
+    found = find_objection(trajectory, known)
     if found is not None:
         code = "invalid_value" if found.code in _PLAIN else found.code
         raise ApiError(422, code, str(found), found.field)
 
 
-async def nothing_known(_model: str) -> Known:
+async def nothing_known(_model: str) -> KnownModels:
     """For a gateway that follows no topics."""
-    return Known()
+    return KnownModels()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Routing, UnitAssignment
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.text import closest, printable
 
 CHAMPION = "champion"
@@ -89,7 +89,7 @@ class ModelCatalog:
         if split is None or identity.purpose != "train":
             return routing.champion, None
         by_user = identity.user_key if split.unit == "user" else None
-        return draw(split, routing.champion, by_user or identity.session_key)
+        return assign_unit(split, routing.champion, by_user or identity.session_key)
 
     def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
         """Whether one of its rollouts goes on."""

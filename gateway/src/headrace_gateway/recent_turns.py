@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_schemas import DeadLetter, Feedback, Turn
-from headrace_schemas.left_out import untaught_reason
+from headrace_schemas.left_out import untrained_reason
 
 TURNS_MAX = 65_536
 """Responses that are remembered, about 15 MB; the oldest are forgotten first."""
@@ -33,7 +33,7 @@ class RecentTurns:
 
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
         """Remember what became of a response."""
-        self._reasons[tenant, response_id] = untaught_reason(event) if isinstance(event, Turn) else "dead_letter"
+        self._reasons[tenant, response_id] = untrained_reason(event) if isinstance(event, Turn) else "dead_letter"
         if len(self._reasons) > TURNS_MAX:
             self._reasons.popitem(last=False)
 
@@ -44,7 +44,7 @@ class RecentTurns:
         Feedback about a session or a task is unknown: turns that follow may be trained.
         """
         first = events[0]
-        if not first.says or not any(event.msg_ids for event in events):
+        if not first.has_content or not any(event.msg_ids for event in events):
             return None
         names = {name for event in events for name in event.msg_ids}
         if first.preference is not None:

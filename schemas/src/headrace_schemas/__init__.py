@@ -1,4 +1,4 @@
-"""The events. Importing this package imports none of them: each name is imported when it is asked for."""
+"""Event classes of all topics. Each class is imported on first use, so importing the package is cheap."""
 
 from __future__ import annotations
 

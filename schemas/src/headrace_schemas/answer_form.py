@@ -1,6 +1,7 @@
-"""What a chat request asks of an answer's form: OpenAI's `response_format` and `tool_choice`.
+"""Constraints of a chat request on the form of its answer: OpenAI's `response_format` and `tool_choice`.
 
-The gateway and the replicas read them alike. A grammar holds an answer to it: no token that leaves the form is sampled.
+The gateway and the replicas share this module. A replica enforces the constraints by a grammar: it never samples a
+token that would violate them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from headrace_schemas.bounds import JsonObject, check_json
 from headrace_schemas.events.chat import Grammar
 
 RESPONSE_FORMAT, TOOL_CHOICE = "response_format", "tool_choice"
-"""What a replica that can hold answers announces (`Replica.grammars`)."""
+"""Request fields with constraints. A replica lists those that it supports in `Replica.grammars`."""
 
 
 class JsonSchemaFormat(Model):
-    """`response_format.json_schema`. `strict` changes nothing: an answer is always held to the schema."""
+    """The field `response_format.json_schema`. The schema is always enforced, whatever the value of `strict`."""
 
     name: Text
     description: LongText | None = None
@@ -28,7 +29,7 @@ class JsonSchemaFormat(Model):
 
 
 class ResponseFormat(Model):
-    """`response_format`."""
+    """The field `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -36,34 +37,34 @@ class ResponseFormat(Model):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type 'json_schema', and only with it")
+            raise ValueError("json_schema must be set if, and only if, type is 'json_schema'")
         check_json(self.recorded)  # an event records all of it, two levels above the schema
         return self
 
     @property
     def recorded(self) -> dict[str, JsonValue]:
-        """The JSON that an event records of this format."""
+        """The JSON of this format that an event records."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     @property
-    def holds(self) -> bool:
-        """Whether it asks for more than text."""
+    def constrains(self) -> bool:
+        """Whether the format constrains the answer."""
         return self.type != "text"
 
     @property
-    def held_to(self) -> dict[str, JsonValue]:
-        """What the answer has to satisfy."""
+    def required_schema(self) -> dict[str, JsonValue]:
+        """The JSON Schema that the answer must satisfy."""
         return self.json_schema.schema_ if self.json_schema else {"type": "object"}
 
 
 class NamedFunction(Model):
-    """The function that has to be called."""
+    """The function that the answer must call."""
 
     name: Text
 
 
 class NamedTool(Model):
-    """`tool_choice` as an object."""
+    """The object form of the field `tool_choice`."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -78,50 +79,54 @@ def _choice(value: Any) -> Any:
 
 
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_choice)]
-"""`tool_choice`."""
+"""The field `tool_choice`."""
 
 
-def forced(choice: ToolChoice) -> bool:
-    """Whether some call has to be made."""
+def requires_call(choice: ToolChoice) -> bool:
+    """Return whether the answer must contain a tool call."""
     return choice == "required" or isinstance(choice, NamedTool)
 
 
 def check_choice(choice: ToolChoice, tools: Collection[str]) -> None:
-    """`tools` are the names of those on offer. Raises `ValueError` when the call that is asked for is none of them."""
+    """Check that the tool calls which `choice` requires are possible with the tools of these names.
+
+    Raises:
+        ValueError: there are no tools, or the required function is none of them.
+    """
     if choice == "required" and not tools:
         raise ValueError(f"{TOOL_CHOICE}: 'required' needs tools")
     if isinstance(choice, NamedTool) and choice.function.name not in tools:
         raise ValueError(f"{TOOL_CHOICE}: names a function that is not among the tools")
 
 
-def needs(response_format: ResponseFormat | None, choice: ToolChoice) -> frozenset[str]:
-    """Which fields ask for a grammar, as `Replica.grammars` names them."""
-    asked = {
-        RESPONSE_FORMAT: response_format is not None and response_format.holds,
-        TOOL_CHOICE: forced(choice),
+def constrained_fields(response_format: ResponseFormat | None, choice: ToolChoice) -> frozenset[str]:
+    """Return the request fields that require a grammar, as `Replica.grammars` names them."""
+    constrains = {
+        RESPONSE_FORMAT: response_format is not None and response_format.constrains,
+        TOOL_CHOICE: requires_call(choice),
     }
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    return frozenset(field for field, is_constrained in constrains.items() if is_constrained)
 
 
-def recorded(response_format: ResponseFormat | None, choice: ToolChoice) -> Grammar | None:
-    """What an event says of it; None where nothing was held."""
-    wanted = needs(response_format, choice)
-    if not wanted:
+def grammar_of(response_format: ResponseFormat | None, choice: ToolChoice) -> Grammar | None:
+    """Return the grammar that the turn records, or None if the answer is not constrained."""
+    fields = constrained_fields(response_format, choice)
+    if not fields:
         return None
-    named = choice.function.name if isinstance(choice, NamedTool) else None
+    function = choice.function.name if isinstance(choice, NamedTool) else None
     return Grammar(
-        response_format=response_format.recorded if response_format and RESPONSE_FORMAT in wanted else None,
-        tool_choice=("function" if named else "required") if TOOL_CHOICE in wanted else None,
-        function=named,
+        response_format=response_format.recorded if response_format and RESPONSE_FORMAT in fields else None,
+        tool_choice=("function" if function else "required") if TOOL_CHOICE in fields else None,
+        function=function,
     )
 
 
-def asked_again(grammar: Grammar | None) -> dict[str, JsonValue]:
-    """The fields of a request for another answer that is held as one was."""
-    found: dict[str, JsonValue] = {}
+def constraint_fields(grammar: Grammar | None) -> dict[str, JsonValue]:
+    """Return the request fields that constrain another answer in the same way as `grammar` constrained one."""
+    fields: dict[str, JsonValue] = {}
     if grammar is not None and grammar.response_format is not None:
-        found[RESPONSE_FORMAT] = grammar.response_format
+        fields[RESPONSE_FORMAT] = grammar.response_format
     if grammar is not None and grammar.tool_choice is not None:
-        named: dict[str, JsonValue] = {"type": "function", "function": {"name": grammar.function}}
-        found[TOOL_CHOICE] = grammar.tool_choice if grammar.function is None else named
-    return found
+        named_tool: dict[str, JsonValue] = {"type": "function", "function": {"name": grammar.function}}
+        fields[TOOL_CHOICE] = grammar.tool_choice if grammar.function is None else named_tool
+    return fields

@@ -1,8 +1,7 @@
-"""Token ids and logprobs on the wire: plain JSON arrays, or packed little-endian base64.
+"""Field types of token ids and logprobs, which are JSON arrays or packed little-endian base64 in events.
 
-Both are read, packed is written.
-In memory both are tuples. Logprobs are rounded to float32 on the way in, so that a value read from either form and
-written again is byte-identical.
+Both forms are accepted, and the packed form is written. In memory the values are tuples. Logprobs are rounded to
+float32 when they are read, so that writing a value again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 from headrace_schemas.bounds import LOGPROB_MIN
 
 MAX_LENGTH = 1_048_576
-"""Longest array that an event may carry; a longer context than any model that exists, and a bound on memory."""
+"""Maximum length of an array in an event. It exceeds the context of every existing model and bounds memory."""
 
 _ROUNDING = 1e-4
-"""How far above zero float32 rounding may leave a log-probability."""
+"""Largest logprob above zero that is accepted as a float32 rounding error."""
 
 
 def pack_int32(values: Sequence[int]) -> str:
@@ -38,7 +37,7 @@ def _unpack(text: str, code: str) -> tuple[Any, ...]:
     except binascii.Error as error:
         raise ValueError(f"not base64: {error}") from None
     if len(raw) % 4:
-        raise ValueError(f"{len(raw)} bytes are not a whole number of 4-byte values")
+        raise ValueError(f"{len(raw)} bytes: the length must be a multiple of 4")
     return struct.unpack(f"<{len(raw) // 4}{code}", raw)
 
 
@@ -73,7 +72,7 @@ TokenIds = Annotated[
     PlainSerializer(pack_int32, return_type=str, when_used="json"),
     WithJsonSchema(_array_schema({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "application/x-int32-le")),
 ]
-"""Token ids, `int32` each."""
+"""Token ids as int32."""
 
 _LOGPROBS_SCHEMA = _array_schema({"type": "number", "maximum": _ROUNDING}, "application/x-float32-le")
 
@@ -84,7 +83,7 @@ Logprobs = Annotated[
     PlainSerializer(pack_float32, return_type=str, when_used="json"),
     WithJsonSchema(_LOGPROBS_SCHEMA),
 ]
-"""Log-probabilities in nats, `float32` each, of any tokens: after temperature."""
+"""Logprobs of any tokens as float32, in nats, after the temperature was applied."""
 
 SampledLogprobs = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False, ge=LOGPROB_MIN, le=_ROUNDING)], ...],
@@ -93,4 +92,4 @@ SampledLogprobs = Annotated[
     PlainSerializer(pack_float32, return_type=str, when_used="json"),
     WithJsonSchema(_LOGPROBS_SCHEMA),
 ]
-"""The same of what was really sampled: none is below `LOGPROB_MIN`."""
+"""Logprobs of sampled tokens as float32, in nats, after the temperature was applied; none is below `LOGPROB_MIN`."""

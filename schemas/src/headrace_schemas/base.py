@@ -1,4 +1,4 @@
-"""What every event has: strict when we build it, tolerant when we read it, an id, a key, a time."""
+"""Base classes and field types of all events. Building an event is strict, reading one accepts unknown fields."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterVali
 """A short identifier or label, without NUL and lone surrogates."""
 
 LongText = Annotated[str, StringConstraints(max_length=1_048_576), AfterValidator(check_text)]
-"""Something that a person or a model wrote, without NUL and lone surrogates."""
+"""Text that a person or a model wrote, without NUL and lone surrogates."""
 
 Remark = Annotated[str, StringConstraints(max_length=4096), AfterValidator(check_text)]
-"""What an operator writes beside a change, without NUL and lone surrogates."""
+"""An operator's comment on a change, without NUL and lone surrogates."""
 
 SessionKey = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
-"""See `headrace_schemas.ids.session_key`."""
+"""A partition key as `headrace_schemas.ids.session_key` computes it."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 Version = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}$")]
-"""Immutable weights: `name@digest`."""
+"""The name of an immutable version of a model: `name@digest`."""
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 Share = Annotated[str, StringConstraints(pattern=r"^(0|1|[1-9][0-9]{0,8}/[1-9][0-9]{0,8})$")]
-"""An exact part of a whole, `1/100`; as a float it would not add up."""
+"""An exact fraction such as `1/100`. Floats are not used because their sums are not exact."""
 
 AliasName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """An alias, a label or a tag of a version."""
@@ -51,7 +51,7 @@ Timestamp = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
 _PROBLEMS_MAX = 5
-"""Problems of one invalid value that a message names."""
+"""Maximum number of problems of one invalid value in a message."""
 
 
 def utcnow() -> datetime:
@@ -59,27 +59,27 @@ def utcnow() -> datetime:
 
 
 class Model(BaseModel):
-    """A frozen value. Unknown fields are refused here; `Event.from_json` lets a newer producer's fields pass."""
+    """Frozen value that refuses unknown fields. Only `Event.from_json` accepts them, for events of newer producers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
 
 
 class Event(Model):
-    """One fact on one topic. The value on the wire is its bare JSON; the rest travels in CloudEvents headers.
+    """One fact on one topic. The record's value is the event as JSON; its metadata are CloudEvents headers.
 
-    Subclasses name their `topic` and `type` and implement `event_id` (equal for equal facts: consumers dedupe by it)
-    and `key` (equal keys share a partition and keep their order).
+    A subclass defines `topic` and `type`, and implements `event_id` and `key`. Equal facts have equal event ids, so
+    consumers deduplicate by them. Events with equal keys are in one partition, in the order in which they were sent.
     """
 
     topic: ClassVar[str]
     type: ClassVar[str]
     values_max: ClassVar[int] = 262_144
-    """Most values in the JSON of one event from other producers than Headrace's own: parsing costs that much."""
+    """Maximum number of JSON values in one event of an external producer. It bounds the cost of parsing."""
     containers_max: ClassVar[int] = 16_384
-    """Most objects and lists among these values."""
+    """Maximum number of objects and lists among these values."""
 
     time: Timestamp
-    """When the fact came to be, by its producer's clock."""
+    """The time of the fact, by the clock of its producer."""
 
     @property
     def event_id(self) -> str:
@@ -91,26 +91,28 @@ class Event(Model):
 
     @property
     def subject(self) -> str:
-        """What the event is about (`ce_subject`); the key unless a subclass knows better."""
+        """The CloudEvents subject (`ce_subject`). It is the key unless a subclass overrides it."""
         return self.key
 
     def to_json(self) -> bytes:
-        """Bare JSON in UTF-8, without nulls; arrays packed."""
+        """Return the event as JSON in UTF-8, without nulls and with packed arrays."""
         return self.model_dump_json(exclude_none=True).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> Self:
-        """Read a value from the wire. Unknown fields pass, at every depth.
+        """Parse the value of a record. Unknown fields are ignored at every depth.
 
-        Raises `InvalidEvent`, with the offending fields named but never their values (they may be user text).
+        Raises:
+            InvalidEvent: the value is invalid. The message names the fields but no values, which may be user text.
         """
         return cls._read(value, {})
 
     @classmethod
     def from_stored(cls, value: bytes) -> Self:
-        """Read a value from a database of our own, where an older release may have stored text that is refused today.
+        """Parse a value from Headrace's own database and replace characters that only older releases accepted.
 
-        Such characters are replaced. Raises `InvalidEvent` for everything else that breaks a rule of today.
+        Raises:
+            InvalidEvent: the value breaks another rule.
         """
         return cls._read(value, {STORED: True})
 
@@ -125,12 +127,12 @@ class Event(Model):
 
 
 def problems_of(error: ValidationError) -> str:
-    """Return the first problems of `error` with their fields, never with values: they may be somebody's text."""
+    """Return the first problems of `error` with their fields but without values, which may be user text."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(map(_problem_text, problems[:_PROBLEMS_MAX]))
 
 
 def _problem_text(problem: ErrorDetails) -> str:
-    """Return the field at fault and the reason. A rule about several fields names the field itself."""
-    where = ".".join(map(str, problem["loc"]))
-    return problem["msg"] if problem["type"] == "feedback_rule" else f"{where or 'value'}: {problem['msg']}"
+    """Return the path of the invalid field and the reason. The message of a `feedback_rule` contains its field."""
+    path = ".".join(map(str, problem["loc"]))
+    return problem["msg"] if problem["type"] == "feedback_rule" else f"{path or 'value'}: {problem['msg']}"

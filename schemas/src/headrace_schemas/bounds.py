@@ -1,7 +1,7 @@
-"""Bounds of what events can hold, shared by HTTP doors and stream consumers.
+"""Bounds of the values in events, shared by HTTP endpoints and stream consumers.
 
-Validators here keep the JSON Schema of a field as it was released: a schema with a new limit would be another contract
-(`headrace_schemas.compatibility`), so the limits stand in this module and in the documentation of the doors.
+The validators leave the released JSON Schema of a field unchanged, because a schema with a new limit would break
+compatibility (`headrace_schemas.compatibility`). So the limits are in this module and in the documentation.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pydantic_core import PydanticCustomError
 from headrace_schemas.text import is_storable, storable
 
 SCORE_MAX = 1e6
-"""Largest absolute value that one source may give: rewards, ratings, ends of scales, parts, criteria."""
+"""Largest absolute value of one source: of rewards, ratings, ends of scales, parts and criteria."""
 WEIGHT_MAX = 1e6
 """Largest weight of a source."""
 TOTAL_MAX = 1e15
 """Largest absolute value of a combined reward: the sum of 64 scores at `SCORE_MAX`, each with `WEIGHT_MAX`, fits."""
 SAMPLING_MIN = 1e-6
-"""Smallest `top_p`, and smallest temperature of a span that is trained: smaller numbers leave float32."""
+"""Smallest `top_p`, and smallest temperature of a trained span. Smaller numbers do not fit float32."""
 SAMPLING_MAX = 1e6
 """Largest temperature of a span."""
 LOGPROB_MIN = -1e4
 """Lowest logprob of a sampled token; engines write -9999 for a probability of 0."""
 INT32_MAX, INT64_MAX, UINT64_MAX = 2**31 - 1, 2**63 - 1, 2**64 - 1
 JSON_DEPTH_MAX = 64
-"""Most levels of objects and lists in free JSON, such as `context` or a tool's parameters."""
+"""Maximum depth of objects and lists in free JSON, such as `context` or a tool's parameters."""
 JSON_VALUES_MAX = 32_768
-"""Most values in free JSON, names of fields not counted."""
+"""Maximum number of values in free JSON, without the names of fields."""
 JSON_CHARACTERS_MAX = 1_048_576
-"""Most characters in the strings and names of free JSON together."""
+"""Maximum number of characters in the strings and field names of free JSON together."""
 STORED = "stored"
-"""Key of the validation context of events that are read from our own database."""
+"""Key of the pydantic validation context for events that are read from Headrace's own database."""
 PROMPT_MESSAGES_MAX = 8191
-"""Most messages of one call: with the answer they fit a dialogue."""
+"""Maximum number of messages of one call. With the answer they fit one dialogue."""
 CONTEXT_KEYS_MAX = 64
-"""Most names in one context, also where the contexts of several feedbacks become one."""
+"""Maximum number of names in one context, also after several contexts were merged."""
 
 
 def _refusal(kind: str, problem: str) -> PydanticCustomError:
@@ -48,12 +48,16 @@ def _refusal(kind: str, problem: str) -> PydanticCustomError:
 
 
 def is_stored(info: ValidationInfo) -> bool:
-    """Return whether the value comes from our own database, where an older release may have stored it."""
+    """Return whether the value comes from Headrace's own database, where an older release may have stored it."""
     return bool(info.context and info.context.get(STORED))
 
 
 def check_text(value: str, info: ValidationInfo) -> str:
-    """Return `value`, cleaned where it was stored before. Raise a pydantic error if nothing can hold it."""
+    """Return `value`; replace characters that cannot be stored if it comes from Headrace's own database.
+
+    Raises:
+        PydanticCustomError: a new value contains such characters.
+    """
     if is_storable(value):
         return value
     if is_stored(info):
@@ -98,23 +102,27 @@ def _check_sampling(value: float) -> float:
 
 
 Score = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_check_score)]
-"""A number that one source gives: see `SCORE_MAX`."""
+"""A number of one source, at most `SCORE_MAX`."""
 
 Total = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_check_total)]
-"""A number that follows from several scores and weights: see `TOTAL_MAX`."""
+"""A number that is computed from several scores and weights, at most `TOTAL_MAX`."""
 
 INT32, INT64 = AfterValidator(_check_int32), AfterValidator(_check_int64)
-"""Numbers and counts that databases keep in 32 bits, and in 64 bits. They stand after `Field`."""
+"""Validators of integers that databases store in 32 and in 64 bits. In `Annotated` they must follow `Field`."""
 
 SAMPLING = AfterValidator(_check_sampling)
-"""A number that engines and trainers read as float32: see `SAMPLING_MIN`."""
+"""Validator of a number that engines and trainers convert to float32, at least `SAMPLING_MIN`."""
 
 Int64 = Annotated[int, INT64]
-"""A whole number that databases keep in 64 bits."""
+"""An integer that databases store in 64 bits."""
 
 
 def check_json(value: object) -> None:
-    """Raise a pydantic error if free JSON breaks a bound of this module. The values must be parsed JSON."""
+    """Check parsed free JSON against the bounds of this module.
+
+    Raises:
+        PydanticCustomError: the JSON exceeds a bound.
+    """
     todo = [(value, 1)]
     values = characters = 0
     while todo:
@@ -132,10 +140,10 @@ def check_json(value: object) -> None:
                 characters += sum(map(_length, item))
                 todo += [(inner, depth + 1) for inner in item.values()]
             case list() | tuple():
-                others = [inner for inner in item if type(inner) not in _PLAIN]
+                nested = [inner for inner in item if type(inner) not in _PLAIN]
                 _check_plain(item)
-                values += inside - len(others)
-                todo += [(inner, depth + 1) for inner in others]
+                values += inside - len(nested)
+                todo += [(inner, depth + 1) for inner in nested]
                 if inside and depth == JSON_DEPTH_MAX:
                     depth += 1
         if depth > JSON_DEPTH_MAX:
@@ -145,16 +153,16 @@ def check_json(value: object) -> None:
 
 
 _PLAIN = frozenset({int, float, bool, NoneType})
-"""Types of JSON values that are checked many at a time: long lists of numbers are common, and checking each alone takes
-twenty times as long."""
+"""Types of JSON values that are checked in bulk. Long lists of numbers are common, and checking each number separately
+takes twenty times as long."""
 
 
 def _check_plain(values: Collection[object]) -> None:
-    """Raise a pydantic error for a number among `values` that is not finite, or a whole one beyond 64 bits."""
+    """Raise a pydantic error if a number among `values` is not finite or is an integer of over 64 bits."""
     if not all(map(math.isfinite, [value for value in values if type(value) is float])):
         raise _refusal("number", "must hold finite numbers only; JSON has no NaN and no infinity")
-    whole = [value for value in values if type(value) is int]
-    if whole and not -INT64_MAX - 1 <= min(whole) <= max(whole) <= UINT64_MAX:
+    integers = [value for value in values if type(value) is int]
+    if integers and not -INT64_MAX - 1 <= min(integers) <= max(integers) <= UINT64_MAX:
         raise _refusal("number", "must hold whole numbers of at most 64 bits; send longer ones as text")
 
 
@@ -172,7 +180,7 @@ def _checked(value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, Jso
 
 
 JSON_BOUNDS = AfterValidator(_checked)
-"""Bounds of a JSON object, for a field with a type of its own."""
+"""Validator of a JSON object, for fields that are not a `JsonObject`."""
 
 
 def _cleaned(value: JsonValue) -> JsonValue:
@@ -186,33 +194,33 @@ def _cleaned(value: JsonValue) -> JsonValue:
 
 
 JsonObject = Annotated[dict[str, JsonValue], JSON_BOUNDS]
-"""A JSON object that is passed on as it came, within the bounds of this module."""
+"""A JSON object within the bounds of this module. It is passed on unchanged."""
 
 
 def merge_contexts(contexts: Iterable[Mapping[str, JsonValue]]) -> dict[str, JsonValue]:
-    """Return the facts of several contexts as one that every event can hold.
+    """Merge several contexts into one that fits an event.
 
-    Of equal names the last value counts. When there are too many names, values or characters for one `JsonObject`, the
-    names that were given first are left out.
+    The last value of a name replaces earlier ones. If the result has too many names, values or characters for one
+    `JsonObject`, the oldest names are left out.
     """
     merged: dict[str, JsonValue] = {}
     for context in contexts:
         for name in context:
-            merged.pop(name, None)  # so that the names stand in the order of their newest value
+            merged.pop(name, None)  # so that the names are in the order of their newest values
         merged |= context
-    kept: list[str] = []
+    newest_names: list[str] = []
     values, characters = 1, 0
     for name in reversed(merged):
         more_values, more_characters = _size_of(merged[name])
         values, characters = values + more_values, characters + more_characters + len(name)
-        if len(kept) == CONTEXT_KEYS_MAX or values > JSON_VALUES_MAX or characters > JSON_CHARACTERS_MAX:
+        if len(newest_names) == CONTEXT_KEYS_MAX or values > JSON_VALUES_MAX or characters > JSON_CHARACTERS_MAX:
             break
-        kept.append(name)
-    return {name: merged[name] for name in reversed(kept)}
+        newest_names.append(name)
+    return {name: merged[name] for name in reversed(newest_names)}
 
 
 def _size_of(value: JsonValue) -> tuple[int, int]:
-    """Return the number of values and of characters, as `check_json` counts them."""
+    """Return the number of values and the number of characters in `value`, as `check_json` counts them."""
     todo: list[JsonValue] = [value]
     values = characters = 0
     while todo:

@@ -1,4 +1,4 @@
-"""Which event each topic carries."""
+"""The event class of each topic."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ EVENTS: dict[str, type[Event]] = {
         DeadLetterDecision,
     )
 }
-"""Topic name to the event that it carries; one event type per topic."""
+"""Event class by topic. Each topic has exactly one."""

@@ -1,6 +1,6 @@
-"""What the registry is asked about models that nobody trains, aliases, tags, notes, garbage and the audit log.
+"""Requests and responses of the registry about fixed versions, aliases, tags, notes, garbage and the audit log.
 
-Each change has a `why`. Who asks comes from the key and from the header `WHO_HEADER`.
+Each change has a reason, `why`. The caller is identified by its key and by the header `WHO_HEADER`.
 """
 
 from __future__ import annotations
@@ -13,54 +13,57 @@ from headrace_schemas.base import AliasName, Model, ModelName, Remark, Text, Tim
 from headrace_schemas.blobs import BlobRef
 
 WHO_HEADER = "x-headrace-who"
-"""Who asks, in the asker's own words. The audit log keeps it beside what the key proves."""
+"""Header with a name that the caller chooses. The audit log records it in addition to the authenticated principal."""
 NOTES_MAX = 200
-"""Of one version."""
+"""Maximum number of notes of one version."""
 
 
 class RegisterRequest(Model):
-    """`POST /v1/models/{name}/register`: a version whose files are in the blob store and that nobody trains here.
+    """Request of `POST /v1/models/{name}/register`: a fixed version whose files are in the blob store.
 
-    A version that is known stays as it is; one that was retired comes back.
+    Registering an existing version changes nothing, except that a retired version becomes available again.
     """
 
     manifest: BlobRef
     label: AliasName | None = None
-    """A name for this version alone, such as `v1.0`: it never moves."""
+    """A permanent name of this version, such as `v1.0`. It never moves to another version."""
     serve: bool = False
     why: Remark = ""
 
 
 class ServeRequest(Model):
-    """`POST /v1/models/{name}/serve` and `.../unserve`."""
+    """Request of `POST /v1/models/{name}/serve` and `.../unserve`."""
 
     version: Version
     why: Remark = ""
 
 
 class AliasMove(Model):
-    """What an alias shall name, and what the asker knows it to name now. `version` None removes it."""
+    """The new version of an alias and the version that the caller expects it to name now.
+
+    `version` None removes the alias.
+    """
 
     version: Version | None
     expected: Version | None
 
 
 class AliasesRequest(Model):
-    """`POST /v1/models/{name}/aliases`: all moves, or none when one of them is not as expected."""
+    """Request of `POST /v1/models/{name}/aliases`. If one alias is not as expected, none is moved."""
 
     moves: dict[AliasName, AliasMove] = Field(min_length=1, max_length=64)
     why: Remark = ""
 
 
 class RetireRequest(Model):
-    """`POST /v1/models/{name}/retire`."""
+    """Request of `POST /v1/models/{name}/retire`."""
 
     version: Version
     why: Remark = ""
 
 
 class TagsRequest(Model):
-    """`POST /v1/models/{name}/tags`."""
+    """Request of `POST /v1/models/{name}/tags`."""
 
     version: Version
     add: tuple[AliasName, ...] = Field(default=(), max_length=64)
@@ -69,14 +72,14 @@ class TagsRequest(Model):
 
 
 class NoteRequest(Model):
-    """`POST /v1/models/{name}/notes`."""
+    """Request of `POST /v1/models/{name}/notes`."""
 
     version: Version
     text: Annotated[Remark, Field(min_length=1)]
 
 
 class Note(Model):
-    """What somebody wrote about a version."""
+    """An operator's note about a version."""
 
     text: str
     who: str
@@ -84,21 +87,21 @@ class Note(Model):
 
 
 class NoteList(Model):
-    """`GET /v1/models/{name}/notes?version=`, the oldest first."""
+    """Response of `GET /v1/models/{name}/notes?version=`: the oldest first."""
 
     object: Text = "list"
     data: tuple[Note, ...]
 
 
 class AuditEntry(Model):
-    """One change that somebody asked for and that was made."""
+    """One change that was requested and carried out."""
 
     number: Annotated[int, Field(ge=1)]
     at: Timestamp
     principal: Text
-    """What authentication proves: `internal` for `security.internal_key`, `open` where no key is set."""
+    """The authenticated principal: `internal` for `security.internal_key`, `open` if no key is set."""
     who: str
-    """Who the asker said to be; empty when it said nothing."""
+    """The name in `WHO_HEADER`; empty without the header."""
     action: Text
     model: ModelName
     version: Version | None = None
@@ -107,28 +110,28 @@ class AuditEntry(Model):
 
 
 class AuditList(Model):
-    """`GET /v1/audit?model=&before=&limit=`, the newest first."""
+    """Response of `GET /v1/audit?model=&before=&limit=`: the newest first."""
 
     object: Text = "list"
     data: tuple[AuditEntry, ...]
 
 
 class GarbageRequest(Model):
-    """`POST /v1/garbage`. A dry run, unless told otherwise, says what would be removed."""
+    """Request of `POST /v1/garbage`. By default it is a dry run, which only reports the files that would be removed."""
 
     dry_run: bool = True
     why: Remark = ""
 
 
-class Kept(Model):
-    """A retired version that stays, and what needs it."""
+class KeptVersion(Model):
+    """A retired version whose files are still needed, and the versions and aliases that need them."""
 
     version: Version
     needed_by: tuple[str, ...]
 
 
-class Collected(Model):
-    """A retired version whose files are removed. Files that another version has, too, stay."""
+class CollectedVersion(Model):
+    """A retired version whose files are removed, except those that another version shares."""
 
     version: Version
     files: int
@@ -136,9 +139,9 @@ class Collected(Model):
 
 
 class GarbageReport(Model):
-    """What was removed, or would be."""
+    """Response of `POST /v1/garbage`: the files that were removed, or would be removed without `dry_run`."""
 
     dry_run: bool
-    collected: tuple[Collected, ...]
-    kept: tuple[Kept, ...]
+    collected: tuple[CollectedVersion, ...]
+    kept: tuple[KeptVersion, ...]
     size_bytes: int

@@ -1,7 +1,7 @@
-"""Whether a change of an event breaks a reader of the released version, in either direction.
+"""Detection of changes of an event that break readers, in either direction.
 
-Both old events read by new code and new events read by old code must work: replicas are upgraded one by one and topics
-are replayed years later. So an existing field never changes, and a new one is optional.
+New code must be able to read old events, and old code new events, because replicas are upgraded one by one and topics
+are replayed years later. Therefore an existing field must never change, and a new field must be optional.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ Schema = dict[str, Any]
 
 
 def breaking_changes(released: Schema, current: Schema) -> list[str]:
-    """One sentence per change that breaks a reader; empty when `current` is compatible with `released`."""
+    """Return one sentence for each change between the schemas that breaks a reader."""
     problems: list[str] = []
     old_parts = {"": released, **released.get("$defs", {})}
     new_parts = {"": current, **current.get("$defs", {})}
     for name, old in old_parts.items():
-        where = name or "the event"
+        part = name or "the event"
         if name not in new_parts:
-            problems.append(f"{where} is gone")
+            problems.append(f"{part} is gone")
         elif "properties" in old:
-            problems += _object_changes(where, old, new_parts[name])
+            problems += _object_changes(part, old, new_parts[name])
         elif _bare(old) != _bare(new_parts[name]):
-            problems.append(f"{where} has changed")
+            problems.append(f"{part} has changed")
     return problems
 
 
-def _object_changes(where: str, old: Schema, new: Schema) -> list[str]:
+def _object_changes(part: str, old: Schema, new: Schema) -> list[str]:
     problems = []
     new_fields = new.get("properties", {})
     for field, schema in old["properties"].items():
         if field not in new_fields:
-            problems.append(f"{where}: field {field} is gone")
+            problems.append(f"{part}: field {field} is gone")
         elif _bare(schema) != _bare(new_fields[field]):
-            problems.append(f"{where}: field {field} has changed")
-    was, now = set(old.get("required", ())), set(new.get("required", ()))
-    problems += [f"{where}: field {field} became required" for field in sorted(now - was)]
-    problems += [f"{where}: field {field} is no longer required" for field in sorted(was - now)]
+            problems.append(f"{part}: field {field} has changed")
+    old_required, new_required = set(old.get("required", ())), set(new.get("required", ()))
+    problems += [f"{part}: field {field} became required" for field in sorted(new_required - old_required)]
+    problems += [f"{part}: field {field} is no longer required" for field in sorted(old_required - new_required)]
     return problems
 
 
 def _bare(schema: Any) -> Any:
-    """The schema without its prose, at every depth. A field may itself be called `title`, hence the look at strings."""
+    """Return the schema without its prose, at every depth. A dict under a prose key is a field of that name."""
     if isinstance(schema, dict):
         return {k: _bare(v) for k, v in schema.items() if k not in _PROSE or isinstance(v, dict)}
     if isinstance(schema, list):

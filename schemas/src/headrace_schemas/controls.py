@@ -1,4 +1,4 @@
-"""The messages between `headrace controls` and the programs that it runs; see `headrace_schemas.replay`."""
+"""Line protocol between `headrace controls` and its programs. `headrace_schemas.replay` describes the format."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from headrace_schemas.base import Finite, Model, Text, Version
 from headrace_schemas.events.checkpoint import Checkpoint, DropReason
 
 EXPERIENCES_MAX = 16_384
-"""Most experiences of one short training: as many outcomes as one save may report."""
+"""Maximum number of experiences in one short training, so that one save can report all outcomes."""
 
 
 class ShortRun(Model):
-    """The line `trained`, the only one of a short training."""
+    """The line `trained`, the only one of a short training: its versions and outcomes."""
 
     base: Checkpoint
     last: Checkpoint
-    """The base again where no step changed the weights."""
+    """The last version. It is the base if no step changed the weights."""
     trained: Annotated[int, Field(ge=0)]
     dropped: dict[DropReason, int] = Field(default_factory=dict)
     steps: Annotated[int, Field(ge=0)]
     stopped: str | None = None
-    """Why `[trainer.health]` ended it early."""
+    """The reason why `[trainer.health]` stopped the training early."""
 
 
 class Measure(Model):
-    """A line `measure` to the registry's filter: play so many audit tasks with this version."""
+    """A line `measure` to the registry's program: the request for a number of plays of audit tasks with a version."""
 
     version: Version
     plays: Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class Measured(Model):
-    """A line `measured`: task and score of each play, the same tasks and seeds in the same order for every version."""
+    """A line `measured`: task and score of each play. Tasks, seeds and their order are the same for all versions."""
 
     version: Version
     scores: tuple[tuple[Text, Finite], ...]

@@ -1,4 +1,4 @@
-"""CloudEvents 1.0 in Kafka's binary mode: attributes in headers, the bare event as value, a W3C trace beside them.
+"""CloudEvents 1.0 in Kafka's binary mode: attributes and the W3C trace context in headers, the event as value.
 
 https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/bindings/kafka-protocol-binding.md
 """
@@ -17,16 +17,16 @@ _OFFSET = re.compile(r"^[0-9]{1,18}$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _HEADER_BYTES_MAX = 1024
 OWN_SOURCE = "headrace/"
-"""What the sources of Headrace's own services begin with."""
+"""Prefix of the CloudEvents source of Headrace's own services."""
 DATAREF_HEADER = "ce_dataref"
-"""Beside a value that is a `BlobRef` and stands for the event (the CloudEvents claim check)."""
+"""Header of a record whose value is a `BlobRef` to the event (the CloudEvents claim check)."""
 SEQUENCE_HEADER = "ce_sequence"
-"""The first offset of a record that was put back after a retry, so that it keeps its place in the order."""
+"""Header with the original offset of a record that a retry put back onto its topic. It preserves the record's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The attributes of one event on the wire. `traceparent` and `dataref` are optional."""
+    """CloudEvents attributes of one record."""
 
     id: str
     type: str
@@ -35,12 +35,12 @@ class Envelope:
     subject: str
     traceparent: str | None = None
     dataref: str | None = None
-    """See `DATAREF_HEADER`."""
+    """The value of `DATAREF_HEADER`."""
     after: Mapping[str, int] | None = None
-    """Topic to the end offset of the partition with the event's number, read before the event was sent. Every record
-    that was acknowledged before has a lower offset; every record that was sent later has a higher one."""
+    """End offsets by topic, of the partition with the same number as the event's, read before the event was sent.
+    Records that were acknowledged earlier have lower offsets, records that were sent later have higher ones."""
     sequence: int | None = None
-    """See `SEQUENCE_HEADER`."""
+    """The value of `SEQUENCE_HEADER`."""
 
     @classmethod
     def of(
@@ -51,9 +51,11 @@ class Envelope:
         dataref: str | None = None,
         after: Mapping[str, int] | None = None,
     ) -> Envelope:
+        """Return the envelope of `event`, which `source` sends."""
         return cls(event.event_id, event.type, source, event.time, event.subject, traceparent, dataref, after)
 
     def headers(self) -> Headers:
+        """Return the headers of the record, without optional attributes that are not set."""
         pairs = {
             "ce_specversion": "1.0",
             "ce_id": self.id,
@@ -71,13 +73,13 @@ class Envelope:
 
     @classmethod
     def read(cls, headers: Iterable[tuple[str, bytes | None]], event: Event) -> Envelope:
-        """The envelope that came with `event`; what a producer left out is derived from the event itself.
+        """Return the envelope of a record of `event`. Missing headers are derived from the event.
 
-        Producing with nothing but a key and a value (kcat, a shell script) is legal.
+        Producers may send records without headers (kcat, a shell script).
         """
         texts = {name: _text(value) for name, value in headers if value is not None}
         return cls(
-            id=event.event_id,  # another producer's `ce_id` could equal that of a later event, which would be dropped
+            id=event.event_id,  # not `ce_id`: with the id of a later event it would make that one a duplicate
             type=event.type,
             source=texts.get("ce_source") or "unknown",
             time=event.time,
@@ -98,11 +100,11 @@ def _trace(value: str | None) -> str | None:
 
 
 def _after(value: str | None) -> Mapping[str, int] | None:
-    """None also for what is no such list: it is then as if it had not been sent."""
+    """Parse the header `ce_after`. A malformed value counts as a missing header."""
     pairs = [part.partition("=") for part in (value or "").split(",")]
-    found = {topic: _number(end) for topic, _, end in pairs}
-    known = {topic: end for topic, end in found.items() if end is not None}
-    return known if len(known) == len(pairs) else None
+    offsets = {topic: _number(end) for topic, _, end in pairs}
+    valid_offsets = {topic: end for topic, end in offsets.items() if end is not None}
+    return valid_offsets if len(valid_offsets) == len(pairs) else None
 
 
 def _number(value: str | None) -> int | None:
@@ -110,21 +112,21 @@ def _number(value: str | None) -> int | None:
 
 
 def type_of(headers: Iterable[tuple[str, bytes | None]]) -> str | None:
-    """The `ce_type` of a raw record, None when the producer sent none."""
+    """Return the `ce_type` of a raw record, or None if the producer did not send it."""
     return next((_text(value) for name, value in headers if name == "ce_type" and value is not None), None)
 
 
 def is_own(headers: Iterable[tuple[str, bytes | None]]) -> bool:
-    """Whether a raw record says that a service of Headrace sent it."""
+    """Return whether the `ce_source` of a raw record names a Headrace service."""
     source = next((value for name, value in headers if name == "ce_source" and value is not None), b"")
     return source.startswith(OWN_SOURCE.encode())
 
 
 def sequence_of(headers: Iterable[tuple[str, bytes | None]]) -> int | None:
-    """The offset that a raw record had first, None when it was not put back."""
+    """Return the original offset of a raw record that a retry put back, or None for all other records."""
     return next((_number(_text(value)) for name, value in headers if name == SEQUENCE_HEADER and value), None)
 
 
-def refers(headers: Iterable[tuple[str, bytes | None]]) -> bool:
-    """Whether the value of a raw record only refers to its event."""
+def is_blob_reference(headers: Iterable[tuple[str, bytes | None]]) -> bool:
+    """Return whether the value of a raw record is a `BlobRef` to its event."""
     return any(name == DATAREF_HEADER for name, _ in headers)

@@ -1,25 +1,24 @@
-"""The root of Headrace's one error tree.
+"""Base class of all exceptions that Headrace raises on purpose.
 
-`HeadraceError` is everything that Headrace raises on purpose. Its direct branches tell a caller what to do next:
+The direct subclasses of `HeadraceError` determine how a caller handles the error:
 
-- `InvalidEvent`: these bytes will never become valid; dead-letter them.
-- `headrace_runtime.errors.SettingError`: somebody must change a setting; stop the start-up.
-- `headrace_runtime.errors.Unavailable`: a dependency is away; retry with backoff.
-- `headrace_runtime.errors.Refused`: a caller's request is wrong; answer it, keep going.
+- `InvalidEvent`: the bytes will never become valid; dead-letter them.
+- `headrace_runtime.errors.SettingError`: an operator must change a setting; stop the start-up.
+- `headrace_runtime.errors.Unavailable`: a dependency does not respond; retry with backoff.
+- `headrace_runtime.errors.Refused`: the request is invalid; answer it with an error and continue.
 """
 
 from headrace_schemas.redaction import redacted
 from headrace_schemas.text import printable_lines
 
 _LENGTH_MAX = 8_000
-"""Characters of one message."""
+"""Maximum number of characters of one message."""
 
 
 class HeadraceError(Exception):
-    """Root of the tree. The message names the thing, the value and the remedy.
+    """Base class of Headrace's exceptions. A message names the field, its value and the remedy.
 
-    Whatever text from outside is in it: it holds no secret, nothing that steers a terminal, and at most 8,000
-    characters.
+    Secrets and terminal control characters are removed from the message, and it is cut to 8,000 characters.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -27,9 +26,9 @@ class HeadraceError(Exception):
 
 
 class InvalidEvent(HeadraceError):
-    """Bytes on a topic that are not a valid event; retrying cannot help.
+    """A record's value is not a valid event, so a retry would fail, too.
 
-    `reason` is the dead letter's short machine-readable reason, e.g. `invalid_json`.
+    `reason` is the short machine-readable reason of the dead letter, for example `invalid_json`.
     """
 
     def __init__(self, reason: str, message: str) -> None:

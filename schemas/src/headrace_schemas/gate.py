@@ -1,7 +1,7 @@
-"""The messages between the registry's gate and the program that plays held-out tasks: JSON lines on stdin and stdout.
+"""Protocol between the registry's gate and the program that plays held-out tasks: JSON lines on stdin and stdout.
 
-First the program prints one `Tasks`. Then it reads a `Play` per line, plays as many at a time as it likes, and prints a
-`Played` for each, in any order. It ends when its standard input ends.
+The program first prints one `Tasks`. Then it reads one `Play` per line and prints one `Played` for each, in any order
+and with any number of concurrent plays. It exits at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
 
 
 class Tasks(Model):
-    """The first line: the names of all tasks. A task that is listed twice counts twice. Other fields are ignored."""
+    """The first line of the program: the names of all tasks.
+
+    A task that is listed twice counts twice. Other fields are ignored.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
     gate: Names
-    """Tasks that decide which version may serve."""
+    """The tasks that decide whether a version may serve."""
     audit: Names
-    """Tasks that only measure. Reported scores come from them alone."""
+    """The tasks that take part in no decision. Only their scores are reported."""
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -34,7 +37,7 @@ class Tasks(Model):
 
 
 class Play(Model):
-    """A line to the program: play this task with this version, random numbers drawn from `seed`."""
+    """A line to the program: the request to play a task with a version and the random seed `seed`."""
 
     version: Version
     task: Text

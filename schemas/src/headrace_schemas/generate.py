@@ -1,7 +1,7 @@
-"""Writes the JSON Schema of each event and the AsyncAPI 3 document; `make schemas` calls it, a test compares.
+"""Generator of the JSON Schema of each event and of the AsyncAPI 3 document, for `make schemas`.
 
-`python -m headrace_schemas.generate [--check | --release]`; needs PyYAML, which only developers have to install.
-`--release` also makes the present schemas the ones that later changes have to stay compatible with.
+Usage: `python -m headrace_schemas.generate [--check | --release]`. It needs PyYAML, which only developers install.
+`--release` also stores the present schemas as the released ones, with which later changes must be compatible.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ _HEADERS = {
 
 
 def json_schema(event: type[Event]) -> dict[str, Any]:
-    """Definitions are named by their titles: a title stays when its class is renamed."""
+    """Return the JSON Schema of an event.
+
+    Its definitions are named by their titles, because a title stays when its class is renamed.
+    """
     schema = event.model_json_schema(mode="validation")
     titles = {name: part.get("title", name) for name, part in schema.get("$defs", {}).items()}
     text = json.dumps(schema)
     for name, title in titles.items():
         text = text.replace(f'"#/$defs/{name}"', f'"#/$defs/{title}"')
-    named = json.loads(text)
+    schema = json.loads(text)
     if titles:
-        named["$defs"] = dict(sorted((titles[name], part) for name, part in named["$defs"].items()))
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": event.type, **_without(named, "title")}
+        schema["$defs"] = dict(sorted((titles[name], part) for name, part in schema["$defs"].items()))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": event.type, **_without(schema, "title")}
 
 
 def asyncapi() -> dict[str, Any]:
-    """One channel and one message per topic, one operation per producer and consumer."""
+    """Return the AsyncAPI document: one channel and one message per topic, one operation per producer and consumer."""
     specs = {name: yaml.safe_load(text) for name, text in topics.sources().items()}
     channels, messages, operations = {}, {}, {}
     for name, spec in specs.items():
@@ -99,23 +102,25 @@ def _without(schema: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def documents() -> dict[str, str]:
-    """File name to content of everything generated."""
-    made = {f"{name}.json": json_schema(event) for name, event in EVENTS.items()}
-    made["asyncapi.json"] = asyncapi()
-    return {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in made.items()}
+    """Return the content of each generated file by file name."""
+    contents = {f"{name}.json": json_schema(event) for name, event in EVENTS.items()}
+    contents["asyncapi.json"] = asyncapi()
+    return {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in contents.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file differs")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the files without writing them; exit with 1 if a file differs"
+    )
     parser.add_argument("--release", action="store_true", help="also replace the released schemas")
     options = parser.parse_args()
-    made = documents()
+    texts = documents()
     folders = [JSON_FOLDER, RELEASED_FOLDER] if options.release else [JSON_FOLDER]
-    stale = [folder / name for folder in folders for name in made if _read(folder / name) != made[name]]
+    stale = [folder / name for folder in folders for name in texts if _read(folder / name) != texts[name]]
     for path in stale if not options.check else ():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(made[path.name], encoding="utf-8")
+        path.write_text(texts[path.name], encoding="utf-8")
     print(f"{'differs' if options.check else 'written'}: {', '.join(path.name for path in stale) or 'nothing'}")
     return 1 if options.check and stale else 0
 

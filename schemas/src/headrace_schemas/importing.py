@@ -1,6 +1,6 @@
-"""The lines between `headrace models register`, `import` or `export` and the program that knows how weights are loaded.
+"""Line protocol between `headrace models register`, `import` or `export` and the program that can load weights.
 
-See `headrace_schemas.replay` for what a line is.
+`headrace_schemas.replay` describes the format of a line.
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ from headrace_schemas.base import Model, ModelName, Version
 from headrace_schemas.blobs import BlobRef
 
 MANIFEST_FILE = "headrace_manifest.json"
-"""Lies in an exported folder: with it the folder becomes the very same version again."""
+"""Name of the manifest in an exported folder. With it, importing the folder restores the same version."""
 
 
 class FolderLine(Model):
-    """A line `folder`: make it a version of this model. `base` is the manifest of what an adapter applies to.
-
-    Without a name it is the version that was exported.
-    """
+    """A line `folder`: the request to store a folder as a version."""
 
     folder: str
     name: ModelName | None = None
+    """The model. Without it the folder must contain an exported version."""
     base: BlobRef | None = None
+    """The manifest of the version that an adapter applies to."""
 
 
 class StoredLine(Model):
-    """A line `stored`."""
+    """A line `stored`: the stored version."""
 
     version: Version
     manifest: BlobRef
 
 
 class MergeLine(Model):
-    """A line `merge`: write adapter and base as one model into a folder."""
+    """A line `merge`: the request to write adapter and base as one model into a folder."""
 
     adapter: BlobRef
     base: BlobRef
@@ -39,6 +38,6 @@ class MergeLine(Model):
 
 
 class MergedLine(Model):
-    """A line `merged`."""
+    """A line `merged`: the folder with the merged model."""
 
     folder: str

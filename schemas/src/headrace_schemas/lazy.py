@@ -1,4 +1,4 @@
-"""Public names that are imported when they are asked for (PEP 562), so that importing a package imports little."""
+"""Lazy public names of a package (PEP 562), so that importing the package imports little."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from importlib import import_module
 def lazily(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of `package`. `modules` maps each module to the public names that it holds."""
-    home = {name: module for module, names in modules.items() for name in names}
+    """Return the functions `__getattr__` and `__dir__` of `package`, which import a public name on first use.
+
+    Args:
+        package: the full name of the package.
+        modules: the public names by the module that defines them.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> object:
-        if name not in home:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found: object = getattr(import_module(home[name]), name)
-        setattr(sys.modules[package], name, found)  # the next look finds it there
-        return found
+        attribute: object = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[package], name, attribute)  # so that the next access does not call this function
+        return attribute
 
-    return get, lambda: sorted(home)
+    return get, lambda: sorted(module_of)

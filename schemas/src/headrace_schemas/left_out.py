@@ -1,4 +1,4 @@
-"""Which turns are left out of training, by one rule for the collector, the gateway and the account."""
+"""Rule that decides which turns are left out of training, shared by the collector, the gateway and the account."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from headrace_schemas.events.turn import Turn
 
 
 def left_out_reason(turn: Turn) -> LeftOutReason | None:
-    """Return why no branch can hold the turn; None if one can. Only a later turn shows that it was retried."""
+    """Return the reason why the turn cannot be in a branch, or None if it can.
+
+    The reason `retried` is missing here, because only a later turn reveals a retry.
+    """
     if not turn.delivered:
         return "undelivered"
     if not any(choice.token_ids for choice in turn.choices):
@@ -16,19 +19,19 @@ def left_out_reason(turn: Turn) -> LeftOutReason | None:
 
 
 def left_out(turn: Turn, reason: LeftOutReason) -> LeftOut:
-    """Return the entry of a trajectory for a turn that is left out.
+    """Return the `left_out` entry of a trajectory for the turn.
 
-    More than one thing truncates: a grammar is named in `detail`, as the client may not have asked for less.
+    Sampling can be truncated in several ways. `detail` names a grammar, which the client may not have requested itself.
     """
-    held = reason == "truncated_sampling" and turn.sampling.grammar is not None
-    return LeftOut(turn_id=turn.turn_id, reason=reason, version=turn.version, detail="grammar" if held else None)
+    has_grammar = reason == "truncated_sampling" and turn.sampling.grammar is not None
+    return LeftOut(turn_id=turn.turn_id, reason=reason, version=turn.version, detail="grammar" if has_grammar else None)
 
 
-def untaught_reason(turn: Turn) -> str | None:
-    """Return why feedback about the turn trains nothing, in the words of the account; None if it may train."""
+def untrained_reason(turn: Turn) -> str | None:
+    """Return the reason why feedback about the turn is not trained, as the account names it, or None if it may be."""
     if turn.purpose == "eval":
         return "eval"
     if turn.untrained is not None:
         return turn.untrained
     reason = left_out_reason(turn)
-    return None if reason is None else left_out(turn, reason).why
+    return None if reason is None else left_out(turn, reason).full_reason

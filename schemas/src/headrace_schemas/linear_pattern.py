@@ -1,8 +1,9 @@
-"""Regular expressions from outside: matched in time linear in the text, whatever the expression is.
+"""Matching of external regular expressions in time linear in the length of the text.
 
-Python's `re` backtracks, and one expression can hold a process for hours. These are matched by the automaton of Rust's
-`regex`, which comes with pydantic. It has neither look-around nor back-references, and its time is in the length of the
-text times the length of the expression with its counted repetitions written out, so that this product is bounded.
+Python's `re` backtracks, so that one expression can block a process for hours. This module uses the automaton of Rust's
+`regex`, which is part of pydantic. It supports neither look-around nor back-references. Its time is proportional to the
+length of the text times the length of the expression with its counted repetitions expanded, and this product is
+bounded.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from headrace_schemas.text import printable, storable
 PATTERN_LENGTH_MAX = 1_000
 _STATES_MAX = 2_000
 _WORK_MAX = 10_000_000
-"""States times bytes of the text: under half a second on one core."""
+"""Maximum product of states and bytes of the text. It takes under half a second on one core."""
 _COUNT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
 _IN_CLASS = {"[": r"\[", "&": r"\&", "~": r"\~"}
-"""Python takes these as they are inside `[...]`; Rust takes them as operators of sets."""
+"""Characters that are literals inside `[...]` in Python and set operators in Rust."""
 
 
 def fits_whole(text: str, pattern: str) -> bool:
-    """Return whether the whole of `text` fits `pattern`; `.` also stands for line breaks.
+    """Return whether `pattern` matches the whole `text`. `.` also matches line breaks.
 
     Raises:
-        ValueError: `pattern` is not a regular expression that can be matched in linear time, or is too long for `text`.
+        ValueError: `pattern` cannot be matched in linear time, or is too long for `text`.
     """
     matcher, states = _compiled(pattern)
     encodable = storable(text)
     length = len(encodable.encode())
     if states * length > _WORK_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: {states} states are too many for a text of {length} bytes; use "
-            "fewer or smaller counted repetitions"
+            f"regular expression {_quoted(pattern)}: its {states} states are too many for a text of {length} bytes; "
+            "use fewer or smaller counted repetitions"
         )
     try:
         matcher.validate_python(encodable, strict=True)
@@ -48,12 +49,12 @@ def fits_whole(text: str, pattern: str) -> bool:
 def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
     if len(pattern) > PATTERN_LENGTH_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: has more than {PATTERN_LENGTH_MAX} characters; shorten it"
+            f"regular expression {_quoted(pattern)}: it has more than {PATTERN_LENGTH_MAX} characters; shorten it"
         )
     translated, states = _Translation(pattern).run()
     if states > _STATES_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: its counted repetitions stand for {states} states; at most "
+            f"regular expression {_quoted(pattern)}: its counted repetitions expand to {states} states; at most "
             f"{_STATES_MAX} are allowed"
         )
     try:
@@ -72,23 +73,28 @@ def _quoted(pattern: str) -> str:
 
 
 class _Translation:
-    """One pass over a pattern of Python: its form for Rust, and its length with counted repetitions written out."""
+    """Translation of one pattern from Python's to Rust's syntax, which also measures its length.
+
+    The length is that of the pattern with its counted repetitions expanded.
+    """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._pieces: list[str] = []
         self._sizes: list[int] = [0]
-        """Of the groups that are open, the outermost first."""
+        """Lengths of the open groups, the outermost first."""
         self._last = 0
-        """Size of the item that a quantifier would repeat."""
+        """Length of the item that a quantifier at this position would repeat."""
 
     def run(self) -> tuple[str, int]:
+        """Return the translated pattern and its length."""
         at = 0
         while at < len(self._pattern):
             at = self._step(at)
         return "".join(self._pieces), sum(self._sizes)
 
     def _step(self, at: int) -> int:
+        """Translate the item at position `at`, and return the position of the next item."""
         pattern, character = self._pattern, self._pattern[at]
         if character == "\\":
             escape = pattern[at : at + 2]

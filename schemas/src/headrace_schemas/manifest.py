@@ -1,4 +1,4 @@
-"""What a version is made of. The manifest's own digest names the version, so nothing in it can change later (P7)."""
+"""The manifest of a version. Its digest is part of the version's name, so it can never change (P7)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headrace_schemas.base import Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
 
 DIGEST_LENGTH = 16
-"""Hex digits of the manifest's SHA-256 in a version's name."""
+"""Number of hex digits of the manifest's SHA-256 in a version's name."""
 
 
-_TOKENS = frozenset(
+_TOKENIZER_FILES = frozenset(
     (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -32,7 +32,7 @@ _TOKENS = frozenset(
 
 
 class File(Model):
-    """One file of a version, relative to its root. Weights are safetensors; pickles are refused by name."""
+    """One file of a version, relative to its folder. Weights must be safetensors; names of pickles are refused."""
 
     path: Text
     blob: BlobRef
@@ -42,16 +42,16 @@ class File(Model):
     def _inside_and_no_pickle(cls, path: str) -> str:
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts:
-            raise ValueError(f"{path!r} leaves the version's folder")
+            raise ValueError(f"{path!r} is outside the version's folder")
         if pure.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
-            raise ValueError(f"{path!r} may hold a pickle; only safetensors carry weights")
+            raise ValueError(f"{path!r} may contain a pickle; store the weights as safetensors")
         return path
 
 
 class Fingerprint(Model):
-    """The answer of the weights to fixed tokens: the log-probability of each of `token_ids[1:]` at temperature 1.
+    """Logprobs of the fixed tokens `token_ids[1:]` under the version's weights, at temperature 1.
 
-    Written by the trainer, compared by the engine after loading.
+    The trainer computes them, and the engine compares them after loading the weights.
     """
 
     token_ids: TokenIds
@@ -72,7 +72,7 @@ class Manifest(Model):
     name: ModelName
     lineage: Text
     step: Annotated[int, Field(ge=0)]
-    """Versions published in this lineage before this one; staleness is counted in it (P5)."""
+    """Number of versions that this lineage published earlier. Staleness is a difference of these numbers (P5)."""
     parent: Version | None = None
     kind: Literal["full", "lora"] = "full"
     base: Version | None = None
@@ -80,10 +80,10 @@ class Manifest(Model):
     files: tuple[File, ...] = Field(min_length=1, max_length=4096)
     fingerprint: Fingerprint
     tokenizer_sha256: Sha256
-    """Of `tokenizer.json`."""
+    """Digest of `tokenizer.json`. An adapter copies it from its base."""
     template_sha256: Sha256
-    """Of `chat_template.jinja` where that is the only template, else of all templates wherever they stand. An adapter
-    has both digests from its base."""
+    """Digest of `chat_template.jinja` if that is the only template, otherwise of all templates in all files. An adapter
+    copies it from its base."""
 
     @model_validator(mode="after")
     def _lora_has_a_base(self) -> Self:
@@ -94,29 +94,42 @@ class Manifest(Model):
         return self
 
     def canonical_json(self) -> bytes:
-        """The bytes that are stored and hashed: sorted keys, no spaces, no nulls."""
+        """Return the bytes that are stored and hashed: sorted keys, no spaces, no nulls."""
         data = self.model_dump(mode="json", exclude_none=True)
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @property
     def acting_files(self) -> dict[str, str]:
-        """SHA-256 by path of the files that can change a prompt or the end of an answer: all but the weights. An
-        adapter has none, because those of its base apply."""
-        own = self.files if self.kind == "full" else ()
-        return {f.path: f.blob.sha256 for f in own if not f.path.endswith((".safetensors", ".safetensors.index.json"))}
+        """SHA-256 by path of the files that can change a prompt or the end of an answer: all files except the weights.
+
+        The result is empty for an adapter, because the files of its base apply.
+        """
+        files = self.files if self.kind == "full" else ()
+        return {
+            file.path: file.blob.sha256
+            for file in files
+            if not file.path.endswith((".safetensors", ".safetensors.index.json"))
+        }
 
     @property
     def token_files(self) -> dict[str, str]:
-        """Those of `acting_files` that decide which tokens a conversation becomes."""
-        found = ((PurePosixPath(path), sha256) for path, sha256 in self.acting_files.items())
-        return {str(path): sha for path, sha in found if str(path) in _TOKENS or path.suffix in {".jinja", ".model"}}
+        """The entries of `acting_files` that determine the tokens of a conversation."""
+        return {
+            path: sha256
+            for path, sha256 in self.acting_files.items()
+            if path in _TOKENIZER_FILES or PurePosixPath(path).suffix in {".jinja", ".model"}
+        }
 
     @property
     def prompt_sha256(self) -> str:
-        """Equal for versions that tokenize every conversation alike. For an adapter, that of its base counts."""
+        """A digest that is equal for versions that tokenize every conversation alike.
+
+        For an adapter the digest has no meaning; use that of its base.
+        """
         parts = [self.tokenizer_sha256, self.template_sha256, self.acting_files]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def version(self) -> str:
+        """The name of the version, `name@digest`."""
         return f"{self.name}@{hashlib.sha256(self.canonical_json()).hexdigest()[:DIGEST_LENGTH]}"

@@ -1,8 +1,8 @@
-r"""Names that arrive as bytes: how a header, a path segment or a record's key becomes text, and which are refused.
+r"""Decoding and validation of names in headers, path segments and record keys.
 
-The rule: bytes that are valid UTF-8 are read as UTF-8, all others as Latin-1, which is what Python's `http.client`
-sends. Percent forms of a path are decoded once, before that; those of a header or a body stay as they are. No character
-is replaced, dropped or folded, so names that only look alike (NFC and NFD, case, fullwidth, zero-width) stay different.
+Bytes that are valid UTF-8 are decoded as UTF-8, all others as Latin-1, which is the encoding of Python's `http.client`.
+Percent escapes of a path are decoded once before that; those of a header or a body stay as they are. No character is
+replaced, dropped or folded, so names that only look alike (NFC and NFD, case, fullwidth, zero-width) stay different.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def decode_name(raw: bytes) -> str:
-    """Return `raw` as text, in UTF-8 where it is valid and else in Latin-1; different bytes of one encoding differ."""
+    """Decode `raw` as UTF-8 if it is valid UTF-8, otherwise as Latin-1."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -25,15 +25,15 @@ def decode_name(raw: bytes) -> str:
 
 
 def decode_segment(raw: bytes) -> str:
-    """Return one segment of a URL's path as text, its percent forms decoded once."""
+    """Decode one segment of a URL's path, including its percent escapes."""
     return decode_name(unquote_to_bytes(raw))
 
 
 def decode_path(raw: bytes) -> str:
-    """Return a URL's path as text, segment by segment: `%2F` becomes a slash of its segment."""
+    """Decode a URL's path segment by segment. `%2F` becomes a slash within its segment."""
     return "/".join(map(decode_segment, raw.split(b"/")))
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` may name something: see `NAME`. Lone surrogates, which UTF-8 cannot hold, are refused."""
+    """Return whether `text` matches `NAME` and has no lone surrogates, which UTF-8 cannot encode."""
     return _NAME.fullmatch(text) is not None and _SURROGATES.search(text) is None

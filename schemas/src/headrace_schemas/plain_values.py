@@ -1,6 +1,6 @@
-"""Numbers and errors of users' programs as plain values, whatever library made them.
+"""Conversion of numbers and errors from users' programs into plain Python values.
 
-No library is imported: a scalar of numpy, torch, JAX or pandas is recognised by its empty shape and its `item()`.
+No array library is imported. A scalar of numpy, torch, JAX or pandas is recognised by its empty shape and its `item()`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ _TIMES = ("m", "M")
 
 
 def plain_number(value: object) -> float:
-    """Return a number that a user's program made as a float.
+    """Convert a number from a user's program into a float.
 
-    Taken are `bool`, `int`, `float`, `Decimal`, `Fraction` and other real numbers, and scalars of array libraries:
-    `numpy.bool_`, arrays and tensors without dimensions.
+    Supported are `bool`, `int`, `float`, `Decimal`, `Fraction` and other real numbers, and scalars of array libraries
+    (`numpy.bool_`, arrays and tensors without dimensions).
 
     Raises:
-        TypeError: `value` is no single real number; a text with digits is none.
-        ValueError: it is masked, not finite, or too large for a float.
+        TypeError: `value` is not a single real number. Strings are refused, too.
+        ValueError: the number is masked, not finite, or too large for a float.
     """
     shape = getattr(value, "shape", None)
     if shape is not None and callable(item := getattr(value, "item", None)):
         return _scalar(value, shape, item)
     if not isinstance(value, Real | Decimal):
-        raise TypeError(f"{_kind(value)} is no number; return a number")
+        raise TypeError(f"{_kind(value)} is not a number; return a number")
     return _finite(value)
 
 
 def plain_value(value: object) -> object:
-    """Return scalars of array libraries and decimal numbers as Python's own; all other values as they are.
+    """Convert scalars of array libraries and decimal numbers into Python numbers; return all other values unchanged.
 
-    Booleans stay booleans and integers integers.
+    Booleans stay booleans, integers stay integers.
     """
     shape, item = getattr(value, "shape", None), getattr(value, "item", None)
     if shape is not None and callable(item):
-        number, held = plain_number(value), item()
-        return held if type(held) in (bool, int) else number
+        number, scalar = plain_number(value), item()
+        return scalar if type(scalar) in (bool, int) else number
     return plain_number(value) if isinstance(value, Decimal | Fraction) else value
 
 
 def plain_json(value: object) -> object:
-    """Return mappings, sequences and numbers of any library as `json.dumps` takes them; other values as they are."""
+    """Convert mappings, sequences and numbers of any library for `json.dumps`; return other values unchanged."""
     value = plain_value(value)
     if isinstance(value, Mapping):
         return {str(name): plain_json(inner) for name, inner in value.items()}
@@ -59,21 +59,21 @@ def plain_json(value: object) -> object:
 
 
 def stop_strings(value: object) -> object:
-    """Return `stop` of a request as a tuple. An empty string and an empty list ask for nothing: None."""
+    """Return the field `stop` of a request as a tuple, or None for an empty string or list."""
     if isinstance(value, str):
         return (value,) if value else None
     return (tuple(value) or None) if isinstance(value, list | tuple) else value
 
 
 def none_if_empty(value: object) -> object:
-    """Return None for an empty string, which names nothing."""
+    """Return None for an empty string and all other values unchanged."""
     return None if value == "" else value
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an error of a user's program, cut, as UTF-8 and PostgreSQL can hold it.
+    """Return the type and the text of an error from a user's program, cut to `ERROR_LENGTH_MAX` and storable.
 
-    The text of an error is code of the user: where it fails, the type stands alone.
+    The user's code produces the text. If that code fails, a placeholder replaces the text.
     """
     try:
         text = str(error)
@@ -89,7 +89,7 @@ def _scalar(value: object, shape: object, item: Callable[[], object]) -> float:
     try:
         dimensions: tuple[object, ...] = tuple(shape)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{_kind(value)} is no number; return a number") from None
+        raise TypeError(f"{_kind(value)} is not a number; return a number") from None
     if dimensions:
         raise TypeError(f"{_kind(value)} has the shape {dimensions}; return a single number, for example its mean")
     if _is_true(getattr(value, "mask", False)):
@@ -98,7 +98,7 @@ def _scalar(value: object, shape: object, item: Callable[[], object]) -> float:
         raise TypeError(f"{_kind(value)} is a time; return a number")
     number = item()
     if not isinstance(number, Real | Decimal):
-        raise TypeError(f"{_kind(value)} holds {_kind(number)}, which is no number; return a number")
+        raise TypeError(f"{_kind(value)} holds {_kind(number)}, which is not a number; return a number")
     return _finite(number)
 
 

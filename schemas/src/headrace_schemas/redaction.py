@@ -1,7 +1,7 @@
-"""The one place that takes secrets out of text, before a person or a file sees it.
+"""Removal of secrets from messages, logs and reports.
 
-By shape: credentials in a URL, and text after a name like `password=`, in any quotes. By value: secrets that the
-process knows (`Redactor`). By name: a setting that is named like a secret is never shown.
+A secret is recognised by its shape (credentials in a URL, text after a name like `password=`), by its value
+(`Redactor` gets the secrets of the process) or by the name of its setting.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from headrace_schemas.text import closest
 HIDDEN = "(hidden)"
 _WORDS = ("key", "password", "passwd", "secret", "token", "credential", "credentials", "sha256")
 _NO_SECRETS = ("keys", "tokens")
-"""Numbers of something, or tables."""
-_SHORTEST = 4
+"""Names that resemble a secret's but denote counts or tables."""
+_SECRET_LENGTH_MIN = 4
 """Shorter values occur in any text, so they are not redacted."""
 _LENGTH_MAX = 65_536
-"""Characters that are searched for secrets; the rest of a longer text is cut off."""
+"""Maximum number of characters that are searched for secrets. The rest of a longer text is cut off."""
 _CUT = "... ({} more characters)"
 _RUN = re.compile(r"[^\s'\"]+")
 _USER = re.compile(r"(?<=[a-z0-9+.-])://[^/@:]*+:", re.IGNORECASE)
-"""A URL as far as the colon before its password; within one run of `_RUN`."""
+"""The part of a URL up to the colon before its password, within one run of `_RUN`."""
 _BEARER = re.compile(r"(?P<kind>\bbearer\s++)(?P<secret>[^\s'\",;]++)", re.IGNORECASE)
 _NAMED = re.compile(
     r"(?P<name>(?:password|passwd|secret|api_?key|internal_key|access_?key|token)['\"]?\s*+[=:]\s*+)"
     r"(?P<secret>\"[^\"]*+\"?|'[^']*+'?|[^\s&,;)}\]'\"]++)",
     re.IGNORECASE,
 )
-"""A quote that is not closed goes on to the end: the text may have been cut."""
+"""A secret after its name. An unclosed quote extends to the end of the text, which may have been cut."""
 _NAME_LENGTH_MAX = 512
 _COUNTS = re.compile(r"^['\"]?(?:\d{1,6}(?:\.\d+)?|true|false|null|none|\(hidden\)|\*+)['\"]?$", re.IGNORECASE)
-"""`tokens: 17` and the like are measurements."""
+"""Values that are no secrets, such as 17 in `tokens: 17`."""
 
 
 def redacted(text: str) -> str:
-    """Return `text` without what looks like a secret, in time linear in its length, cut to 65,536 characters."""
+    """Return `text`, cut to 65,536 characters, without parts that look like secrets.
+
+    The time is linear in its length.
+    """
     cut = len(text) - _LENGTH_MAX
     if cut > 0:
         text = text[:_LENGTH_MAX]
@@ -48,27 +51,27 @@ def redacted(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or variable of this name, misspelt or not, may hold a secret."""
+    """Return whether `name`, misspelt or not, is that of a setting or variable that may contain a secret."""
     last = re.split(r"[._\W]+", name[-_NAME_LENGTH_MAX:].lower())[-1]
     return last not in _NO_SECRETS and closest(last, _WORDS, cutoff=0.65) is not None
 
 
-def shown(name: str, value: object) -> str:
-    """`value` of the setting `name` as a message may show it."""
+def redacted_value(name: str, value: object) -> str:
+    """Return the value of the setting `name` for a message, without secrets."""
     if is_secret(name):
         return HIDDEN
     return redacted(repr(_without_secrets(value)))
 
 
 class Redactor:
-    """Takes known secrets out of text, besides what looks like one. Thread-safe; knows nothing at first."""
+    """Thread-safe filter that removes the given secrets from text, besides parts that look like secrets."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        known = sorted({secret for secret in secrets if len(secret) >= _SHORTEST}, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+        values = sorted({secret for secret in secrets if len(secret) >= _SECRET_LENGTH_MIN}, key=len, reverse=True)
+        self._secrets = re.compile("|".join(map(re.escape, values))) if values else None
 
     def __call__(self, text: str) -> str:
-        return redacted(self._known.sub(HIDDEN, text) if self._known else text)
+        return redacted(self._secrets.sub(HIDDEN, text) if self._secrets else text)
 
 
 def _without_secrets(value: object) -> object:
@@ -80,9 +83,9 @@ def _without_secrets(value: object) -> object:
 
 
 def _without_password(run: str, *, is_cut: bool) -> str:
-    """Return `run` without the password of a URL: it may hold `@` and `/` itself, so it ends at the last `@`.
+    """Return `run` without the password of a URL.
 
-    Of a run whose end `is_cut` off, that `@` may be missing.
+    A password may contain `@` and `/`, so it ends at the last `@`, or at the end of a run that `is_cut`.
     """
     user = _USER.search(run)
     if user is None:
@@ -91,6 +94,6 @@ def _without_password(run: str, *, is_cut: bool) -> str:
     return f"{run[: user.end()]}{HIDDEN}{run[end:]}" if end > user.end() else run
 
 
-def _without_value(found: re.Match[str]) -> str:
-    secret = found["secret"]
-    return found[0] if _COUNTS.match(secret) else f"{found['name']}{HIDDEN}"
+def _without_value(match: re.Match[str]) -> str:
+    secret = match["secret"]
+    return match[0] if _COUNTS.match(secret) else f"{match['name']}{HIDDEN}"

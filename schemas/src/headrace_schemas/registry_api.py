@@ -1,4 +1,4 @@
-"""Requests and answers of the registry's REST interface. The service and the SDK share these models."""
+"""Requests and responses of the registry's REST API, shared by the service and the SDK."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headrace_schemas.events.model_event import ModelEvent
 
 
 class ModelState(Model):
-    """A model and the roles of its versions. `revision` is that of its routing, -1 before the first one.
+    """A model and the roles of its versions.
 
-    `anchor` is the best version so far, as far as trials have shown; `trials` counts the versions that were compared
-    with it.
+    `revision` is that of its routing, -1 before the first one. `anchor` is the best version in the trials so far, and
+    `trials` counts the versions that were compared with it.
     """
 
     id: ModelName
@@ -28,21 +28,21 @@ class ModelState(Model):
     anchor: Version | None = None
     trials: Annotated[int, Field(ge=0)] = 0
     aliases: dict[AliasName, Version] = Field(default_factory=dict)
-    """Those that operators set."""
+    """The aliases that operators set."""
     revision: int
     trouble: Annotated[str, Field(max_length=4096)] | None = None
-    """Why no replica serves the model, in the words of the replica that refuses; None while some replica serves it."""
+    """The error of a replica that refuses the model, or None while a replica serves the model."""
 
 
 class ModelList(Model):
-    """`GET /v1/models`."""
+    """Response of `GET /v1/models`."""
 
     object: Literal["list"] = "list"
     data: tuple[ModelState, ...]
 
 
 class VersionState(Model):
-    """A version and everything that was decided about it, the oldest decision first."""
+    """A version with all decisions about it, the oldest first."""
 
     id: Version
     object: Literal["model.version"] = "model.version"
@@ -56,43 +56,48 @@ class VersionState(Model):
     ]
     registered_at: Timestamp
     trained: bool = True
-    """Whether a trainer of ours made it. What others answer is captured and never trained."""
+    """Whether a Headrace trainer produced it. The answers of other versions are captured but never trained."""
     label: AliasName | None = None
     served: bool = False
-    """Held ready because somebody asked for it, besides the roles."""
+    """Whether replicas keep it loaded on an operator's request, independent of its roles."""
     retired: bool = False
-    """It never serves again, and its files may be collected."""
+    """Whether it is retired. A retired version never serves again, and its files may be removed."""
     collected: bool = False
-    """Its files are gone."""
+    """Whether its files were removed."""
     tags: tuple[AliasName, ...] = ()
     manifest: BlobRef | None = None
     decisions: tuple[ModelEvent, ...] = ()
 
 
 class VersionList(Model):
-    """`GET /v1/models/{name}/versions`, the newest first."""
+    """Response of `GET /v1/models/{name}/versions`: the newest first."""
 
     object: Literal["list"] = "list"
     data: tuple[VersionState, ...]
 
 
 class PromoteRequest(Model):
-    """`POST /v1/models/{name}/promote`. `force` skips the gate, never the probe, and takes a withdrawal back."""
+    """Request of `POST /v1/models/{name}/promote`.
+
+    `force` skips the gate but never the probe, and it reverts a withdrawal.
+    """
 
     version: Version
     force: bool = False
 
 
 class WithdrawRequest(Model):
-    """`POST /v1/models/{name}/withdraw`."""
+    """Request of `POST /v1/models/{name}/withdraw`."""
 
     version: Version
     reason: Remark = ""
 
 
 class PinRequest(Model):
-    """`POST /v1/models/{name}/pin`. Without a version the champion stays champion. Another version becomes champion as
-    soon as replicas have probed it, past the gate, and then stays.
+    """Request of `POST /v1/models/{name}/pin`.
+
+    Without a version the champion is pinned. Another version skips the gate, becomes champion as soon as replicas have
+    probed it, and is pinned then.
     """
 
     version: Version | None = None
@@ -100,12 +105,12 @@ class PinRequest(Model):
 
 
 class HoldRequest(Model):
-    """`POST /v1/models/{name}/unpin`, `.../pause`, `.../resume` and `.../stop`; an empty body does."""
+    """Request of `POST /v1/models/{name}/unpin`, `.../pause`, `.../resume` and `.../stop`. The body may be empty."""
 
     reason: Remark = ""
 
 
 class RollbackRequest(Model):
-    """`POST /v1/models/{name}/rollback`; an empty body does."""
+    """Request of `POST /v1/models/{name}/rollback`. The body may be empty."""
 
     reason: Remark = ""

@@ -1,8 +1,8 @@
-"""The messages between a replay and the programs that it runs.
+"""Line protocol between a replay and the programs that it runs.
 
-A replay has topics of its own, `replay-<lineage>-<topic>`. Each has one partition, so that its records have one order.
-The programs (`python -m headrace_scorer.replay` and the like) are filters: they read lines from standard input and
-write lines to standard output. Each line is a word, a space and JSON.
+A replay has its own topics, `replay-<lineage>-<topic>`, with one partition each, so that their records are ordered. The
+programs (for example `python -m headrace_scorer.replay`) read lines from standard input and write lines to standard
+output. Each line consists of a word, a space and JSON.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from headrace_schemas.base import Model, Sha256, Text
 from headrace_schemas.events.checkpoint import DropReason, TrainingMetrics
 
 BATCH_HEADER = "headrace_batch"
-"""Header of a copied record: how many experiences the original lineage cut for a batch after it (decimal), those that
-it left out included. One header for each batch, in order."""
+"""Header of a copied record for each batch that the original lineage cut after the record, in order. Its value is the
+decimal number of experiences in the batch, including those that were left out."""
 
 LEFT_OUT_HEADER = "headrace_left_out"
-"""Header of a copied record: the id of an experience that the original lineage left out of a batch that it cut after
-the record. One header for each experience."""
+"""Header of a copied record for each experience that the original lineage left out of a batch which it cut after the
+record. Its value is the id of the experience."""
 
 TOPIC_PREFIX = "replay-"
 
 
 def topic_prefix(lineage: str) -> str:
-    """The first part of the names of the topics of the replay into `lineage`."""
+    """Return the prefix of the topic names of the replay into `lineage`."""
     return f"{TOPIC_PREFIX}{lineage}-"
 
 
 class ClosedLine(Model):
-    """A line `closed`: a trajectory that exists, whether it is replayed or not.
+    """A line `closed`: an existing trajectory, whether it is replayed or not.
 
-    Feedback about a session is matched with one of its trajectories by their offsets.
+    The offsets determine with which trajectory of a session its feedback is matched.
     """
 
     trajectory_id: str
     session_key: str
     tenant: str
     time_ms: int
-    """When it was closed. Trajectories that were closed together have the same time."""
+    """The time at which it was closed. Trajectories that were closed together have the same time."""
     place: int
-    """Offset on `trajectories`."""
+    """Offset of the trajectory on `trajectories`."""
     began: int | None = None
-    """Offset of its first turn on `turns`; None when it was ingested."""
+    """Offset of its first turn on `turns`, or None if it was ingested."""
     partition: int | None = None
-    """Of the record. Feedback about a task is there once for each."""
+    """Partition of the record. Feedback about a task has one copy per partition."""
 
 
 class FeedbackLine(Model):
-    """A line `feedback`: a feedback event, its offset, and how far the logs reached then (see `Envelope.after`)."""
+    """A line `feedback`: a feedback event, its offset, and the end offsets at that time (see `Envelope.after`)."""
 
     event: dict[str, JsonValue]
     place: int
@@ -60,36 +60,40 @@ class FeedbackLine(Model):
 
 
 class ScoredLine(Model):
-    """The line `scored`, the scorer's last one: counts of what became of the trajectories."""
+    """The line `scored`, the last one of the scorer: counts of the results by kind."""
 
     trajectories: Annotated[int, Field(ge=0)] = 0
     experiences: dict[str, int] = Field(default_factory=dict)
-    """How many experiences, by `rewarded` or by the reason for no reward."""
+    """Number of experiences by `rewarded` or by the reason for no reward."""
     not_trained: dict[str, int] = Field(default_factory=dict)
-    """Trajectories without experiences, by reason: `eval`, `nothing_sampled`, `unreadable` or `failed`."""
+    """Number of trajectories without experiences by reason: `eval`, `nothing_sampled`, `unreadable` or `failed`."""
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Counts of each reward function's results, by source and outcome."""
+    """Number of results of reward functions by source and outcome."""
 
 
 class JudgedLine(Model):
-    """The line `judged`, the judge's last one: counts by source and outcome."""
+    """The line `judged`, the last one of the judge: counts by source and outcome."""
 
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 class RecordedBatch(Model):
-    """A line `recorded`: a batch of the original lineage and what came of it. These lines come first, in order."""
+    """A line `recorded`: a batch of the original lineage and its result. These lines come first, in order."""
 
     digest: Sha256
     left_out: tuple[Text, ...] = ()
     trained: bool = True
-    """False: the gradient was not finite, and the experiences of the batch were dropped."""
+    """False if the gradient was not finite, so that the experiences of the batch were dropped."""
     published: bool = False
-    """Whether a version was made of the weights after the batch."""
+    """Whether the weights after the batch were published as a version."""
 
 
 def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch, ...]:
-    """Return all batches of a lineage, from its accounts in order, each account once."""
+    """Return all batches of a lineage.
+
+    Args:
+        accounts: the accounts of the lineage in order, each once.
+    """
     batches: list[RecordedBatch] = []
     steps = 0
     for account in accounts:
@@ -103,20 +107,20 @@ def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch
 
 
 class DryRunBatch(Model):
-    """A batch that training would cut."""
+    """A batch that the trainer would cut."""
 
     experiences: int
     digest: Sha256
 
 
 class DryRunLine(Model):
-    """The line `dry_run`, the only one of the trainer's filter: what training would do with the experiences."""
+    """The line `dry_run`, the only one of the trainer's filter: the predicted outcomes of the experiences."""
 
     trained: int = 0
     dropped: dict[DropReason, int] = Field(default_factory=dict)
     duplicates: int = 0
     other_models: int = 0
     waiting: int = 0
-    """Experiences that are left over: too few for a batch."""
+    """Number of remaining experiences, too few for a batch."""
     batches: tuple[DryRunBatch, ...] = ()
     versions: int = 0

@@ -1,9 +1,9 @@
-"""`headrace_resume`: how a replica takes over a generation that another one began (P8).
+"""Request field `headrace_resume`, with which a replica continues a generation that another replica began (P8).
 
-The gateway repeats the original request body, n and sampling included, with this one field added. The engine goes on as
-if it had sampled these tokens itself, after exactly this prompt: it streams only what follows them, its penalties, stop
-strings and `max_tokens` count them, and its `usage` covers them. A choice with a `finish_reason` is complete and gets
-no further chunk.
+The gateway repeats the original request body, including `n` and the sampling parameters, and adds this field. The
+engine continues as if it had sampled these tokens itself after exactly this prompt: it streams only the tokens that
+follow, and its penalties, stop strings, `max_tokens` and `usage` include the given tokens. A choice with a
+`finish_reason` is complete and gets no further chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIELD = "headrace_resume"
 
 
 class ResumedChoice(Model):
-    """What the client already has of one choice."""
+    """The part of one choice that the client has already received."""
 
     index: Annotated[int, Field(ge=0)]
     token_ids: TokenIds
@@ -38,14 +38,14 @@ class ResumedChoice(Model):
 
 
 class Resume(Model):
-    """One entry for each choice that had begun; the others start afresh."""
+    """The field `headrace_resume`, with one entry for each choice that had begun. All other choices start anew."""
 
     prompt_token_ids: TokenIds | None = None
-    """The prompt that the tokens were sampled after. Another replica might tokenize the conversation differently."""
+    """The prompt of the given tokens, because another replica might tokenize the conversation differently."""
     choices: tuple[ResumedChoice, ...] = Field(min_length=1, max_length=128)
 
     @model_validator(mode="after")
     def _indices_differ(self) -> Self:
         if len({choice.index for choice in self.choices}) != len(self.choices):
-            raise ValueError("two entries are about one choice")
+            raise ValueError("choices: two entries have the same index")
         return self

@@ -1,4 +1,4 @@
-"""What a reward function may return in place of a number."""
+"""`RewardResult`, which a reward function may return in place of a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_schemas.plain_values import plain_number
 
 
 def _plain(value: object) -> object:
-    """Return a number of any library as a float. Other values are left to pydantic, which names the field."""
+    """Return a number of any library as a float. Strings are left to pydantic, whose message names the field."""
     try:
         return plain_number(value)
     except TypeError as error:
@@ -25,13 +25,14 @@ PlainScore = Annotated[Score, BeforeValidator(_plain)]
 
 
 class RewardResult(Model):
-    """A value with criteria and a reason. With `value` None the function abstains, which is not 0.0 (P6).
+    """Result of a reward function: a value with criteria and a reason.
 
-    With `value` left out and `criteria` given, the value is their mean.
+    With `value` None the function abstains, which does not count as 0.0 (P6). If `value` is omitted and `criteria` are
+    set, the value is their mean.
     """
 
     value: PlainScore | None = None
     criteria: dict[Text, PlainScore] = Field(default_factory=dict, max_length=64)
     turns: dict[Text, PlainScore] = Field(default_factory=dict, max_length=4096)
-    """What single turns are worth by themselves, by turn id: process rewards. Turns in no branch are passed over."""
+    """Process rewards by turn id. Turns that are in no branch are ignored."""
     reason: LongText | None = None

@@ -1,4 +1,4 @@
-"""Requests and answers of the registry about rollouts. The service and the SDK share these models."""
+"""Requests and responses of the registry about rollouts, shared by the service and the SDK."""
 
 from __future__ import annotations
 
@@ -13,100 +13,103 @@ RolloutKind = Literal["rolling", "canary", "ab"]
 
 
 class ChartPoint(Model):
-    """What the sessions had shown at one moment."""
+    """The evidence of a rollout at one moment."""
 
     units: Annotated[float, Field(ge=0)]
-    """Mature ones of the candidate."""
+    """Number of mature units of the candidate."""
     metrics: dict[Text, tuple[Finite, Finite, Finite]] = Field(default_factory=dict)
-    """Candidate less champion in the metric's own unit, and the ends of its confidence sequence."""
+    """Candidate minus champion in the metric's own unit, and the bounds of its confidence sequence."""
 
 
 class ShadowState(Model):
-    """What the shadow of a rollout has found, once it is over."""
+    """Result of the shadow phase of a rollout, available once the phase is over."""
 
     prompts: Annotated[int, Field(ge=0)]
-    """Taken from users' sessions."""
+    """Number of prompts that were taken from users' sessions."""
     read: Annotated[int, Field(ge=0)]
-    """Answered by both versions, and judged or not by the time they were read."""
+    """Number of prompts that both versions answered, whether the answers were judged in time or not."""
     pairs: Annotated[int, Field(ge=0)]
-    """Of those, with two whole answers that both were judged."""
+    """Number of `read` prompts with two complete answers that were both judged."""
     spoke: Annotated[int, Field(ge=0)]
-    """Of those, with a user who said something, and a weight."""
+    """Number of `pairs` with feedback from the user and an importance weight."""
     ended: dict[str, int] = Field(default_factory=dict)
-    """How often a new answer ended otherwise than with an answer, by side and reason."""
+    """Number of new answers that ended without a complete answer, by side and reason."""
     left_out: dict[str, int] = Field(default_factory=dict)
-    """Prompts that nobody could answer, by reason."""
+    """Number of prompts that no version could answer, by reason."""
     tokens: Annotated[int, Field(ge=0)]
     judged: Finite | None = None
-    """Candidate less champion as the judges see it."""
+    """Candidate minus champion in the scores of the judges."""
     effective: Finite
-    """As how many answers those of the champion count for the candidate."""
+    """Effective sample size of the champion's answers for estimates about the candidate."""
     mean_weight: Finite
-    """1 where the versions overlap."""
+    """Mean importance weight. It is 1 if the versions overlap."""
     difference: Finite | None = None
-    """In what users would say, from 0 to 1; None where it was refused."""
+    """Estimated candidate minus champion in users' feedback on a scale from 0 to 1, or None if it was not estimated."""
     lower: Finite | None = None
     upper: Finite | None = None
     refused: str | None = None
-    """Why nothing is said about users."""
+    """The reason why users' feedback was not estimated."""
 
 
 class RolloutState(Model):
-    """A rollout: `phase` is `shadow` or `canary` while it goes on, else how it ended."""
+    """A rollout. `phase` is `shadow` or `canary` while it is in progress, and its result afterwards."""
 
     id: Text
     object: Literal["rollout"] = "rollout"
     model: ModelName
     version: Version
     control: Version
-    """The champion that it is compared with."""
+    """The champion with which the candidate is compared."""
     kind: Text
     phase: Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
     stage: Annotated[int, Field(ge=0)]
     stages: tuple[Share, ...]
     share: Share
-    """Of all units, for the candidate, now; as much for its control."""
+    """The candidate's present share of all units. Its control has an equal share."""
     unit: Literal["session", "user"]
     number: Annotated[int, Field(ge=1)]
-    """Its place in the family of versions that are compared with one champion or its equals."""
+    """Its number in the family of versions that are compared with one champion or with its equals."""
     reason: str
-    """Of its last step."""
+    """The reason of its last step."""
     good_enough: bool = False
-    """Its sessions have shown what a promotion asks for, whether the plan promotes by itself or not."""
+    """Whether the evidence suffices for a promotion, even if the plan does not promote automatically."""
     margins: dict[Text, Finite]
-    """What each guardrail may lose, declared before the first session."""
+    """The largest accepted loss of each guardrail, declared before the first session."""
     higher_is_better: dict[Text, bool]
     statistics: dict[Text, Finite]
     shadow_units: Annotated[int, Field(ge=0)] = 0
-    """How many prompts its shadow answers; 0: it has none."""
+    """Number of prompts in its shadow phase; 0 without a shadow phase."""
     shadow: ShadowState | None = None
     chart: tuple[ChartPoint, ...] = ()
     began_at: Timestamp
     changed_at: Timestamp
     watched_s: Annotated[Finite, Field(ge=0)]
-    """For how long its sessions were watched; ages and time limits are of this time."""
+    """Seconds for which its sessions were observed. Ages and time limits refer to this time."""
     decisions: tuple[ModelEvent, ...] = ()
 
 
 class RolloutList(Model):
-    """`GET /v1/rollouts`, the newest first, without charts and decisions."""
+    """Response of `GET /v1/rollouts`: the newest first, without charts and decisions."""
 
     object: Literal["list"] = "list"
     data: tuple[RolloutState, ...]
 
 
 class RolloutRequest(Model):
-    """`POST /v1/models/{name}/rollouts`: the version goes through the gate and then gets a share of the traffic,
-    whatever `registry.rollout.kind` says."""
+    """Request of `POST /v1/models/{name}/rollouts`.
+
+    The version has to pass the gate and then gets a share of the traffic, whatever the value of
+    `registry.rollout.kind`.
+    """
 
     version: Version
     kind: RolloutKind = "canary"
     share: Share | None = None
-    """One fixed share, in place of the stages of `registry.rollout`."""
+    """A fixed share in place of the stages of `registry.rollout`."""
     reason: Remark = ""
 
 
 class RolloutChange(Model):
-    """`POST /v1/rollouts/{id}/stop`, `.../promote`, `.../rollback`; an empty body does."""
+    """Request of `POST /v1/rollouts/{id}/stop`, `.../promote` and `.../rollback`. The body may be empty."""
 
     reason: Remark = ""

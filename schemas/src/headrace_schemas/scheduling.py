@@ -1,12 +1,12 @@
-"""How a gateway states whose call it forwards, so that a replica shares its time fairly also between several gateways.
+"""HTTP headers by which a gateway describes a call, so that replicas can schedule the calls of all gateways fairly.
 
-They are HTTP headers, which a stock vLLM server ignores. The tenant is told apart by the request's `cache_salt`.
+A stock vLLM server ignores these headers. The tenant of a call is identified by the request's `cache_salt`.
 """
 
 from __future__ import annotations
 
 PURPOSE_HEADER = "x-headrace-purpose"
-"""`BACKGROUND` for calls that get what users leave."""
+"""Header with the value `BACKGROUND` for calls that only get the capacity which users leave unused."""
 SESSION_HEADER = "x-headrace-session"
-"""The session key of a call."""
+"""Header with the session key of a call."""
 BACKGROUND = "eval"

@@ -1,8 +1,7 @@
-"""`POST /v1/logprobs` of a replica that says so (`Replica.scores`): how probable a version finds answers that others
-gave.
+"""Request and response of `POST /v1/logprobs`: logprobs of given answers under one version.
 
-Not part of any OpenAI API, and not served by the gateway: the registry asks a replica, to see whether users' answers
-may speak for another version.
+Replicas that set `Replica.scores` serve this route. It is not part of any OpenAI API, and the gateway does not forward
+it. The registry uses it to estimate from the answers of one version how another one would perform.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from headrace_schemas.base import Finite, Model, Version
 
 
 class TokensToScore(Model):
-    """One answer, and what it was sampled after."""
+    """One answer with the prompt after which it was sampled."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
@@ -24,13 +23,13 @@ class TokensToScore(Model):
 
 
 class ScoreRequest(Model):
-    """Answers, which are read with one exact version."""
+    """Answers whose logprobs under one exact version are requested."""
 
     model: Version
     answers: tuple[TokensToScore, ...] = Field(min_length=1, max_length=256)
 
 
 class ScoredAnswers(Model):
-    """One logprob for each token of each answer, in nats, after the temperature."""
+    """One logprob for each token of each answer, in nats, after the temperature was applied."""
 
     logprobs: tuple[Logprobs, ...]

@@ -1,4 +1,4 @@
-"""`GET /sources` of scorer and judge: the state of each source of rewards. The services and the SDK share it."""
+"""Response of `GET /sources` of scorer and judge, shared by the services and the SDK."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class SourceState(Model):
-    """One reward function or rubric since its process started."""
+    """The state of one reward function or rubric since its process started."""
 
     id: Text
     object: Literal["source"] = "source"
     outcomes: dict[Text, Count] = Field(default_factory=dict)
-    """Counts by outcome. `retried`: the endpoint failed, and the work will be done again."""
+    """Number of results by outcome. `retried` counts failures of the endpoint after which the work is repeated."""
     failing: Count = 0
-    """How many times in a row it has failed; 0 after it has scored or abstained."""
+    """Number of consecutive failures; 0 after a score or an abstention."""
     last_error: LongText | None = None
     last_error_at: Timestamp | None = None
 
 
 class SourceList(Model):
-    """`GET /sources`."""
+    """Response of `GET /sources`."""
 
     object: Literal["list"] = "list"
     data: tuple[SourceState, ...]

@@ -1,4 +1,4 @@
-"""Patterns for names of sources: `*` stands for anything, everything else for itself."""
+"""Patterns for names of sources. `*` matches any text; all other characters match themselves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from functools import cache
 
 
 def fits(pattern: str, source: str) -> bool:
+    """Return whether `source` matches `pattern`."""
     return _compiled(pattern).fullmatch(source) is not None
 
 
 def fits_any(patterns: Iterable[str], source: str) -> bool:
+    """Return whether `source` matches at least one of the patterns."""
     return any(fits(pattern, source) for pattern in patterns)
 
 
@@ -21,9 +23,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _expression(pattern: str) -> str:
-    """Return a regular expression that never tries a `*` again once the text after it was matched, as in `fnmatch`."""
-    first, *others = map(re.escape, pattern.split("*"))
-    if not others:
+    """Translate `pattern` into a regular expression that does not backtrack, as `fnmatch` does."""
+    first, *parts = map(re.escape, pattern.split("*"))
+    if not parts:
         return first
-    *middle, last = others
+    *middle, last = parts
     return first + "".join(f"(?>.*?{text})" for text in middle if text) + f".*{last}"

@@ -1,8 +1,8 @@
-"""Finds the token of a stack on this machine, so that commands and clients need not be given it.
+"""Discovery of the token of a stack on this machine, so that users need not pass it to commands and clients.
 
-`headrace up` keeps a random token in `run/token` below its data directory, for its owner alone. It is the password of
-the embedded broker and, where nobody has set another, `security.internal_key`. It is used for the addresses that the
-stack itself has written down in `run/state.json`, and for no others.
+`headrace up` stores a random token in `run/token` of its data directory, readable by its owner alone. The token is the
+password of the embedded broker and the default of `security.internal_key`. It is only sent to the addresses that the
+stack has recorded in `run/state.json`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKEN_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class BusLogin:
-    """How to log in at a bus."""
+    """Credentials and transport settings for the login at a Kafka cluster."""
 
     username: str
     password: str
@@ -36,17 +36,18 @@ class BusLogin:
 
 
 _keys: dict[str, str] = {}
-"""Internal keys of stacks that this process has started or looked up, by `host:port` of their services."""
+"""Internal keys of stacks that this process has started or discovered, by `host:port` of their services."""
 _logins: dict[str, BusLogin] = {}
-"""Logins by the bus address that programs use."""
+"""Logins by the bus address that clients use."""
 
 
 def token_file(data_dir: Path) -> Path:
+    """Return the path of the token file."""
     return data_dir / "run" / "token"
 
 
 def make_token(data_dir: Path) -> str:
-    """Return the token of the stack in `data_dir`; a new one where there is none. The folder `run` has to exist."""
+    """Return the token of the stack in `data_dir`, and create it if it is missing. The folder `run` must exist."""
     path = token_file(data_dir)
     if token := read_token(data_dir):
         return token
@@ -62,11 +63,14 @@ def make_token(data_dir: Path) -> str:
 
 
 def read_token(data_dir: Path) -> str:
-    """Return the token of the stack in `data_dir`, empty where there is none that this user keeps for itself alone."""
+    """Return the token of the stack in `data_dir`, or an empty string.
+
+    A token file that another user owns or can read is ignored.
+    """
     try:
         with token_file(data_dir).open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.geteuid():
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
                 return ""
             return file.read(_TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
     except OSError:
@@ -76,7 +80,7 @@ def read_token(data_dir: Path) -> str:
 def remember_key(url: str, key: str) -> None:
     """Use `key` for the service at `url` in this process."""
     if key:
-        _keys[_place(url)] = key
+        _keys[_host_and_port(url)] = key
 
 
 def remember_login(bus: str, login: BusLogin) -> None:
@@ -86,7 +90,7 @@ def remember_login(bus: str, login: BusLogin) -> None:
 
 
 def remember_stack(data_dir: Path, state: dict[str, Any]) -> None:
-    """Use the stack's token for the addresses that it has written down itself. `state` is its `run/state.json`."""
+    """Use the stack's token for the addresses in `state`, the content of its `run/state.json`."""
     token = read_token(data_dir)
     if token and state.get("token_is_key"):
         for service in state.get("services", {}).values():
@@ -96,20 +100,21 @@ def remember_stack(data_dir: Path, state: dict[str, Any]) -> None:
 
 
 def key_for(url: str) -> str | None:
-    """Return the internal key of the service at `url`, None where none is found.
+    """Return the internal key of the service at `url`, or None if it is unknown.
 
-    It is that of a stack of this process, then that of the environment, then that of the stack in the data directory.
+    The key of a stack of this process has precedence over that of the environment, and that one over the token in the
+    data directory.
     """
-    if key := _keys.get(_place(url)):
+    if key := _keys.get(_host_and_port(url)):
         return key
     if key := _variable("SECURITY__INTERNAL_KEY"):
         return key
-    _look()
-    return _keys.get(_place(url))
+    _discover_stack()
+    return _keys.get(_host_and_port(url))
 
 
 def login_for(bus: str) -> BusLogin | None:
-    """Return the login at `bus`, None where none is found. It is looked for as `key_for` does."""
+    """Return the login for `bus`, or None if it is unknown. The precedence is that of `key_for`."""
     if login := _logins.get(bus):
         return login
     if password := _variable("BUS__PASSWORD"):
@@ -120,12 +125,12 @@ def login_for(bus: str) -> BusLogin | None:
             _variable("BUS__TLS").lower() == "true",
             _variable("BUS__CA_FILE"),
         )
-    _look()
+    _discover_stack()
     return _logins.get(bus)
 
 
-def _look() -> None:
-    """Read what the stack in the data directory of the environment, or in `.headrace`, has written down."""
+def _discover_stack() -> None:
+    """Remember the token of the stack in `HEADRACE_DATA_DIR`, by default `.headrace`."""
     data_dir = Path(_variable("DATA_DIR") or _DEFAULT_DATA_DIR)
     try:
         state = json.loads((data_dir / "run" / "state.json").read_text(encoding="utf-8"))
@@ -136,12 +141,12 @@ def _look() -> None:
 
 
 def _variable(name: str) -> str:
-    """Return a setting from the environment; one in TOML's quotes loses them."""
+    """Return a setting from the environment, without the quotes of TOML."""
     text = os.environ.get(f"HEADRACE_{name}", "")
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
-def _place(url: str) -> str:
+def _host_and_port(url: str) -> str:
     try:
         return urlsplit(url).netloc.lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Exact quantiles of Student's t distribution, and confidence intervals that use them. The standard library is enough.
+"""Exact quantiles of Student's t distribution, and confidence intervals based on them, without dependencies.
 
 With t = √ν sinh v, the upper tail is an integral of a smooth, log-concave function, for every number of degrees of
 freedom ν:
@@ -19,12 +19,12 @@ from statistics import fmean, stdev
 
 FREEDOM_MIN = 0.1
 _NORMAL = 1e18
-"""With so many degrees of freedom the distribution is normal to all digits of a float."""
+"""Degrees of freedom from which on the distribution is normal to all digits of a float."""
 _CENTRAL = 0.25
-"""Probabilities nearer to 1/2 than this are computed from the centre: subtracting them from 1/2 would lose digits."""
+"""Probabilities nearer to 1/2 are computed from the centre, because a difference from 1/2 would lose digits."""
 _NEWTON_STEPS_MAX = 100
 _TOLERANCE = 1e-10
-"""Newton's method has squared an error of this size away when it stops."""
+"""Relative step at which Newton's method stops. Its quadratic convergence makes the remaining error negligible."""
 _STIRLING = (-1 / 8, 1 / 192, -1 / 640, 17 / 14336, -31 / 18432, 691 / 180224)
 _STIRLING_MIN = 20.0
 """Coefficients of ln Γ(x + 1/2) - ln Γ(x) - ln(x)/2 in odd powers of 1/x, and the least x that they are used for."""

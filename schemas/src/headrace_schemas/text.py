@@ -1,4 +1,4 @@
-"""Text from outside, as a message may show it and as UTF-8 and PostgreSQL can store it."""
+"""Cleaning of external text for messages, and for storage in UTF-8 and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from itertools import islice
 
 LENGTH_MAX = 200
-"""Characters of one text from outside in a message."""
-_MARK_ROOM = 48
-"""Characters of the longest mark that states how much was cut, rounded up."""
+"""Maximum number of characters of one external text in a message."""
+_MARK_LENGTH_MAX = 48
+"""Upper bound of the length of the mark that states how many characters were cut."""
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Control and format characters (bidi controls, zero-width), surrogates, private use, unassigned, line separators."""
 _BLANK_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-"""Letters and marks that Unicode assigns and fonts draw without ink."""
+"""Letters and marks that fonts render as blank."""
 _COMPARED_LENGTH_MAX = 64
 _COMPARED_MAX = 200
-"""Comparing two names takes time in the product of their lengths."""
+"""Limits of `closest`. Comparing two names takes time in the product of their lengths."""
 _SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
@@ -26,33 +26,35 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 def printable(text: str, length_max: int = LENGTH_MAX) -> str:
     r"""Return `text` on one line, without characters that steer a terminal or hide from a reader, cut to `length_max`.
 
-    Such characters become `\n`, `\r`, `\t`, `\xNN`, `\uNNNN` or `\UNNNNNNNN`. A longer text ends with a mark that says
-    how many of its characters were cut; the mark counts towards `length_max`. The function reads at most `length_max`
-    characters, and applying it to its own result changes nothing.
+    Such characters become `\n`, `\r`, `\t`, `\xNN`, `\uNNNN` or `\UNNNNNNNN`. A longer text ends with a mark that
+    states how many characters were cut; the mark counts towards `length_max`. The function reads at most `length_max`
+    characters, and it is idempotent.
 
     Raises:
-        ValueError: `length_max` leaves no room for the mark.
+        ValueError: `length_max` is shorter than the mark.
     """
-    if length_max < _MARK_ROOM:
-        raise ValueError(f"length_max = {length_max}: must be at least {_MARK_ROOM}, so that the mark of a cut fits")
+    if length_max < _MARK_LENGTH_MAX:
+        raise ValueError(
+            f"length_max = {length_max}: must be at least {_MARK_LENGTH_MAX}, so that the mark of a cut fits"
+        )
     if len(text) <= length_max and text.isascii() and text.isprintable():
         return text
     return _cut([_visible(character) for character in text[: length_max + 1]], len(text), length_max)
 
 
 def printable_lines(text: str, length_max: int) -> str:
-    """Return `text` as `printable` does, with its line breaks and tabs: for text of several lines on its own."""
-    kept = text[:length_max].replace("\r\n", "\n")
-    shown = "\n".join(_visible_line(line) for line in kept.split("\n"))
+    """Return `text` as `printable` does, but with its line breaks and tabs."""
+    head = text[:length_max].replace("\r\n", "\n")
+    printable_head = "\n".join(_visible_line(line) for line in head.split("\n"))
     if len(text) <= length_max:
-        return shown
-    return f"{shown}... ({len(text) - length_max} more characters)"
+        return printable_head
+    return f"{printable_head}... ({len(text) - length_max} more characters)"
 
 
 def closest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate that a reader may have meant by `name`; None when no candidate is similar.
+    """Return the candidate that is most similar to `name`, or None if no candidate is similar.
 
-    Long names have none, and only the first 200 candidates are compared.
+    Names of over 64 characters are never similar, and only the first 200 candidates are compared.
     """
     if len(name) > _COMPARED_LENGTH_MAX:
         return None
@@ -61,12 +63,12 @@ def closest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def storable(text: str) -> str:
-    """Return `text` with NUL and lone surrogates replaced by U+FFFD; UTF-8 and PostgreSQL can hold all others."""
+    """Replace NUL and lone surrogates, which UTF-8 and PostgreSQL cannot store, by U+FFFD."""
     return _UNSTORABLE.sub("\ufffd", text)
 
 
 def is_storable(text: str) -> bool:
-    """Return whether UTF-8 and PostgreSQL can hold `text`: it has neither NUL nor lone surrogates."""
+    """Return whether UTF-8 and PostgreSQL can store `text`, which then has neither NUL nor lone surrogates."""
     return _UNSTORABLE.search(text) is None
 
 
@@ -88,13 +90,19 @@ def _visible(character: str) -> str:
 
 
 def _cut(pieces: list[str], length: int, length_max: int) -> str:
-    """Join `pieces`, one per character of a text of `length` characters, and cut between pieces if they do not fit."""
-    shown = "".join(pieces)
-    if len(pieces) == length and len(shown) <= length_max:
-        return shown
-    room = length_max - _MARK_ROOM
-    kept = used = 0
-    while used + len(pieces[kept]) <= room:
-        used += len(pieces[kept])
-        kept += 1
-    return f"{shown[:used]}... ({length - kept} more characters)"
+    """Join `pieces`, and cut the result between two pieces if it exceeds `length_max`.
+
+    Args:
+        pieces: the printable form of each of the first characters of the text.
+        length: the number of characters of the text.
+        length_max: the maximum length of the result.
+    """
+    joined = "".join(pieces)
+    if len(pieces) == length and len(joined) <= length_max:
+        return joined
+    cut_at = length_max - _MARK_LENGTH_MAX
+    count = end = 0
+    while end + len(pieces[count]) <= cut_at:
+        end += len(pieces[count])
+        count += 1
+    return f"{joined[:end]}... ({length - count} more characters)"

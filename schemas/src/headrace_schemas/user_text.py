@@ -1,4 +1,4 @@
-"""Text files that people write: decoded in one place, so that every wrong encoding is named by the same sentence."""
+"""Decoding of text files that people write, with the same message for every wrong encoding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def decode_text(content: bytes, line: int = 1) -> str:
-    """Return the text of a file in UTF-8, with or without a byte order mark.
+    """Decode the content of a file in UTF-8, with or without a byte order mark.
 
     Args:
+        content: the content of the file, or a part of it.
         line: the number of the first line in `content`, for the message.
 
     Raises:
-        ValueError: a sentence without its subject: in which encoding the file seems to be.
+        ValueError: the content has another encoding. The message is a sentence without its subject, the file.
     """
     if is_utf_16(content):
         raise ValueError("is in UTF-16; save it as UTF-8")
@@ -30,11 +31,15 @@ def decode_text(content: bytes, line: int = 1) -> str:
 
 
 def is_utf_16(content: bytes) -> bool:
-    """Return whether the first bytes of a file are those of UTF-16, with or without a byte order mark."""
+    """Return whether `content` seems to be UTF-16, with or without a byte order mark."""
     return content.startswith(_UTF_16) or b"\x00" in content[:_PROBED_BYTES]
 
 
 def read_user_text(path: Path) -> str:
-    """Return the text of a file that a person wrote, with line ends as `\\n`. Raises `OSError`, and `ValueError` as
-    `decode_text` does."""
+    """Read a text file that a person wrote, and convert its line ends to `\\n`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not in UTF-8, as in `decode_text`.
+    """
     return decode_text(path.read_bytes()).replace("\r\n", "\n")

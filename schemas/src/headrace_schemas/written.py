@@ -1,7 +1,7 @@
-"""The lines between `headrace train` and the program that knows a model's tokenizer and chat template.
+"""Line protocol between `headrace train` and the program that applies a model's tokenizer and chat template.
 
-See `headrace_schemas.replay` for what a line is. First one line `base`, answered by `opened`; then a line `row` for
-each row, each answered by `written` or `refused`, in the same order.
+`headrace_schemas.replay` describes the format of a line. The first line is `base`, and the program replies `opened`.
+Each following line is a `row`, and the program replies `written` or `refused` in the same order.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from headrace_schemas.events.chat import Message, Tool
 
 
 class BaseLine(Model):
-    """A line `base`: the folder whose tokenizer and template write what follows."""
+    """A line `base`: the folder with the tokenizer and the chat template."""
 
     folder: str
     tokens_max: Annotated[int, Field(ge=2)] | None = None
-    """Longer rows are refused; None: what the model's context takes."""
+    """Maximum number of tokens of a row, or None for the model's context length. Longer rows are refused."""
 
 
 class OpenedLine(Model):
-    """The line `opened`."""
+    """The line `opened`: the maximum number of tokens of a row."""
 
     tokens_max: int
 
 
 class RowLine(Model):
-    """A line `row`: a conversation that somebody wrote. What the assistant says behind the prompt is trained."""
+    """A line `row`: a written conversation. The assistant messages after the prompt are trained."""
 
     number: Annotated[int, Field(ge=1)]
     prompt: tuple[Message, ...] = Field(default=(), max_length=8192)
     answers: tuple[Annotated[tuple[Message, ...], Field(min_length=1, max_length=8192)], ...] = Field(
         min_length=1, max_length=64
     )
-    """Each continues the prompt. Several are compared with each other."""
+    """Alternative continuations of the prompt, which are compared with each other."""
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     untrained: tuple[int, ...] = ()
-    """Places, counted from the prompt's first message, of answers that are context only."""
+    """Indices, counted from the first message of the prompt, of assistant messages that are not trained."""
     shown: bool = False
-    """With the text of each part, for people."""
+    """Whether the reply contains the text of each part."""
 
 
 class WrittenSpan(Model):
-    """Tokens that the assistant says in the message at this place."""
+    """Tokens of the assistant message with the index `message`."""
 
     start: Annotated[int, Field(ge=1)]
     length: Annotated[int, Field(ge=1)]
@@ -54,12 +54,12 @@ class WrittenSpan(Model):
 
 
 class WrittenBranch(Model):
-    """One token sequence. A message that the template shows otherwise later on begins another one."""
+    """One token sequence. If the template renders a message differently later on, another sequence begins there."""
 
     token_ids: TokenIds
     spans: tuple[WrittenSpan, ...] = Field(min_length=1)
     texts: tuple[str, ...] = ()
-    """What is context, what is trained, what is context, and so on; empty where nobody asked to see it."""
+    """The texts of context and of trained tokens in turn; empty unless the row has `shown` set."""
 
 
 class WrittenLine(Model):
@@ -70,7 +70,7 @@ class WrittenLine(Model):
 
 
 class RefusedLine(Model):
-    """A line `refused`. `kind` is a stable word, `reason` a sentence."""
+    """A line `refused`: a row that cannot be trained. `kind` is a stable word, `reason` a sentence."""
 
     number: int
     kind: str

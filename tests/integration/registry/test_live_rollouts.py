@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from headrace_schemas import Choice, Message, Reward, Routing, Sampling, Turn, Usage, ids
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from tests.attack.serving import beside
@@ -105,7 +105,7 @@ async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice
             assert routed.champion
             version, assignment = (routed.champion, None)
             if routed.split is not None:
-                version, assignment = draw(routed.split, routed.champion, key)
+                version, assignment = assign_unit(routed.split, routed.champion, key)
             turn = _turn(key, model, version).model_copy(update={"assignment": assignment})
             await rig.producer.send(turn)
             value = float(dice.random() < rewards[version])
@@ -155,7 +155,7 @@ async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tm
                     session = next(
                         f"{attempt}-{number}"
                         for number in range(100)
-                        if draw(split, old, ids.session_key("default", f"{attempt}-{number}"))[0] == new
+                        if assign_unit(split, old, ids.session_key("default", f"{attempt}-{number}"))[0] == new
                     )
                     revision = 10 + 2 * attempt
                     await _route(rig.bus.producer, routing(old, (old, new), revision, split=split))

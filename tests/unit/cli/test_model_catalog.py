@@ -13,7 +13,7 @@ from headrace_cli.catalog import comparing, exporting, importing
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import AuditEntry, AuditList, Collected, GarbageReport, Kept
+from headrace_schemas.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
 from headrace_schemas.importing import MANIFEST_FILE, StoredLine
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_schemas.registry_api import ModelState, VersionList, VersionState
@@ -159,8 +159,8 @@ def test_versions_are_found_by_label_alias_and_first_letters(http: HttpFake, blo
 
 def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
     version = "m@0123456789abcdef"
-    gone = Collected(version=version, files=3, size_bytes=2_000_000)
-    kept = Kept(version="m@fedcba9876543210", needed_by=("lineage main goes on from it",))
+    gone = CollectedVersion(version=version, files=3, size_bytes=2_000_000)
+    kept = KeptVersion(version="m@fedcba9876543210", needed_by=("lineage main goes on from it",))
     report = GarbageReport(dry_run=True, collected=(gone,), kept=(kept,), size_bytes=2_000_000)
     http.answer("POST", "/v1/garbage", json.loads(report.model_dump_json()))
     status, text = models(http, "collect")

@@ -11,7 +11,7 @@ import pytest
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.placement import Upstream
 from headrace_schemas import ids
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.events.turn import Purpose
 from tests.support.fake_replica import FakeReplica
@@ -53,7 +53,7 @@ def test_a_session_is_drawn_by_the_rule_that_the_registry_has_too() -> None:
     for number in range(200):
         call = rig.call(f"run-{number}")
         found = rig.served(call)
-        assert (found.version, found.assignment) == draw(split("1/10"), V1, call.identity.session_key)
+        assert (found.version, found.assignment) == assign_unit(split("1/10"), V1, call.identity.session_key)
         assert found.assignment is not None
         arms.add(found.assignment.arm)
     assert arms == {"candidate", "control", "rest"}
@@ -133,7 +133,7 @@ def test_all_sessions_of_a_user_are_in_one_arm() -> None:
             (one.version, one.assignment.unit if one.assignment else None)
             for one in (rig.served(rig.of(f"{user}-{run}", user_key=key)) for run in range(5))
         }
-        assert found == {(draw(split(), V1, key)[0], key)}
+        assert found == {(assign_unit(split(), V1, key)[0], key)}
     nobody = rig.served(rig.call("alone")).assignment
     assert nobody is not None
     assert nobody.unit == ids.session_key("default", "alone"), "whose calls name nobody is a user of its own"
@@ -167,5 +167,5 @@ async def test_each_turn_says_what_its_unit_was_drawn_into(tmp_path: Path) -> No
         streamed = await made.chat(headers={"X-Session-Id": "run-4", "X-User-Id": "ada"}, stream=True)
         assert streamed.status_code == 200
         key = ids.session_key("default", "user:ada")
-        expected = draw(wanted, old, key)[1]
+        expected = assign_unit(wanted, old, key)[1]
         assert [turn.assignment for turn in made.turns] == [expected] * 4

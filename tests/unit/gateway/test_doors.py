@@ -31,7 +31,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.bounds import JSON_DEPTH_MAX
-from headrace_schemas.records import carried
+from headrace_schemas.records import parse_record
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
@@ -56,7 +56,7 @@ def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
     found = []
     for record in served.bus.records:
         if record.topic == kind.topic:
-            _, value = carried(record.topic, record.value, record.headers)
+            _, value = parse_record(record.topic, record.value, record.headers)
             found.append(kind.from_json(blobs.get(value) if isinstance(value, BlobRef) else value))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_gateway import recent_turns
 from headrace_schemas import Feedback, Trajectory, ids
-from headrace_schemas.left_out import untaught_reason
+from headrace_schemas.left_out import untrained_reason
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.turns import ask, user
@@ -74,7 +74,7 @@ async def test_feedback_on_a_turn_that_is_left_out_is_told_so_and_all_other_is_n
         (trajectory,) = stream.sent(Trajectory)
     left_out = [item.why for item in trajectory.left_out]
     assert (left_out or [trajectory.purpose]) == [reason if reason not in (None, "eval") else trajectory.purpose]
-    assert untaught_reason(turns[0]) == reason
+    assert untrained_reason(turns[0]) == reason
 
 
 async def test_what_the_gateway_does_not_know_it_does_not_say(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage, ids
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import TrafficSplit
 from tests.unit.registry.rig import MODEL, Rig
 
@@ -105,7 +105,7 @@ class Street:
             key = ids.session_key("default", f"session {self._count}")
             champion = self.rig.routing.champion
             assert champion is not None
-            version, assignment = draw(self.split, champion, key)
+            version, assignment = assign_unit(self.split, champion, key)
             self.served.append((key, version))
             keys.append(key)
             events.append(self.turn(key, version, assignment))

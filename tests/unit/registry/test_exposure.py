@@ -16,7 +16,7 @@ from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.test_holds import post
@@ -101,7 +101,7 @@ async def test_turns_are_counted_once_and_by_who_answered(rig: Rig) -> None:
     key, version = next(one for one in street.served if one[1] == new)
     await rig.hear(street.turn(key, version, None))
     assert (await street.last()).turns == 60, "a turn that no split has drawn is no part of it"
-    drawn = draw(street.split, old, key)[1]
+    drawn = assign_unit(street.split, old, key)[1]
     turn = street.turn(key, old, drawn)  # no replica had the candidate ready
     await rig.hear(turn, turn)
     last = await street.last()

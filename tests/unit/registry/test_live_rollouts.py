@@ -19,7 +19,7 @@ from headrace_registry.rollouts.metrics import Compute, Metric
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.transition import Transition
 from headrace_schemas import DeadLetter, ModelEvent, Routing, ids
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from tests.support.turns import feedback
 from tests.unit.registry.live_rollouts import HALF, Street, canary, steps, under_way
 from tests.unit.registry.rig import Rig
@@ -328,7 +328,7 @@ async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path)
         await under_way(rig)
         street = Street(rig, 15)
         user = ids.session_key("default", "user:ada")
-        version, assignment = draw(street.split, rig.routing.champion or "", user)
+        version, assignment = assign_unit(street.split, rig.routing.champion or "", user)
         keys = [ids.session_key("default", f"run {number}") for number in range(3)]
         for key, value, wait_s in zip(keys, (1.0, 0.0, 0.5), (20, 20, 60), strict=True):
             await rig.hear(street.turn(key, version, assignment), street.reward(key, value))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from pydantic import ValidationError
 
-from headrace_schemas.assignment import Split, draw
+from headrace_schemas.assignment import Split, assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
 
 OLD, NEW, OTHER = (f"m@{digit * 16}" for digit in "123")
@@ -26,7 +26,7 @@ def test_a_unit_has_the_version_and_role_that_the_rule_gives_it() -> None:
     seen: Counter[str] = Counter()
     for number in range(3000):
         unit = f"unit-{number}"
-        version, assignment = draw(routed, OLD, unit)
+        version, assignment = assign_unit(routed, OLD, unit)
         assert assignment is not None
         assert version == line.assign(unit, shares).version
         roles = {"r0": line.role(unit, NEW, shares), "r1": line.role(unit, OTHER, shares)}
@@ -41,7 +41,7 @@ def test_a_unit_has_the_version_and_role_that_the_rule_gives_it() -> None:
 
 
 def test_a_candidate_that_has_become_champion_is_no_arm_any_more() -> None:
-    assert draw(split((NEW, 0, "1/2")), NEW, "unit") == (NEW, None)
+    assert assign_unit(split((NEW, 0, "1/2")), NEW, "unit") == (NEW, None)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_p6_a_value_exists_exactly_when_the_outcome_is_scored() -> None:
     scored = example("rewards/function")
     assert Reward.model_validate(scored).value == 1.0
     for broken in ({"value": None}, {"outcome": "abstained"}, {"outcome": "failed", "value": 0.0}):
-        with pytest.raises(ValidationError, match="exactly 'scored' has a value"):
+        with pytest.raises(ValidationError, match="a value is required for 'scored'"):
             Reward.model_validate({**scored, **broken})
 
 

@@ -10,14 +10,14 @@ from headrace_schemas import Feedback
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import SEQUENCE_HEADER, sequence_of
 from headrace_schemas.errors import InvalidEvent
-from headrace_schemas.records import carried
+from headrace_schemas.records import parse_record
 
 REF = BlobRef(uri="file:///x", sha256=hashlib.sha256(b"data").hexdigest(), size=4)
 
 
 def test_an_event_or_a_reference() -> None:
-    assert carried("feedback", b"{}", ()) == (Feedback, b"{}")
-    assert carried("feedback", REF.model_dump_json().encode(), [("ce_dataref", None)]) == (Feedback, REF)
+    assert parse_record("feedback", b"{}", ()) == (Feedback, b"{}")
+    assert parse_record("feedback", REF.model_dump_json().encode(), [("ce_dataref", None)]) == (Feedback, REF)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_what_carries_none_has_a_reason(
     topic: str, value: bytes | None, headers: tuple[tuple[str, bytes | None], ...], reason: str
 ) -> None:
     with pytest.raises(InvalidEvent) as refusal:
-        carried(topic, value, headers)
+        parse_record(topic, value, headers)
     assert refusal.value.reason == reason
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace_schemas.errors import HeadraceError
-from headrace_schemas.redaction import HIDDEN, Redactor, is_secret, redacted, shown
+from headrace_schemas.redaction import HIDDEN, Redactor, is_secret, redacted, redacted_value
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_a_name_tells_a_secret(name: str, secret: bool) -> None:
 
 
 def test_a_value_is_shown_without_the_secrets_inside_it() -> None:
-    assert shown("security.internal_key", 123456) == HIDDEN
-    assert shown("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
+    assert redacted_value("security.internal_key", 123456) == HIDDEN
+    assert redacted_value("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
         "{'url': 'postgresql://me:(hidden)@db/x', 'pool': 3}"
     )
-    assert shown("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
+    assert redacted_value("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
 
 
 def test_known_secrets_are_hidden_wherever_they_stand() -> None:
@@ -108,7 +108,7 @@ def test_redaction_time_is_linear_and_bounded(prefix: str, pump: str) -> None:
     start = time.process_time()
     redacted(text)
     is_secret(text)
-    shown(text, text)
+    redacted_value(text, text)
     str(HeadraceError(text))
     assert time.process_time() - start < 0.5
 

@@ -7,13 +7,13 @@ import pytest
 
 from headrace_collector.trajectories import trajectory
 from headrace_schemas import Experience, Grammar, Sampling, Turn
-from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat, recorded
+from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat, grammar_of
 from headrace_trainer.batches.batch import Row
 from tests.support.streams import START
 from tests.support.turns import after, ask, tool, user
 
-JSON = recorded(ResponseFormat(type="json_object"), None)
-FORCED = recorded(None, NamedTool(type="function", function=NamedFunction(name="mark")))
+JSON = grammar_of(ResponseFormat(type="json_object"), None)
+FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name="mark")))
 
 
 def experience_of(*turns: Turn) -> Experience | None:

@@ -163,7 +163,7 @@ class TurnAccountBuilder:
     def _add_trajectory(self, event: Trajectory) -> None:
         if event.trajectory_id in self._arrived:
             return
-        left_out = {item.turn_id: item.why for item in event.left_out}
+        left_out = {item.turn_id: item.full_reason for item in event.left_out}
         both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
         if both:
             self._problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")

@@ -39,7 +39,7 @@ class UntaughtFeedback:
 
     def add(self, event: Feedback) -> None:
         """Remember the event if it judges turns. One about a task may teach runs that are still to come."""
-        if not event.says or event.level == "task":
+        if not event.has_content or event.level == "task":
             return
         answers = event.preference.pair if event.preference is not None else ()
         turn_ids = frozenset([*event.msg_ids, *(answer.turn_id for answer in answers)])

@@ -10,7 +10,7 @@ class SettingError(HeadraceError):
     """A setting is unknown, of the wrong type or unsupported. Stops the start-up (P11), exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"setting {name} = {redaction.shown(name, value)}: {remedy}")
+        super().__init__(f"setting {name} = {redaction.redacted_value(name, value)}: {remedy}")
         self.name = name
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import Record
 from headrace_schemas import Checkpoint, Routing
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.ingest import Known
+from headrace_schemas.ingest import KnownModels
 
 _VERSIONS_MAX = 100_000
 """Of one model; beyond that the oldest are not known any more."""
@@ -59,14 +59,14 @@ class KnownVersions:
             for version in (*event.aliases.values(), *event.withdrawn):
                 self._learn(event.model, version, None)
 
-    async def now(self, model: str) -> Known:
+    async def now(self, model: str) -> KnownModels:
         """With the vocabulary of `model`. Raises `Unavailable` before everything has been read."""
         if not self.loaded:
             raise Unavailable("the versions that there are have not been read yet")
         if self._vocabularies.get(model) is None and model in self._manifests:
             self._vocabularies[model] = await asyncio.to_thread(self._vocabulary, self._manifests[model])
         sizes = {name: size for name, size in self._vocabularies.items() if size is not None}
-        return Known({name: versions.keys() for name, versions in self._versions.items()}, sizes)
+        return KnownModels({name: versions.keys() for name, versions in self._versions.items()}, sizes)
 
     def _learn(self, model: str, version: str, manifest: BlobRef | None) -> None:
         known = self._versions.setdefault(model, {})

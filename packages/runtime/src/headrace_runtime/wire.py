@@ -17,7 +17,7 @@ from headrace_schemas import Event, Reward
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers, is_own
 from headrace_schemas.ids import derived_id
-from headrace_schemas.records import carried
+from headrace_schemas.records import parse_record
 from headrace_schemas.text import storable
 
 _SHOWS_WITHIN_S = 2.0
@@ -112,7 +112,7 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     found = dict(record.headers).get(damage.HEADER)
     if found is not None:
         raise InvalidEvent("damaged_record", f"the batch cannot be read, {found.decode('utf-8', 'replace')}")
-    model, value = carried(topic or record.topic, record.value, record.headers)
+    model, value = parse_record(topic or record.topic, record.value, record.headers)
     if isinstance(value, BlobRef):
         value = await _fetch(model.type, value, blobs)
     own = is_own(record.headers)

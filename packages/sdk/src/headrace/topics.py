@@ -15,7 +15,7 @@ from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import sequence_of
 from headrace_schemas.names import decode_name
-from headrace_schemas.records import carried
+from headrace_schemas.records import parse_record
 from headrace_schemas.text import printable
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
 
     Raises `HeadraceError` or `OSError` saying why there is none.
     """
-    model, found = carried(topic, value, headers)
+    model, found = parse_record(topic, value, headers)
     return model.from_json(await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found)
 
 

@@ -1,1 +1,1 @@
-"""One module per family of topics."""
+"""Event classes, one module per family of topics."""

@@ -1,4 +1,4 @@
-"""The parts of an OpenAI chat that events carry: messages, tool calls, tools, sampling."""
+"""Parts of an OpenAI chat in events: messages, tool calls, tools and sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class FunctionCall(Model):
-    """The function that a tool call names."""
+    """The function of a tool call with its arguments."""
 
     name: Text
     arguments: LongText
-    """JSON as the model wrote it; it may be malformed, that is the model's doing and the reward's business."""
+    """JSON as the model wrote it. It may be malformed; a reward function may penalise that."""
 
 
 class ToolCall(Model):
-    """A call that the model asked for."""
+    """A tool call that the model requested."""
 
     id: Text
     type: Literal["function"] = "function"
@@ -30,14 +30,14 @@ class ToolCall(Model):
 
 
 class TextPart(Model):
-    """One part of a content that came as a list."""
+    """One text part of a message whose content is a list."""
 
     type: Literal["text"] = "text"
     text: LongText
 
 
 class Message(Model):
-    """One chat message. Only `role="assistant"` was written by the model; rewards rely on it."""
+    """One chat message. Rewards rely on it that the model wrote exactly the messages with `role="assistant"`."""
 
     role: Role
     content: LongText | tuple[TextPart, ...] | None = None
@@ -48,46 +48,46 @@ class Message(Model):
 
     @property
     def text(self) -> str:
-        """The content as one string, whichever form it came in."""
+        """The content as one string, also if it is a list of parts."""
         if isinstance(self.content, tuple):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
 
 class FunctionDefinition(Model):
-    """What a tool is called and takes."""
+    """Name, description and parameters of a tool."""
 
     name: Text
     description: LongText | None = None
     parameters: JsonObject | None = None
-    """A JSON Schema, passed through untouched."""
+    """The parameters as a JSON Schema, which is passed on unchanged."""
     strict: bool | None = None
 
 
 class Tool(Model):
-    """A tool that the model was offered."""
+    """A tool that the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
 class Grammar(Model):
-    """What an answer was held to: tokens that leave it could not be sampled."""
+    """Constraints on the form of an answer. Tokens that would violate them cannot be sampled."""
 
     response_format: JsonObject | None = None
-    """As the client sent it: `json_object`, or `json_schema` with the schema."""
+    """The request field as the client sent it: `json_object`, or `json_schema` with the schema."""
     tool_choice: Text | None = None
-    """`required`: some call; `function`: a call of `function`."""
+    """`required` for a call of any tool, `function` for a call of `function`."""
     function: Text | None = None
 
 
 SAMPLED_TEMPERATURE_MIN = 0.01
-"""A lower temperature is greedy decoding, in every engine and in what is trained: logits divided by less leave float32,
-and vLLM samples at no lower one."""
+"""Below this temperature engines and trainer decode greedily: logits divided by a smaller number do not fit float32,
+and vLLM has the same minimum."""
 
 
 class Sampling(Model):
-    """How the tokens were sampled: the client's own choice, recorded and never overwritten."""
+    """Sampling parameters of a call as the client chose them. Headrace never overwrites them."""
 
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0), SAMPLING] = 1.0
@@ -98,14 +98,14 @@ class Sampling(Model):
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
     grammar: Grammar | None = None
-    """None: the model could say anything."""
+    """The constraints on the answer; None without any."""
 
     @property
     def untruncated(self) -> bool:
-        """True when the sampled distribution is the model's own softmax at this temperature.
+        """Whether tokens were sampled from the model's own softmax at this temperature.
 
-        Only such tokens can be trained: a distribution that was truncated, penalised or held by a grammar has other
-        probabilities than the trainer recomputes.
+        Only such tokens can be trained, because the trainer cannot recompute the probabilities of a distribution that
+        was truncated, penalised or constrained by a grammar.
         """
         full = self.top_p == 1.0 and self.top_k in (-1, 0) and self.grammar is None
         sampled = self.temperature >= SAMPLED_TEMPERATURE_MIN

@@ -1,4 +1,4 @@
-"""`checkpoints` and `training-metrics`: new versions, and what became of each experience that was read."""
+"""Events of `checkpoints` and `training-metrics`: new versions, and the outcome of each experience."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DropReason = Literal[
 
 
 LISTED_MAX = 65_536
-"""Most entries of each list of an account."""
+"""Maximum length of each list of an account."""
 
 
 class Checkpoint(Event):
-    """A new version exists in the blob store. Produced by the trainer after the checkpoint is durable."""
+    """Announcement of a new version in the blob store. The trainer sends it once the checkpoint is durable."""
 
     topic: ClassVar[str] = "checkpoints"
     type: ClassVar[str] = "headrace.checkpoint.v1"
@@ -59,7 +59,7 @@ class Checkpoint(Event):
 
 
 class TrainingOutcome(Model):
-    """What became of one experience revision in one lineage. Its title in the JSON schema is `Verdict`."""
+    """The outcome of one revision of an experience in one lineage. Its title in the JSON schema is `Verdict`."""
 
     model_config = ConfigDict(title="Verdict")
 
@@ -67,36 +67,36 @@ class TrainingOutcome(Model):
     revision: Annotated[int, Field(ge=0), INT32]
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
-    """None: it was trained, so it changed the weights."""
+    """The reason why it was dropped, or None if it was trained, so that it changed the weights."""
     detail: Text | None = None
-    """More exactly than `dropped`: `no_signal` (it carries nothing that the algorithm trains), `unpaired` (the other
-    answer of its comparison never came), `written` (nobody sampled its tokens, and the algorithm needs logprobs),
-    `equal_rewards` (all runs of its group have one), `edit` (the model cannot be made to say what it was edited to),
-    `examples` (more than one experience may give), `excluded` (a version answered it that its rollout took back)."""
+    """Detail of the reason: `no_signal` (it has no signal that the algorithm trains), `unpaired` (the other answer of
+    its preference never arrived), `written` (its tokens were not sampled, and the algorithm needs logprobs),
+    `equal_rewards` (all runs of its group have the same reward), `edit` (the chat template cannot render the edited
+    answer), `examples` (it exceeds the number of examples per experience), `excluded` (its version was rolled back)."""
 
     @property
     def reason(self) -> str | None:
-        """Why it was dropped, as exactly as it is known; None: it was trained."""
+        """The most detailed reason why it was dropped, or None if it was trained."""
         return self.detail or self.dropped
 
 
 class Undone(Model):
-    """The outcome of a revision that is taken back.
+    """A reverted outcome of a revision.
 
-    Either the revision was trained and the weights lost it again: the registry refused the version, and the weights
-    went back to a step before it. Or the revision was dropped and is queued now.
+    Either the revision was trained and the weights no longer contain it, because the registry refused the version and
+    the weights were reset to an earlier step. Or the revision was dropped and is queued now.
     """
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0), INT32]
     queued: bool
-    """True: the revision waits to be trained, and another outcome follows. False: it is never trained again."""
+    """Whether the revision is queued for training, so that another outcome follows. Otherwise it is never trained."""
 
 
 class Restored(Model):
-    """A revision that the weights hold again, because the registry promoted a version after all that was trained on it.
+    """A revision that the weights contain again, because the registry later promoted a version that was trained on it.
 
-    Every outcome that was reported for the revision in between is void.
+    Outcomes that were reported for the revision in the meantime are void.
     """
 
     experience_id: Text
@@ -104,38 +104,37 @@ class Restored(Model):
 
 
 class Read(Model):
-    """A range of `experiences`: the records of one partition before offset `until` that were not read before."""
+    """The records of one partition of `experiences` before offset `until` that were not read before."""
 
     partition: Annotated[int, Field(ge=0), INT32]
     until: Annotated[int, Field(ge=1), INT64]
 
 
 class BatchRecord(Model):
-    """What is needed to build a batch again (P9): which records were read before it, and the digest of the result.
-
-    Its title in the JSON schema is `Batch`.
+    """The data for rebuilding a batch (P9): the records that were read before it, and the digest of the result.
 
     `digest` covers ids, tokens, masks, logprobs, temperatures and advantages. It does not cover weights, so a rebuilt
-    batch can be compared without training.
+    batch can be compared without training. The title of this class in the JSON schema is `Batch`.
     """
 
     model_config = ConfigDict(title="Batch")
 
     step: Annotated[int, Field(ge=0), INT32]
-    """Number of this step in the lineage. A batch whose gradient was not finite has the number of the step before."""
+    """Number of this step in the lineage. A batch whose gradient was not finite has the number of the previous step."""
     experiences: Annotated[int, Field(ge=1), INT32]
     digest: Sha256
     read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
-    """In reading order, since the previous batch; for the first batch of an account, since the previous account."""
+    """Records that were read since the previous batch, or, for the first batch of an account, since the previous
+    account, in reading order."""
     left_out: tuple[Text, ...] = Field(default=(), max_length=LISTED_MAX)
-    """Experiences that were cut with the batch, or since the batch before it, and that the step cannot train. They are
+    """Experiences that were cut with the batch, or since the previous batch, but that the step cannot train. They are
     dropped as `invalid` and are not counted in `experiences`."""
 
 
 class TrainingMetrics(Event):
-    """What happened to each experience between two saves of a lineage. Sent once the later save is durable.
+    """The outcomes of all experiences between two saves of a lineage, sent once the later save is durable.
 
-    After a crash the trainer repeats work but never reports it twice: `event_id` names the save.
+    After a crash the trainer repeats work but reports it only once, because `event_id` identifies the save.
     """
 
     topic: ClassVar[str] = "training-metrics"
@@ -145,20 +144,20 @@ class TrainingMetrics(Event):
     lineage: Text
     step: Annotated[int, Field(ge=0), INT32]
     account: Annotated[int, Field(ge=0), INT32] = 0
-    """Number of the save in its lineage. A save without a new version (only drops) has a number, too."""
+    """Number of the save in its lineage. A save without a new version, for example with drops alone, has one, too."""
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     verdicts: tuple[TrainingOutcome, ...] = Field(default=(), max_length=LISTED_MAX)
     stopped: LongText | None = None
-    """Why training stopped: a health measure stayed beyond its limit. An operator has to resume it."""
+    """The reason why training stopped: a health metric stayed outside its limit. An operator has to resume training."""
     undone: tuple[Undone, ...] = Field(default=(), max_length=LISTED_MAX)
-    """Applied after all `verdicts` of this account and of earlier accounts. What does not fit is in the accounts that
-    follow, before anything else becomes of these revisions; so it is with `restored`."""
+    """Reverted outcomes, which apply after all `verdicts` of this account and of earlier accounts. Entries that do not
+    fit are in the following accounts, before any other outcome of these revisions. The same holds for `restored`."""
     restored: tuple[Restored, ...] = Field(default=(), max_length=LISTED_MAX)
-    """Applied after all `verdicts`, too. No revision is in both `undone` and `restored`."""
+    """Restored revisions, which apply after all `verdicts`. No revision is in both `undone` and `restored`."""
     batches: tuple[BatchRecord, ...] = Field(default=(), max_length=LISTED_MAX)
     read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
-    """What was read after the last batch."""
+    """Records that were read after the last batch."""
 
     @property
     def event_id(self) -> str:

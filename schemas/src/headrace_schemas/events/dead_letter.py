@@ -1,4 +1,4 @@
-"""`dead-letters`: whole records that could not be processed, with the reason. They can be retried or discarded."""
+"""Events of `dead-letters`: complete records that could not be processed, with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _check_base64(value: str) -> str:
     try:
         base64.b64decode(value, validate=True)
     except ValueError:
-        raise ValueError("is no base64") from None
+        raise ValueError("is not base64") from None
     return value
 
 
@@ -26,7 +26,10 @@ Base64 = Annotated[
 
 
 class DeadLetter(Event):
-    """A record that a service refused for good. `reason` is short and stable, `error` is for people."""
+    """A record that a service refused permanently. An operator can retry or discard it.
+
+    `reason` is a short, stable word, `error` a message for people.
+    """
 
     topic: ClassVar[str] = "dead-letters"
     type: ClassVar[str] = "headrace.dead-letter.v1"
@@ -35,9 +38,9 @@ class DeadLetter(Event):
     source_topic: Text
     source_partition: Annotated[int, Field(ge=0), INT32] | None = None
     source_offset: Annotated[int, Field(ge=0), INT64] | None = None
-    """None when the record never reached its topic (refused by its producer)."""
+    """None if the record never reached its topic, because its producer refused it."""
     source_id: Text
-    """Id of the refused event, or a digest of its bytes when it has none."""
+    """Id of the refused event, or a digest of its bytes if it has no id."""
     source_key: Text | None = None
     headers: dict[Text, LongText] = Field(default_factory=dict, max_length=64)
     value_base64: Base64

@@ -1,4 +1,4 @@
-"""`dead-letter-decisions`: decisions of operators about dead letters. A letter without a decision is open."""
+"""Events of `dead-letter-decisions`: operators' decisions about dead letters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headrace_schemas.bounds import INT32
 from headrace_schemas.ids import derived_id
 
 RETRY_HEADER = "ce_retryof"
-"""On a record that was put back onto its topic: the id of the dead letter that it came from."""
+"""Header of a record that was put back onto its topic, with the id of its dead letter."""
 
 
 class DeadLetterDecision(Event):
-    """A decision about a letter. The newest one is valid; earlier ones stay as history.
+    """A decision about a dead letter. The newest one is valid; earlier ones stay as history.
 
-    `retried` is sent after the record is back on its topic. So a crash in between leaves the letter open. A second
-    retry is harmless, because the record keeps its id.
+    A letter without a decision is open. `retried` is sent once the record is back on its topic, so a crash in between
+    leaves the letter open. A second retry is harmless, because the record keeps its id.
     """
 
     topic: ClassVar[str] = "dead-letter-decisions"
@@ -27,16 +27,16 @@ class DeadLetterDecision(Event):
     dead_letter_id: Text
     """`event_id` of the `DeadLetter`."""
     number: Annotated[int, Field(ge=1), INT32]
-    """Number of the decision about this letter. A decision that is sent twice keeps its number."""
+    """Number of this decision among the decisions about the letter. It stays the same if the decision is sent twice."""
     action: Literal["retried", "discarded"]
     reason: LongText | None = None
-    """The reason. It is required to discard a letter."""
+    """The reason, which is required for `discarded`."""
     by: Text | None = None
 
     @model_validator(mode="after")
     def _discarded_for_a_reason(self) -> Self:
         if self.action == "discarded" and not self.reason:
-            raise ValueError("a dead letter is discarded for a reason; say which")
+            raise ValueError("reason: is required to discard a dead letter")
         return self
 
     @property

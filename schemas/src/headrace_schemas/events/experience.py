@@ -1,4 +1,4 @@
-"""`experiences`: a branch with its total reward, ready to train."""
+"""Events of `experiences`: branches with their total rewards, ready to be trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NoReward = Literal["no_reward", "required_source_missing", "withdrawn"]
 
 
 class RewardPart(Model):
-    """One source's share in the total."""
+    """The contribution of one source to the total reward."""
 
     source: Text
     value: Total
@@ -24,25 +24,27 @@ class RewardPart(Model):
 
 
 class TurnReward(Model):
-    """What one turn of the branch is worth by itself, beside the reward of the run."""
+    """The reward of one turn of the branch, in addition to the reward of the run."""
 
     turn_id: Text
     value: Total
 
 
 class Edit(Model):
-    """What a turn should have answered. It follows the same prompt as the answer that it replaces."""
+    """The correct answer of a turn. It follows the same prompt as the answer that it replaces."""
 
     turn_id: Text
     choice: Annotated[int, Field(ge=0), INT32] = 0
     source: Text = "feedback"
     message: Message
-    """An assistant's message: its text, its tool calls, or both."""
+    """The assistant message with text, tool calls or both."""
 
 
 class PreferenceSide(Model):
-    """One of the two answers that somebody compared. The other has the same `preference_id`, in this experience or in
-    another one, whatever its session."""
+    """One of the two answers of a preference.
+
+    The other answer has the same `preference_id`. It is in this experience or in another one, also of another session.
+    """
 
     preference_id: Text
     side: Literal["chosen", "rejected"]
@@ -52,11 +54,11 @@ class PreferenceSide(Model):
 
 
 class Experience(Event):
-    """One branch of one trajectory with its present reward, and with what else was said of its turns.
+    """One branch of one trajectory with its present reward, and the turn rewards, edits and preferences of its turns.
 
-    `experience_id` names the branch; `revision` counts the changes of its reward, and the highest one is valid.
-    `reward` is None when the branch must not be trained (any more), and `no_reward` says why. The trainer counts these,
-    too, so that every captured turn ends as trained, waiting or dropped.
+    `experience_id` identifies the branch. `revision` counts the changes of its reward, and the highest one is valid.
+    `reward` is None if the branch must not be trained (any more); `no_reward` is the reason. The trainer counts these
+    experiences, too, so that every captured turn is reported as trained, waiting or dropped.
     """
 
     topic: ClassVar[str] = "experiences"
@@ -69,28 +71,28 @@ class Experience(Event):
     session_id: Text
     tenant: Text = "default"
     task_id: Text | None = None
-    """Names the group: experiences of one task are compared with each other."""
+    """The group of the experience. Experiences of one task are compared with each other."""
     run_id: Text | None = None
     model: ModelName
     branch_index: Annotated[int, Field(ge=0), INT32] = 0
     branch: Branch | None = None
     turn_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
-    """The turns of the branch. Turns that were left out of all branches are in no experience."""
+    """The turns of the branch. A turn that was left out of all branches is in no experience."""
     weight: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the run: the branches of one run add up to 1."""
+    """The branch's share of its run. The weights of one run add up to 1."""
     reward: Total | None = None
     no_reward: NoReward | None = None
     parts: tuple[RewardPart, ...] = Field(default=(), max_length=64)
     parts_left_out: tuple[Text, ...] = Field(default=(), max_length=64)
-    """Sources that scored the branch and do not count in `reward`, because `parts` is full: the first 64 by name."""
+    """Sources whose scores do not count in `reward` because `parts` is full: the first 64 by name."""
     turn_rewards: tuple[TurnReward, ...] = Field(default=(), max_length=4096)
     edits: tuple[Edit, ...] = Field(default=(), max_length=256)
-    """With one of these or of `preferences` the branch is there also where there is no reward."""
+    """If there are edits or preferences, `branch` is set even without a reward."""
     preferences: tuple[PreferenceSide, ...] = Field(default=(), max_length=256)
     origin: Literal["sampled", "written"] = "sampled"
-    """`written`: no version sampled the tokens of its spans; a person or a data set wrote them. Their logprobs are 0
-    and say nothing, their version is the one that the lineage begins with, and only algorithms that need neither
-    train them."""
+    """`written` if no version sampled the tokens of the spans, because they come from a person or a data set. Then
+    their logprobs are 0 and have no meaning, their version is the first one of the lineage, and only algorithms that
+    need neither train them."""
 
     @model_validator(mode="after")
     def _trainable_or_not(self) -> Self:
@@ -104,6 +106,7 @@ class Experience(Event):
 
     @staticmethod
     def id_of(trajectory_id: str, branch_index: int) -> str:
+        """Return the `experience_id` of a branch."""
         return derived_id("experience", trajectory_id, branch_index)
 
     @property

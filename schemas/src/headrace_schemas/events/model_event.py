@@ -1,4 +1,4 @@
-"""`model-events`: every decision about a version, with the numbers it rests on."""
+"""Events of `model-events`: all decisions about versions, with their statistics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", 
 
 
 class RolloutStep(Model):
-    """Which step of a rollout a decision was. For readers that know nothing of rollouts `decision` says what it comes
-    to: `probed` for a step on the way, `promoted`, `skipped` for a hold (it serves nobody, and nothing is said against
-    it), `withdrawn` for a rollback (it and what descends from it are out).
+    """The step of a rollout that a decision was.
+
+    For readers without support of rollouts, `decision` is the equivalent: `probed` for an intermediate step,
+    `promoted`, `skipped` for a hold (the version serves no traffic but is not refused), `withdrawn` for a rollback (the
+    version and its descendants are refused).
     """
 
     rollout_id: Text
     kind: Literal["begin", "advance", "promote", "hold", "roll_back"]
     stage: Annotated[int, Field(ge=0), INT32]
-    """The one that it is in afterwards, from 0."""
+    """The stage after the step, from 0."""
     share: Share
-    """Of all units, for the candidate, afterwards; 1 for a promotion."""
+    """The candidate's share of all units after the step; 1 for a promotion."""
     excludes: bool = False
-    """Of a rollback: nothing that the version answered is trained, and what was is taken back. A promotion of it ends
-    that."""
+    """For a rollback: whether the version's answers are excluded from training, and trained ones are reversed. A later
+    promotion of the version ends the exclusion."""
 
 
 class ModelEvent(Event):
-    """One decision about a version. `statistics` are the numbers it is based on."""
+    """One decision about a version. `statistics` are the numbers on which it is based."""
 
     topic: ClassVar[str] = "model-events"
     type: ClassVar[str] = "headrace.model-event.v1"
@@ -41,11 +43,11 @@ class ModelEvent(Event):
     version: Version
     decision: Decision
     previous: Version | None = None
-    """The version it is compared with or takes over from; for `rolled_back` the one that takes over again."""
+    """The version that it is compared with or replaces; for `rolled_back` the version that serves again."""
     reason: LongText | None = None
     statistics: dict[Text, Finite] = Field(default_factory=dict, max_length=STATISTICS_MAX)
     who: Text | None = None
-    """The operator who asked for it; None: the registry itself."""
+    """The operator who requested the decision, or None if the registry decided."""
     rollout: RolloutStep | None = None
 
     @property

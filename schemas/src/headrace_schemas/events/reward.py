@@ -1,4 +1,4 @@
-"""`rewards`: what one source says about a trajectory; it may be revised."""
+"""Events of `rewards`: the rewards of single sources about trajectories, which may be revised."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "
 
 
 class Reward(Event):
-    """The reward of one source. P6: `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0.
+    """The reward of one source. `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0 (P6).
 
-    The highest `revision` per (`trajectory_id`, `turn_id`, `choice`, `source`) wins; earlier ones stay as history.
+    For each (`trajectory_id`, `turn_id`, `choice`, `source`) the highest `revision` is valid; earlier ones are history.
     """
 
     topic: ClassVar[str] = "rewards"
@@ -27,25 +27,28 @@ class Reward(Event):
     session_key: SessionKey
     tenant: Text = "default"
     turn_id: Text | None = None
-    """Set when the reward is about one turn only."""
+    """The turn, if the reward is about a single turn."""
     choice: Annotated[int, Field(ge=0), INT32] | None = None
-    """Set when it is about one of the answers of that turn."""
+    """The index of the answer, if the reward is about a single answer of the turn."""
     source: Text
-    """The source: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
+    """The source: `feedback`, `function:answer`, `judge:helpfulness`, or a name that you choose."""
     revision: Annotated[int, Field(ge=0), INT32] = 0
     outcome: Outcome = "scored"
     value: Score | None = None
     criteria: dict[Text, Score] = Field(default_factory=dict, max_length=64)
     reason: LongText | None = None
     judged_by: Text | None = None
-    """Model and prompt digest of a judge, or digest of the reward function's source."""
+    """Model and prompt digest of a judge, or digest of the source code of a reward function."""
 
     @model_validator(mode="after")
     def _value_iff_scored(self) -> Self:
         if (self.value is None) == (self.outcome == "scored"):
-            raise ValueError(f"outcome {self.outcome!r} with value {self.value!r}; exactly 'scored' has a value")
+            raise ValueError(
+                f"outcome {self.outcome!r} with value {self.value!r}: a value is required for 'scored' and not allowed "
+                "for other outcomes"
+            )
         if self.choice is not None and self.turn_id is None:
-            raise ValueError("a choice is one of a turn; set turn_id")
+            raise ValueError("choice: is only allowed with turn_id; set turn_id")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""`routing` and `replicas` (both compacted): which version serves, and who can serve it."""
+"""Events of `routing` and `replicas` (both compacted): served versions, and the replicas that serve them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ Alias = Literal["champion", "canary", "previous"]
 
 
 class ServedVersion(Model):
-    """A version that replicas shall hold ready, and where its manifest lies."""
+    """A version that replicas must load, with the reference to its manifest."""
 
     version: Version
     manifest: BlobRef
 
 
 class Arm(Model):
-    """A candidate on live traffic: its rollout, its block of the units, and how much of all units it gets."""
+    """A candidate on live traffic: its rollout, its slot and its share of all units."""
 
     rollout_id: Text
     version: Version
     slot: Annotated[int, Field(ge=0, le=7)]
     share: Share
-    """The champion's control is as large."""
+    """The candidate's share of all units. Its control has an equal share."""
 
 
 class TrafficSplit(Model):
-    """How gateways divide the units of a model, by the rule of `headrace_schemas.assignment`. It holds for calls that
-    name the model or its champion; who names a version, or evaluates, is no part of it.
+    """Division of the units of a model by `headrace_schemas.assignment`.
+
+    It applies to calls that name the model or its champion, not to calls that name a version or evaluate.
     """
 
     unit: Literal["session", "user"]
@@ -58,19 +59,21 @@ class TrafficSplit(Model):
         most = Fraction(1, self.slots + 1)
         for arm in self.arms:
             if arm.slot >= self.slots or Fraction(arm.share) > most:
-                raise ValueError(f"arm {arm.version}: slot {arm.slot}, share {arm.share} of {self.slots} slots")
-        if len({arm.slot for arm in self.arms}) < len(self.arms) or len({one.version for one in self.arms}) < len(
-            self.arms
-        ):
-            raise ValueError("two arms have one slot or one version")
+                raise ValueError(
+                    f"arm {arm.version}: slot {arm.slot} and share {arm.share} do not fit {self.slots} slots; the "
+                    f"share must be at most {most}"
+                )
+        slots, versions = {arm.slot for arm in self.arms}, {arm.version for arm in self.arms}
+        if len(slots) < len(self.arms) or len(versions) < len(self.arms):
+            raise ValueError("two arms have the same slot or the same version")
         return self
 
 
 class Routing(Event):
-    """The whole routing table of one model; the highest `revision` is valid. Produced by the registry alone.
+    """The complete routing table of one model. The highest `revision` is valid. Only the registry produces it.
 
-    Replicas load every version in `serve` and may unload others once drained. A version in `withdrawn` gets no new
-    turn, sticky session or not.
+    Replicas load all versions in `serve` and may unload other versions once they are drained. A version in `withdrawn`
+    gets no new turns, not even of sticky sessions.
     """
 
     topic: ClassVar[str] = "routing"
@@ -82,15 +85,15 @@ class Routing(Event):
     serve: tuple[ServedVersion, ...] = Field(max_length=64)
     withdrawn: tuple[Version, ...] = Field(default=(), max_length=1024)
     names: dict[AliasName, Version] = Field(default_factory=dict, max_length=256)
-    """Further names of served versions: the aliases that operators set, and the versions' own labels."""
+    """Further names of served versions: aliases and labels."""
     untrained: tuple[Version, ...] = Field(default=(), max_length=1024)
-    """Versions that nobody trains here, the last ones: what they answer is captured and never trained."""
+    """The latest fixed versions. Their answers are captured but never trained."""
     pinned: Version | None = None
     """The one version that may be champion until an operator unpins it."""
     paused: bool = False
-    """New versions are registered and wait. Requests of operators still take effect."""
+    """Whether new versions are only registered and wait. Requests of operators still take effect."""
     split: TrafficSplit | None = None
-    """Who is on the way to champion, and with how much of the traffic. None: the champion serves everybody."""
+    """The candidates with their shares of the traffic, or None if the champion serves all traffic."""
 
     @property
     def champion(self) -> str | None:
@@ -106,10 +109,10 @@ class Routing(Event):
 
 
 class Probe(Model):
-    """Whether loaded weights answer as their fingerprint says, and differently from their parent's."""
+    """Result of comparing loaded weights with their fingerprint and with that of their parent."""
 
     max_abs_delta: Finite
-    """Largest absolute difference between the engine's logprobs and the fingerprint's."""
+    """Largest absolute difference between the logprobs of the engine and of the fingerprint."""
     parent_max_abs_delta: Finite | None = None
     passed: bool
 
@@ -127,7 +130,7 @@ class LoadedVersion(Model):
 
 
 class Replica(Event):
-    """A heartbeat of one inference replica. Silence longer than `ttl_s` means that it is gone."""
+    """A heartbeat of one inference replica. Without a heartbeat for `ttl_s` the replica counts as dead."""
 
     topic: ClassVar[str] = "replicas"
     type: ClassVar[str] = "headrace.replica.v1"
@@ -142,13 +145,13 @@ class Replica(Event):
     started_at: Timestamp
     stopping: bool = False
     resumes: bool = False
-    """It can continue an answer that another replica began (`headrace_resume`)."""
+    """Whether it can continue an answer that another replica began (`headrace_resume`)."""
     scores: bool = False
-    """It says the logprobs of given answers (`headrace_schemas.scoring`)."""
+    """Whether it serves logprobs of given answers (`headrace_schemas.scoring`)."""
     grammars: tuple[Text, ...] = Field(default=(), max_length=16)
-    """The fields of a request by which it holds an answer: `response_format`, `tool_choice`."""
+    """The request fields whose constraints it enforces: `response_format`, `tool_choice`."""
     signature: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """HMAC-SHA256 over `replica_id` and `url` with the key that services share; empty where they share none."""
+    """HMAC-SHA256 over `replica_id` and `url` with the internal key of the services; empty without such a key."""
 
     @property
     def event_id(self) -> str:
@@ -159,9 +162,14 @@ class Replica(Event):
         return self.replica_id
 
     def ready(self, version: str) -> bool:
+        """Return whether the replica accepts calls of `version`."""
         return self.state_of(version) == "ready"
 
     def state_of(self, version: str) -> LoadState | None:
-        """None when it does not have the version, or takes no calls. One that drains finishes what was begun, here or
-        elsewhere."""
-        return None if self.stopping else next((one.state for one in self.versions if one.version == version), None)
+        """Return the state of `version` on the replica, or None if it lacks the version or is stopping.
+
+        A draining version finishes answers that this replica or another one began.
+        """
+        if self.stopping:
+            return None
+        return next((loaded.state for loaded in self.versions if loaded.version == version), None)

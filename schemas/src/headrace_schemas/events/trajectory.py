@@ -1,4 +1,4 @@
-"""`trajectories`: a closed session as token sequences with masks."""
+"""Events of `trajectories`: closed sessions as token sequences with masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
 class Span(Model):
     """Tokens `start .. start + len(logprobs)` of a branch: one choice of one turn, sampled by one version.
 
-    Everything outside the spans is observation and has loss mask 0.
+    All tokens outside the spans are observations and have loss mask 0.
     """
 
     start: Annotated[int, Field(ge=0), INT32]
@@ -37,7 +37,7 @@ class Span(Model):
 
 
 class Branch(Model):
-    """One token sequence. A sampled token of the trajectory lies in exactly one span of exactly one branch."""
+    """One token sequence. Each sampled token of the trajectory is in exactly one span of exactly one branch."""
 
     token_ids: TokenIds
     spans: tuple[Span, ...] = Field(min_length=1, max_length=4096)
@@ -69,32 +69,32 @@ class Branch(Model):
 
 
 class Dialogue(Model):
-    """The messages of a branch, for people and reward functions. The last message is the model's."""
+    """The messages of a branch, for people and reward functions. The model wrote the last message."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
 
 
 class LeftOut(Model):
-    """A turn of the run that is in no branch, and why."""
+    """A turn of the run that is in no branch, with the reason."""
 
     turn_id: Text
     reason: LeftOutReason
     version: Version | None = None
     """The version that answered. It counts when versions are compared, even if the turn cannot be trained."""
     detail: Text | None = None
-    """The reason more exactly: `grammar` for `truncated_sampling` by a grammar."""
+    """Detail of the reason: `grammar` for `truncated_sampling` by a grammar."""
 
     @property
-    def why(self) -> str:
-        """The reason, and what says it more exactly."""
+    def full_reason(self) -> str:
+        """The reason with its detail in parentheses."""
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 class Trajectory(Event):
-    """One run of one agent, closed. Produced by the collector, or ingested from any agent runtime.
+    """One closed run of one agent. Produced by the collector, or ingested from any agent runtime.
 
-    Each turn belongs to exactly one trajectory. `parts` counts the trajectories that one run was split over (its
-    turns had several session keys); it divides the weight so that a run counts once.
+    Each turn belongs to exactly one trajectory. A run whose turns have several session keys is split into `parts`
+    trajectories. The weight is divided by `parts`, so that a run counts once.
     """
 
     topic: ClassVar[str] = "trajectories"
@@ -110,18 +110,18 @@ class Trajectory(Event):
     model: ModelName
     branches: tuple[Branch, ...] = Field(max_length=1024)
     dialogues: tuple[Dialogue, ...] = Field(default=(), max_length=1024)
-    """One for each branch, in the same order, then those without trainable tokens."""
+    """One dialogue for each branch, in the same order, followed by dialogues without trainable tokens."""
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     untrained: Text | None = None
-    """Why none of its turns is trained, although its purpose is `train`: a version spoke that nobody trains."""
+    """The reason why none of its turns is trained although its purpose is `train`: a fixed version answered."""
     shadow_of: SessionKey | None = None
-    """As of its turns: the user's session whose prompt it answers anew."""
+    """The user's session whose prompt this shadow run answers again, as in its turns."""
     parts: Annotated[int, Field(ge=1), INT32] = 1
     end_reason: EndReason
     started_at: Timestamp
     turns_from: Int64 | None = None
-    """Offset of its first turn on `turns`. None when it was ingested. Earlier feedback is not about it."""
+    """Offset of its first turn on `turns`, or None if it was ingested. Earlier feedback is about other trajectories."""
     context: JsonObject = Field(default_factory=dict, max_length=CONTEXT_KEYS_MAX)
 
     @model_validator(mode="after")
@@ -144,13 +144,13 @@ class Trajectory(Event):
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """Every turn of the run, left out or not."""
-        spoken = (turn_id for branch in self.branches for turn_id in branch.turn_ids)
-        return tuple(dict.fromkeys([*spoken, *(item.turn_id for item in self.left_out)]))
+        """All turns of the run, including those that were left out."""
+        branch_turns = (turn_id for branch in self.branches for turn_id in branch.turn_ids)
+        return tuple(dict.fromkeys([*branch_turns, *(item.turn_id for item in self.left_out)]))
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Every version that took part, also through turns that were left out."""
+        """All versions that answered a turn, including turns that were left out."""
         trained = (span.version for branch in self.branches for span in branch.spans)
         return tuple(dict.fromkeys([*trained, *(item.version for item in self.left_out if item.version)]))
 
@@ -161,6 +161,6 @@ class Trajectory(Event):
 
     @property
     def final_answer(self) -> str:
-        """Text of the model's last message, empty when there is none."""
+        """The text of the model's last message, or an empty string without one."""
         last = self.messages[-1] if self.messages else None
         return last.text if last is not None and last.role == "assistant" else ""

@@ -1,4 +1,4 @@
-"""`turns`: one model call, with the exact tokens that were sampled."""
+"""Events of `turns`: single model calls with the exact tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Choice(Model):
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"choice {self.index} has {len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; "
-                "they must agree, nothing is padded or truncated to fit"
+                "the numbers must be equal"
             )
         return self
 
@@ -42,22 +42,23 @@ class Usage(Model):
 
 
 class UnitAssignment(Model):
-    """What a turn's unit (session or user) is in the rollouts that are under way."""
+    """The role of a turn's unit (session or user) in the rollouts in progress."""
 
     rollouts: tuple[Text, ...] = Field(min_length=1, max_length=8)
-    """A candidate's own; all that a control is compared with; all that the others are no part of."""
+    """For the arm `candidate` its own rollout, for `control` the rollouts whose control the unit is in, for `rest` all
+    rollouts."""
     arm: Literal["candidate", "control", "rest"]
     unit: Text
     propensity: Share
-    """How probable the version was that the unit was assigned, at the moment of its first turn. `Turn.version` is the
-    one that served: another one when no replica had the candidate ready. Arms are compared as they were assigned."""
+    """The probability of the assigned version at the time of the unit's first turn. `Turn.version`, which answered, is
+    another version if no replica had the candidate ready. Arms are compared as they were assigned."""
 
 
 class Turn(Event):
-    """One model call as the engine ran it. Produced by the gateway once the response is complete.
+    """One model call as the engine executed it. Produced by the gateway once the response is complete.
 
-    P2: prompt ids, token ids, logprobs and usage agree in length, or this object cannot be built.
-    P3: `version` is the one that the engine reported, never the one that was asked for.
+    P2: the lengths of prompt ids, token ids and logprobs and the usage agree, or the event is invalid.
+    P3: `version` is the one that the engine reported, never the requested one.
     """
 
     topic: ClassVar[str] = "turns"
@@ -77,13 +78,13 @@ class Turn(Event):
     version: Version
     replica_id: Text
     request_digest: Sha256
-    """Digest of the request. With `retry` it tells the retry of an SDK from a parallel sample."""
+    """Digest of the request. With `retry` it distinguishes the retry of an SDK from a parallel sample."""
     retry: Annotated[int, Field(ge=0), INT32] = 0
-    """Which retry of the client's SDK this call was, 0 for the first attempt."""
+    """Number of the retry of the client's SDK, 0 for the first attempt."""
     delivered: bool = True
-    """False when the client disconnected before the response ended. Such turns are captured, but never trained."""
+    """False if the client disconnected before the response ended. Such turns are captured but never trained."""
     untrained: Text | None = None
-    """Why the version that answered is never trained on its turns, such as `registered`; None: it may be."""
+    """The reason why turns of this version are never trained, such as `registered`, or None if they may be."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
@@ -92,12 +93,12 @@ class Turn(Event):
     choices: tuple[Choice, ...] = Field(min_length=1, max_length=128)
     usage: Usage
     started_at: Timestamp
-    """When the gateway accepted the request; `time` is when the response was complete."""
+    """The time at which the gateway accepted the request. `time` is that of the complete response."""
     assignment: UnitAssignment | None = None
-    """None: nothing was under way, or the call named a version, or the session had begun before."""
+    """None without a rollout in progress, for a call that named a version, and for sessions that had begun before."""
     shadow_of: SessionKey | None = None
-    """The user's session whose prompt it answers anew, unseen by the user. Its purpose is `eval`, so that no reader,
-    however old, trains it or takes it for a user's."""
+    """The user's session whose prompt this turn answers again, invisible to the user. Its purpose is `eval`, so that no
+    reader of any release trains it or counts it as a user's turn."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

@@ -1,6 +1,6 @@
-"""A topic is a file here: producer, consumers, key, partitions, retention, and what it promises.
+"""Topic files, one per topic: producer, consumers, key, partitions, retention and guarantees.
 
-This module only finds the files, so that the schemas depend on pydantic alone; `headrace_runtime.topics` reads them.
+This module only locates the files, so that the schemas depend on pydantic alone. `headrace_runtime.topics` parses them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from importlib.resources import files
 
 
 def sources() -> dict[str, str]:
-    """The YAML text of each topic file, by topic name."""
-    found = sorted((entry for entry in files(__package__).iterdir()), key=lambda entry: entry.name)
+    """Return the YAML text of each topic file by topic name."""
+    entries = sorted((entry for entry in files(__package__).iterdir()), key=lambda entry: entry.name)
     return {
         entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
-        for entry in found
+        for entry in entries
         if entry.name.endswith(".yaml")
     }

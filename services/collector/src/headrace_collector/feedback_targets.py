@@ -53,4 +53,4 @@ def used_up(feedback: Sequence[OrderedFeedback], left: Sequence[SessionRun], clo
 
 def judged(feedback: Sequence[Feedback]) -> bool:
     """Whether the feedback judges: a value in any form, an edit or a preference that stands."""
-    return any(one.says for one in feedback)
+    return any(one.has_content for one in feedback)

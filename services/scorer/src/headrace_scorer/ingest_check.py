@@ -10,15 +10,15 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.wire import Received
 from headrace_schemas import Trajectory
 from headrace_schemas.envelope import OWN_SOURCE
-from headrace_schemas.ingest import OWN_END_REASON, Known, objection
+from headrace_schemas.ingest import OWN_END_REASON, KnownModels, find_objection
 
-Lookup = Callable[[str], Awaitable[Known]]
+Lookup = Callable[[str], Awaitable[KnownModels]]
 """Returns the known models, with the vocabulary of the named one. May raise `Unavailable`."""
 
 
-async def nothing_known(_model: str) -> Known:
+async def nothing_known(_model: str) -> KnownModels:
     """For a scorer that follows no topics."""
-    return Known()
+    return KnownModels()
 
 
 async def check(trajectory: Trajectory, received: Received, known: Lookup) -> None:
@@ -28,7 +28,7 @@ async def check(trajectory: Trajectory, received: Received, known: Lookup) -> No
         return
     if not ours:
         _check_fields(received)
-    found = objection(trajectory, await known(trajectory.model))
+    found = find_objection(trajectory, await known(trajectory.model))
     if found is not None:
         raise InvalidEvent(found.code, str(found))
 

@@ -17,7 +17,7 @@ from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.adapting import Estimate, parts, probabilities_of_best
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_schemas import Routing
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from tests.unit.registry.live_rollouts import Street, canary, under_way
 from tests.unit.registry.rig import Rig
@@ -70,7 +70,7 @@ def test_each_candidate_is_as_probable_as_its_control_whatever_its_share() -> No
     split = TrafficSplit(unit="session", salt="salt", slots=2, arms=arms)
     seen: Counter[tuple[str, str]] = Counter()
     for number in range(20_000):
-        _, assigned = draw(split, "m@aaaaaaaaaaaa", f"unit {number}")
+        _, assigned = assign_unit(split, "m@aaaaaaaaaaaa", f"unit {number}")
         assert assigned is not None
         for rollout in assigned.rollouts if assigned.arm != "rest" else ():
             seen[rollout, assigned.arm] += 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_schemas.assignment import Allotment, Split, place
+from headrace_schemas.assignment import Allotment, Split, unit_position
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
@@ -20,10 +20,10 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() -> None:
     """The number was written down when this was first run."""
-    code = "from headrace_schemas.assignment import place; print(place('salt', 'session-1'))"
+    code = "from headrace_schemas.assignment import unit_position; print(unit_position('salt', 'session-1'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert other == str(place("salt", "session-1")) == "13685434627358417567/18446744073709551616"
-    assert place("salt", "session-1") != place("pepper", "session-1")
+    assert other == str(unit_position("salt", "session-1")) == "13685434627358417567/18446744073709551616"
+    assert unit_position("salt", "session-1") != unit_position("pepper", "session-1")
 
 
 @UNHURRIED
@@ -75,9 +75,9 @@ def test_everybody_is_in_an_arm_at_one_half() -> None:
 
 
 def test_more_than_can_have_a_control_is_refused_with_what_can() -> None:
-    with pytest.raises(ValueError, match=r"share 2/5 for m@a: with 2 slots .* each may have 1/3 at most"):
+    with pytest.raises(ValueError, match=r"share 2/5 of m@a: must be at most 1/3, .* 2 slots"):
         SPLIT.assign("u", {"m@a": Fraction(2, 5)})
-    with pytest.raises(ValueError, match="m@x, which has no slot"):
+    with pytest.raises(ValueError, match="m@x: the version has no slot"):
         SPLIT.role("u", "m@a", {"m@x": Fraction(1, 10)})
     with pytest.raises(ValueError, match="each version once"):
         Split("s", "m@c", ("m@c",))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import ModelEvent, RolloutStep, Routing, ServedVersion
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from headrace_schemas.base import utcnow
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.routing import Arm, TrafficSplit
@@ -69,7 +69,7 @@ def test_a_step_that_was_decided_twice_is_found() -> None:
 
 
 def test_an_answer_of_a_version_that_is_out_is_found() -> None:
-    drawn = [name for name in map(str, range(50)) if draw(SPLIT, OLD, key_of(name))[0] == NEW]
+    drawn = [name for name in map(str, range(50)) if assign_unit(SPLIT, OLD, key_of(name))[0] == NEW]
     calls = [Call(drawn[0], 1.0, 2.0, NEW), Call(drawn[1], 3.5, 4.0, OLD), Call(drawn[2], 3.9, 4.5, NEW)]
     heard_s = checks.heard_by(calls, SPLIT, OLD, NEW, 3.0)
     assert heard_s == 4.0

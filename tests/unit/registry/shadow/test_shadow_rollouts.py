@@ -16,7 +16,7 @@ from headrace_registry.rollout_tables import EVENTS, READINGS, SESSIONS, UNITS
 from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent, UnitAssignment, ids
-from headrace_schemas.assignment import draw
+from headrace_schemas.assignment import assign_unit
 from tests.support.marks import postgres_is_long
 from tests.unit.registry.live_rollouts import steps
 from tests.unit.registry.rig import Rig
@@ -228,7 +228,7 @@ async def test_a_session_that_the_shadow_has_taken_may_be_drawn_later(shadow: tu
     street = ShadowStreet(rig, 9)
     keys = await street.visit(20)
     await street.until_canary()
-    drawn = {key: draw(street.split, rig.routing.champion or "", key) for key in keys}
+    drawn = {key: assign_unit(street.split, rig.routing.champion or "", key) for key in keys}
     key, (version, assignment) = next((key, one) for key, one in drawn.items() if one[1] and one[1].arm != "rest")
     await rig.hear(street.turn(key, version, assignment), street.reward(key, 1.0, revision=1))
     await street.watch(61)

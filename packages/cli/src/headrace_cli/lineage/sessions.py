@@ -152,7 +152,7 @@ async def _runs(topics: Reader, key: str, session_id: str) -> list[Run]:
         one = entry.event
         if isinstance(one, Trajectory) and one.session_id == session_id:
             held_out = "eval" if one.purpose == "eval" else one.untrained
-            left_out = {item.turn_id: item.why for item in one.left_out}
+            left_out = {item.turn_id: item.full_reason for item in one.left_out}
             found.setdefault(one.trajectory_id, Run(one.trajectory_id, one.turn_ids, left_out, held_out))
     return list(found.values())
 

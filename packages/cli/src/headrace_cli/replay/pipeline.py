@@ -18,8 +18,8 @@ from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import DATAREF_HEADER, Envelope, refers
-from headrace_schemas.records import carried
+from headrace_schemas.envelope import DATAREF_HEADER, Envelope, is_blob_reference
+from headrace_schemas.records import parse_record
 from headrace_schemas.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Pipeline:
             self.report.other_models += 1
             return None
         self.report.kinds[event.no_reward or "rewarded"] += 1
-        whole = event.to_json() if refers(record.headers) else record.value
+        whole = event.to_json() if is_blob_reference(record.headers) else record.value
         return Item(record.value, whole, record.key, tuple(record.headers))
 
     async def _pass_on(self, item: Item) -> None:
@@ -192,7 +192,7 @@ class Pipeline:
                     yield event.to_json()
             elif record.value is not None:
                 report.selected += 1
-                _, found = carried(self.request.wanted.topic, record.value, record.headers)
+                _, found = parse_record(self.request.wanted.topic, record.value, record.headers)
                 yield await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found
 
     async def _drain_scorer(self, program: Program) -> None:

@@ -16,7 +16,14 @@ from pydantic import JsonValue
 from headrace_inference.chat.parsers import Parsers
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
-from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE, NamedTool, ResponseFormat, ToolChoice, forced
+from headrace_schemas.answer_form import (
+    RESPONSE_FORMAT,
+    TOOL_CHOICE,
+    NamedTool,
+    ResponseFormat,
+    ToolChoice,
+    requires_call,
+)
 
 Special = Callable[[str], int | None]
 """The token id of a text that the tokenizer keeps apart from all others; None: it is text like any other."""
@@ -43,14 +50,14 @@ def form_of(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
 ) -> AnswerForm | None:
     """`tools` are those on offer. None: the answer may be anything."""
-    wanted = response_format is not None and response_format.holds
-    if forced(choice):
+    wanted = response_format is not None and response_format.constrains
+    if requires_call(choice):
         named = choice.function.name if isinstance(choice, NamedTool) else None
         callable_tools = tuple(tool for tool in tools if named in (None, tool.function.name))
         return AnswerForm(None, callable_tools, forced=True, several=several and named is None)
     if response_format is None or not wanted:
         return None
-    return AnswerForm(response_format.held_to, tuple(tools), several=several)
+    return AnswerForm(response_format.required_schema, tuple(tools), several=several)
 
 
 def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: bool, opened: bool) -> str:

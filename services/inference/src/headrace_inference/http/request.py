@@ -11,7 +11,7 @@ from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
-from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs
+from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.plain_values import none_if_empty, stop_strings
@@ -87,7 +87,7 @@ class ChatRequest(Model):
             raise ValueError("headrace_resume needs stream: true")
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if self.ignore_eos and needs(self.response_format, self.tool_choice):
+        if self.ignore_eos and constrained_fields(self.response_format, self.tool_choice):
             raise ValueError("ignore_eos: an answer that is held to a form ends with it")
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import Collected, Kept
+from headrace_schemas.catalog import CollectedVersion, KeptVersion
 from headrace_schemas.manifest import Manifest
 
 
@@ -18,9 +18,9 @@ class Doomed:
     blobs: tuple[BlobRef, ...]
 
     @property
-    def report(self) -> Collected:
+    def report(self) -> CollectedVersion:
         sizes = [blob.size for blob in self.blobs]
-        return Collected(version=self.version, files=len(sizes), size_bytes=sum(sizes))
+        return CollectedVersion(version=self.version, files=len(sizes), size_bytes=sum(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class GarbagePlan:
     """What goes and what stays."""
 
     doomed: tuple[Doomed, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptVersion, ...]
 
 
 def make(retired: Sequence[Manifest], others: Sequence[Manifest], needs: Mapping[str, Sequence[str]]) -> GarbagePlan:
@@ -46,7 +46,7 @@ def make(retired: Sequence[Manifest], others: Sequence[Manifest], needs: Mapping
     used = {file.blob.sha256 for one in (*others, *kept) for file in one.files}
     return GarbagePlan(
         doomed=tuple(_doomed(one, used) for one in retired if one.version not in why),
-        kept=tuple(Kept(version=one.version, needed_by=tuple(why[one.version])) for one in kept),
+        kept=tuple(KeptVersion(version=one.version, needed_by=tuple(why[one.version])) for one in kept),
     )
 
 

@@ -16,7 +16,7 @@ from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.clock import Clock
 from headrace_schemas import Message, Replica, Turn
-from headrace_schemas.answer_form import asked_again
+from headrace_schemas.answer_form import constraint_fields
 from headrace_schemas.scoring import ScoredAnswers, ScoreRequest, TokensToScore
 
 _BUSY = frozenset({429, 503})
@@ -160,7 +160,7 @@ def request_body(
         "messages": [one.model_dump(mode="json", exclude_none=True) for one in messages],
         "max_tokens": limit,
         **sampling,
-        **asked_again(prompt.sampling.grammar),
+        **constraint_fields(prompt.sampling.grammar),
     }
     if prompt.sampling.stop:
         body["stop"] = list(prompt.sampling.stop)
