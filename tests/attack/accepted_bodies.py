@@ -12,12 +12,12 @@ import httpx
 
 from headrace_schemas.arrays import MAX_LENGTH
 from tests.attack import worst_bodies
-from tests.attack.line import Line, at_most
 from tests.attack.serving import beside, block_s
 from tests.attack.small_stack import SmallStack, small_stack
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.processes import wait_until
+from tests.system.line import Line, at_most
 
 _LIMIT_S = 0.1
 _ATTEMPTS = 3

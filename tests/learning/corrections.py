@@ -69,7 +69,7 @@ class Rest:
         return max(abs(self.weights), abs(self.logprobs))
 
 
-class Run:
+class CorrectionRun:
     """A policy, its optimizer, and experiences in a fixed order."""
 
     def __init__(self, base: Path, whole: int, seed: int, settings: OptimizerSettings | None = None) -> None:
@@ -124,7 +124,7 @@ def rest(base: Path, case: Case, settings: OptimizerSettings | None = None) -> R
 
 def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | None) -> tuple[Tensor, float]:
     """All weights at the end, and the mean logprob of the experience's tokens."""
-    run = Run(base, case.whole, case.seed, settings)
+    run = CorrectionRun(base, case.whole, case.seed, settings)
     (mine,) = run.rows(1, advantage=0.0 if arm == "never" else 1.0)
     run.full(case.before)
     weight = run.step(mine, *run.rows(case.first - 1))
@@ -136,7 +136,7 @@ def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | Non
     return run.weights(), run.logprob(mine)
 
 
-def moved(run: Run, *rows: Row) -> float:
+def moved(run: CorrectionRun, *rows: Row) -> float:
     """How far a batch of `rows` moves the weights at once."""
     before = run.weights()
     run.step(*rows)

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tests.mutants import library
-from tests.mutants.__main__ import Waiting
 from tests.mutants.overlay import ROOT, split
 from tests.mutants.planted import Planted, planted
+from tests.mutants.program import Waiting
 from tests.mutants.trial import Mutant, tried
 
 LIMITS = "gateway/src/headrace_gateway/limits.py"

@@ -111,17 +111,17 @@ def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
 
 def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
     """Which values of each report pages name, in the shapes that the targets give them."""
-    simulate = {"faults": {"kill": 2, "stop": 3}, "checks": {"p1": 4}, "failed": [{"seed": 1}], "seeds": 5}
+    simulation_report = {"faults": {"kill": 2, "stop": 3}, "checks": {"p1": 4}, "failed": [{"seed": 1}], "seeds": 5}
     learned = [
         {"name": f"left by a correction: batch of 8, after {after}: weights", "value": value}
         for after, value in ((0, 0.1), (20, 0.02), (20, 0.07))
     ]
     reports: dict[str, Any] = {
-        "simulate": simulate,
+        "simulation": simulation_report,
         "demo": {"seed": 1, "before": 0.25},
-        "test-learning": {"after": 20, "lines": learned},
+        "learning": {"after": 20, "lines": learned},
         "bench-trainer": {"peers": [{"model": "demo", "length": 512, "mixed": False, "ratio": 1.5}]},
-        "compose-test": {"images": {"trainer": {"added_mb": 900}, "gateway": {"added_mb": 40}}},
+        "compose": {"images": {"trainer": {"added_mb": 900}, "gateway": {"added_mb": 40}}},
         "bench-bus": {
             "rates": {
                 "record": {"bytes": 1},
@@ -131,14 +131,14 @@ def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
         },
     }
     expected = {
-        "simulate.total.faults": 5,
-        "simulate.total.failed": 1,
-        "simulate.seeds": 5,
+        "simulation.total.faults": 5,
+        "simulation.total.failed": 1,
+        "simulation.seeds": 5,
         "demo.1.before": 0.25,
-        "test-learning.left.training.most": 0.07,
-        "test-learning.left.the first batch.least": 0.1,
+        "learning.left.training.most": 0.07,
+        "learning.left.the first batch.least": 0.1,
         "bench-trainer.peers.demo, all 512.ratio": 1.5,
-        "compose-test.added_mb.most": 40,
+        "compose.added_mb.most": 40,
         "bench-bus.share_of_kafka.bulk": 0.5,
     }
     found: dict[str, Any] = {}

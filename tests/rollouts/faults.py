@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from headrace_runtime.versions import VersionCache
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.base import utcnow
 from tests.rollouts.spoiled import FORMS, Spoiled, Workshop, sound
+from tests.system.line import Line, caught, no_problems
 from tests.unit.inference.conftest import Models, make_models
 
 _WAIT_S = 120.0
@@ -107,34 +109,31 @@ async def inspected(models: Models, cache: Path) -> AsyncIterator[Inspected]:
         await replica.stop()
 
 
-async def served_of(replica: Inspected, made: list[Spoiled]) -> list[str]:
-    """Those that a user could have met."""
-    found = []
-    for one in made:
-        with one.planted():
-            if await replica.serves(one.served, *one.needs) is None:
-                found.append(f"{one.served.version} is served: {one.about}")
-    return found
+async def served_faults(replica: Inspected, spoiled_versions: list[Spoiled]) -> list[str]:
+    """Return a sentence for each spoiled version that a user could have met."""
+    sentences = []
+    for spoiled in spoiled_versions:
+        with spoiled.planted():
+            if await replica.serves(spoiled.served, *spoiled.needs) is None:
+                sentences.append(f"{spoiled.served.version} is served: {spoiled.about}")
+    return sentences
 
 
-async def lines(folder: Path, count: int, draw: random.Random) -> list[dict[str, Any]]:
-    """One for each form of fault, one for sound versions, one for each check that is left out."""
+async def lines(folder: Path, count: int, draw: random.Random) -> list[Line]:
+    """Return a line for sound versions, one for each form of fault, and one for each check that is left out."""
     models = await asyncio.to_thread(make_models, folder)
     shop = Workshop(models, draw)
-    found: list[dict[str, Any]] = []
     async with inspected(models, folder / "cache") as replica:
-        refused = [why for one in sound(models) if (why := await replica.serves(one)) is not None]
-        found.append({"name": "sound versions are served", "holds": not refused, "problems": refused})
-        for form, (make, part) in FORMS.items():
-            number = round(count * part)
-            served = await served_of(replica, [make(shop) for _ in range(number)])
-            found.append(
-                {"name": f"refused: {form}", "injected": number, "served": len(served), "holds": not served,
-                 "problems": served[:5]}
-            )  # fmt: skip
+        refusals = [refusal for version in sound(models) if (refusal := await replica.serves(version)) is not None]
+        measured = [no_problems("sound versions are served", refusals)]
+        for form, (make, share) in FORMS.items():
+            number = round(count * share)
+            served = await served_faults(replica, [make(shop) for _ in range(number)])
+            line = no_problems(f"versions that are served with: {form}", served)
+            measured.append(replace(line, details={**line.details, "injected": number}))
         for name, (planted, forms) in LEFT_OUT.items():
             with planted():
-                made = [FORMS[form][0](shop) for form in forms for _ in range(_PLANTED)]
-                served = await served_of(replica, made)
-            found.append({"name": f"found: {name}", "served": len(served), "holds": bool(served), "problems": []})
-    return found
+                spoiled = [FORMS[form][0](shop) for form in forms for _ in range(_PLANTED)]
+                served = await served_faults(replica, spoiled)
+            measured.append(caught(name, by_the_suite=bool(served)))
+    return measured

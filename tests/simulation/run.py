@@ -39,7 +39,7 @@ class Outcome:
     @property
     def command(self) -> str:
         """Plays it again."""
-        return f"python -m tests.simulation --seeds 1 --first {self.seed} --verbose"
+        return f"python -m tests.system simulation --seeds 1 --first {self.seed} --verbose"
 
 
 def simulate(seed: int, *, verbose: bool = False) -> Outcome:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.__main__ import summary
 from tests.simulation.planted import PLANTED
+from tests.simulation.program import summary
 from tests.simulation.promises import PROMISES
 from tests.simulation.run import simulate
 
@@ -81,6 +81,6 @@ def test_a_failure_says_how_to_see_it_again() -> None:
     with PLANTED["abstaining is zero"].plant():
         outcome = simulate(0, verbose=True)
     report = json.loads(json.dumps(summary([outcome], 0, 1.0)))
-    assert report["failed"][0]["command"] == "python -m tests.simulation --seeds 1 --first 0 --verbose"
+    assert report["failed"][0]["command"] == "python -m tests.system simulation --seeds 1 --first 0 --verbose"
     assert report["failed"][0]["broken"]
     assert any(" fault " in line for line in outcome.story)

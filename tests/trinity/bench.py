@@ -21,7 +21,7 @@ from tests.attack.serving import MODEL, Serving, serving
 from tests.support import tiny_model
 from tests.support.gateway_process import BusView, bus_view
 from tests.support.processes import wait_until
-from tests.trinity.lines import Line
+from tests.system.line import Line, at_most, equals
 from tests.trinity.vowels import share_of_vowels
 
 ROOT = Path(__file__).parents[2]
@@ -105,14 +105,15 @@ def _compared(found: Mapping[Play, float], turns: list[Turn]) -> Iterator[Line]:
     said = {(turn.version, turn.messages[-1].text): turn for turn in turns}
     pairs = [(score, said.get((play.version, play.task))) for play, score in found.items()]
     wrong = sum(turn is None or score != share_of_vowels(turn.choices[0].message.text) for score, turn in pairs)
-    yield Line(f"bench: scores of {len(found)} plays that are not those of their exact version's answers", wrong)
-    yield Line("bench: turns that nobody has asked for, or that training would take", len(turns) - len(found)
-               + sum(turn.purpose != "eval" for turn in turns))  # fmt: skip
-    yield Line("bench: turns with another seed", sum(turn.sampling.seed != _SEED * _TURNS_MAX for turn in turns))
+    yield at_most(f"bench: scores of {len(found)} plays that are not those of their exact version's answers", wrong, 0)
+    foreign = len(turns) - len(found) + sum(turn.purpose != "eval" for turn in turns)
+    yield at_most("bench: turns that no play requested, or that training would take", foreign, 0)
+    other_seeds = sum(turn.sampling.seed != _SEED * _TURNS_MAX for turn in turns)
+    yield at_most("bench: turns with another seed", other_seeds, 0)
     texts = {turn.choices[0].message.text for turn in turns}
-    yield Line("bench: two versions that have said the same throughout", int(len(texts) < len(found)))
+    yield at_most("bench: pairs of versions whose answers are equal throughout", int(len(texts) < len(found)), 0)
 
 
 def _refusal(refused: str) -> Line:
     named = _NOBODY in refused and "NotFoundError" in refused
-    return Line(f"bench: a version that nobody serves is an error by name ({refused[:300]})", int(not named))
+    return equals(f"bench: an unserved version is an error by name ({refused[:300]})", bool(named), expected=True)

@@ -18,10 +18,10 @@ from aiokafka import ConsumerRecord
 
 from headrace_runtime.consumer import assign_all, consumer
 from headrace_runtime.settings import BusSettings
-from tests.attack.line import Line, at_most
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_feedback import SESSIONS, body
+from tests.system.line import Line, at_most
 
 TITLE = "one request becomes many events"
 _SPOOL_BYTES_MAX = 2_000_000

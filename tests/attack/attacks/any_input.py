@@ -27,13 +27,13 @@ from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory, 
 from headrace_schemas.stack_access import read_token
 from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import mutate, to_bytes
-from tests.attack.line import Line, at_least, at_most, none_of
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_headers, topic_inputs
 from tests.attack.serving import beside
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp
 from tests.support.postgres_node import PostgresNode, missing
+from tests.system.line import Line, at_least, at_most, none_of
 
 TITLE = "generated inputs at every route and topic, on SQLite and on PostgreSQL"
 OTHER_REQUESTS = 12_000

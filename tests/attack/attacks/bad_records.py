@@ -9,9 +9,9 @@ from pathlib import Path
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import Envelope
-from tests.attack.line import Line, none_of
 from tests.attack.small_stack import Place, SmallStack, small_stack
 from tests.support.turns import ask, end, user
+from tests.system.line import Line, none_of
 
 TITLE = "damaged records, missing blobs and wrong headers among good records"
 SESSIONS = 120

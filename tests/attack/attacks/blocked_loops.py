@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 
 from tests.attack.accepted_bodies import accepted_bodies
-from tests.attack.line import Line, at_most, none_of
 from tests.attack.serving import MODEL, Serving, serving
 from tests.support.processes import wait_until
+from tests.system.line import Line, at_most, none_of
 
 TITLE = "no request blocks an event loop"
 TIMEOUT_S = 3600.0

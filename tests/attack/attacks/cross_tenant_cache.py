@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.attack.line import Line, none_of
 from tests.attack.serving import MODEL, Serving, serving
+from tests.system.line import Line, none_of
 
 TITLE = "no tenant sees in a cache what another has asked"
 _PROMPTS = 40

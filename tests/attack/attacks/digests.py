@@ -20,8 +20,8 @@ from headrace_schemas.manifest import Fingerprint, Manifest
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
-from tests.attack.line import Line, none_of
 from tests.support import tiny_model
+from tests.system.line import Line, none_of
 from tests.unit.trainer.world import experience
 
 TITLE = "other templates under old digests, and a base folder that is overwritten"

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
-from tests.attack.line import Line, none_of
 from tests.contract.bus.clients import administering
 from tests.support.broker_process import BrokerProcess
+from tests.system.line import Line, none_of
 
 TITLE = "a flipped byte in the broker's files costs one record at most"
 ROUNDS, FLIPS = 20, 25

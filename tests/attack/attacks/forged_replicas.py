@@ -15,11 +15,11 @@ from pydantic import SecretStr
 from headrace_runtime.replica_trust import signed
 from headrace_runtime.settings import SecuritySettings
 from headrace_schemas import Replica
-from tests.attack.line import Line, none_of
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+from tests.system.line import Line, none_of
 
 TITLE = "forged replicas on the bus: no key leaves, no request goes astray"
 RECORDS = 1000

@@ -23,11 +23,11 @@ import httpx
 from headrace_cli.supervisor import Limits, Supervisor
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
-from tests.attack.line import Line, none_of
 from tests.support.fake_replica import FakeReplica
 from tests.support.full_disk import SmallDisk
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, bus_view
+from tests.system.line import Line, none_of
 
 TITLE = "a disk that is full while agents work"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")

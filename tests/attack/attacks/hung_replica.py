@@ -19,12 +19,12 @@ import httpx2
 
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Turn
-from tests.attack.line import Line, at_most, none_of
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica, Generation, text_of
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.ports import free_port, wait_open
+from tests.system.line import Line, at_most, none_of
 
 TITLE = "a replica that is stopped, not dead, and a bus that is"
 AGENTS = 8

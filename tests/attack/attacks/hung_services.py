@@ -20,9 +20,9 @@ import httpx
 
 from headrace_cli.supervisor import ServiceState, Supervisor, read
 from headrace_schemas.stack_access import key_for
-from tests.attack.line import Line, at_most, none_of
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
+from tests.system.line import Line, at_most, none_of
 
 TITLE = "hung is not dead: every service is stopped (SIGSTOP) once"
 MODEL = "hung"

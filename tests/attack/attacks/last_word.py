@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx2
 
 from headrace_schemas import Reward, Trajectory, Turn
-from tests.attack.line import Line, none_of
 from tests.support import wrong_clock
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, user
+from tests.system.line import Line, none_of
 
 TITLE = "clocks that are wrong decide nothing"
 _SESSIONS = 40

@@ -29,12 +29,12 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from headrace_trainer.settings import TrainerSettings
-from tests.attack.line import Line, at_most, none_of
 from tests.simulation import learner
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
+from tests.system.line import Line, at_most, none_of
 from tests.unit.trainer.world import experience
 
 TITLE = "two trainers of one lineage"

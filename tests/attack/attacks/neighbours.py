@@ -26,13 +26,13 @@ import aiohttp
 from headrace.topics import Range, connected
 from headrace_schemas import Experience
 from tests.attack import neighbour_rewards
-from tests.attack.line import Line, at_most, none_of
 from tests.attack.neighbour_load import GARBLE, KINDS, TENANT
 from tests.attack.serving import MODEL, Serving, beside, block_s, serving
 from tests.support import fake_llm, tiny_model
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
+from tests.system.line import Line, at_most, none_of
 
 TITLE = "another tenant keeps its pace beside each attack, and no loop is blocked"
 TIMEOUT_S = 3600.0

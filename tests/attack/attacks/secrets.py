@@ -15,10 +15,10 @@ import httpx
 
 from headrace_cli.supervisor import Supervisor
 from headrace_schemas import Trajectory
-from tests.attack.line import Line, none_of
 from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
 from tests.support.trajectories import closed
+from tests.system.line import Line, none_of
 
 TITLE = "planted secrets: in URLs, keys, files and the environment"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")

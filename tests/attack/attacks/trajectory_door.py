@@ -16,10 +16,10 @@ from headrace_schemas import DeadLetter, Experience, Routing, ids
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import ServedVersion
 from headrace_schemas.manifest import File, Fingerprint, Manifest
-from tests.attack.line import Line, none_of
 from tests.attack.small_stack import Place, SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user
+from tests.system.line import Line, none_of
 
 TITLE = "one turn in four trajectories, and hostile fields at both doors"
 MODEL = "m"

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace_cli.supervisor import Supervisor
-from tests.attack.line import Line, none_of
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
+from tests.system.line import Line, none_of
 
 TITLE = "a hostile page and DNS rebinding, in a real browser"
 ROOT = Path(__file__).parents[3]

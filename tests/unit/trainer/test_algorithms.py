@@ -14,8 +14,8 @@ from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.backend import TORCH
 from tests.algorithms import losses, stream
-from tests.algorithms.__main__ import DIVERGENCES, of_advantages, of_weights
 from tests.algorithms.planted import BOUND, FAULTS, Fault, caught
+from tests.algorithms.program import DIVERGENCES, of_advantages, of_weights
 
 TEACHER = '[trainer.teacher]\nmodel = "http://127.0.0.1:1"'
 NEEDS = {

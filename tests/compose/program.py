@@ -1,10 +1,7 @@
-"""`make compose-test`: build every image, start the stack, play the shortened demo through the published gateway port.
+"""Every image built, the stack started, and the shortened demo played through the published gateway port.
 
-    python -m tests.compose --seed 0
-
-The agent and the judgement are those of `headrace demo`; only the stage is another. Writes reports/compose-test.json;
-exits with 1 when something is not as it should be. When it breaks off, reports/compose-test.log has what the containers
-said last.
+The agent and the judgement are those of `headrace demo`. When the run breaks off, reports/compose-test.log holds the
+last output of the containers.
 """
 
 from __future__ import annotations
@@ -12,12 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import os
 import secrets
-import signal
-import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +27,8 @@ from tests.compose.engine import Engine, EngineFailed, Project
 from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
 from tests.support.ports import free_port
+from tests.system.line import no_problems
+from tests.system.program import Program, Run
 
 HEALTHY_S_MAX = 1200.0
 POLL_S = 2.0
@@ -49,33 +44,30 @@ LEFT_OUT = {
 RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OUT)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traffic-s", type=float, default=240.0, help="the agent works at most this long")
-    parser.add_argument("--no-build", action="store_true", help="use the images that there are")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # through `finally`, so that nothing stays
-    began = time.monotonic()
-    found: dict[str, Any] = {"seed": options.seed}
-    with tempfile.TemporaryDirectory(prefix="headrace-compose-") as folder:
-        try:
-            found |= _whole(options, Path(folder))
-        except (EngineFailed, HeadraceError, TimeoutError) as error:
-            found["shortfalls"] = [f"{type(error).__name__}: {error}"]
-    found["passed"] = not found["shortfalls"]
-    found["wall_s"] = round(time.monotonic() - began, 1)
-    path = ROOT / "reports/compose-test.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(f"not as it should be: {text}" for text in found["shortfalls"]) or "as it should be", f"({path})")
-    return 0 if found["passed"] else 1
+def play(run: Run) -> None:
+    run.options.demo_seed = run.seed
+    try:
+        run.figures |= _play_stack(run.options, run.folder)
+        shortfalls = run.figures["shortfalls"]
+    except (EngineFailed, HeadraceError, TimeoutError) as error:
+        shortfalls = [f"{type(error).__name__}: {error}"]
+    run.add(no_problems("images, limits, containers and the demo", shortfalls, shown_max=20))
+    for shortfall in shortfalls:
+        print(f"    {shortfall}")
 
 
-def _whole(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(seed=0)
+    parser.add_argument(
+        "--traffic-s", type=float, default=240.0, help="limit of the agent's work (default: %(default)s)"
+    )
+    parser.add_argument("--no-build", action="store_true", help="use the images that exist")
+
+
+def _play_stack(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = Engine.find()
     key, ports = secrets.token_hex(16), {name: free_port() for name in ("GATEWAY_PORT", "REGISTRY_PORT", "KAFKA_PORT")}
-    values = _env_file(folder / ".env", key, ports, options.seed)
+    values = _env_file(folder / ".env", key, ports, options.demo_seed)
     project = Project(engine, f"headrace-test-{os.getpid()}", folder / ".env")
     images = _images(project, build=not options.no_build)
     try:
@@ -151,7 +143,7 @@ async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
     place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())
-    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, reporter)
+    report = await perform(played, Options(options.demo_seed, goal, out, out, out, {}), place, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
@@ -165,5 +157,4 @@ def _keep_logs(project: Project) -> None:
     path.write_text("".join(f"== {name}\n{project.logs(name, LOG_LINES)}\n" for name in RUNNING), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program("Build every image and play the shortened demo through the published port.", play, _add_arguments)

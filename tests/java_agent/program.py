@@ -1,5 +1,4 @@
-"""`make example-java`: AgentScope's Java agent trains through the gateway; `reports/example-java.json`; status 1 when a
-line does not hold.
+"""AgentScope's Java agent, trained through the gateway.
 
 The stack is private, its base a tiny model of random weights: what is shown is which runs are trained, not that they
 get better. A local server stands for the production model.
@@ -8,12 +7,8 @@ get better. A local server stands for the production model.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
@@ -24,8 +19,9 @@ from tests.support.fake_llm import FakeLLM, say
 from tests.support.java_agent import JavaAgent, compiled
 from tests.support.ports import free_port
 from tests.support.trained_runs import Runs, trained_runs
+from tests.system.line import Line, equals
+from tests.system.program import Program, Run
 
-REPORT = Path("reports") / "example-java.json"
 ANSWER = "It left the warehouse and comes on Monday."
 REQUESTS = 4
 REPEAT = 4
@@ -33,19 +29,7 @@ _TRAINED_S = 90.0
 _QUIET_S = 3.0
 """How long nothing more may come before what there is counts as all."""
 _JAVA_S = 60.0
-
-
-@dataclass(frozen=True)
-class Line:
-    """One thing that is promised."""
-
-    name: str
-    wanted: object
-    found: object
-
-    @property
-    def holds(self) -> bool:
-        return self.wanted == self.found
+SUCCESS = {"status": "success"}
 
 
 class Example:
@@ -57,33 +41,33 @@ class Example:
 
     def sampling(self) -> Iterator[Line]:
         """Every request is chosen, and played again four times."""
-        found, refused, answers, asked = self._lived("sampling", lambda new: sum(map(len, new.values())))
-        yield Line("sampling: users are answered by the production model alone", [ANSWER] * REQUESTS, answers)
-        yield Line("sampling: calls of the production model", REQUESTS, asked)
-        yield Line("sampling: tasks that were trained", REQUESTS, len(found))
-        runs = sorted(sorted(runs) for runs in found.values())
-        yield Line("sampling: trained runs of each task", [[str(run) for run in range(REPEAT)]] * REQUESTS, runs)
-        told = "cancel_order is not marked read-only" in refused
-        yield Line("a copy's write is refused by name", True, told)
+        runs_by_task, refused, answers, asked = self._lived("sampling", lambda new: sum(map(len, new.values())))
+        yield equals("sampling: users are answered by the production model alone", answers, [ANSWER] * REQUESTS)
+        yield equals("sampling: calls of the production model", asked, REQUESTS)
+        yield equals("sampling: tasks that were trained", len(runs_by_task), REQUESTS)
+        runs = sorted(sorted(runs) for runs in runs_by_task.values())
+        yield equals("sampling: trained runs of each task", runs, [[str(run) for run in range(REPEAT)]] * REQUESTS)
+        refusal = "cancel_order is not marked read-only"
+        yield equals("a copy's write is refused by name", refusal in refused, expected=True)
 
     def marking(self) -> Iterator[Line]:
         """Every other request is marked."""
-        found, _, answers, _ = self._lived("marking", lambda new: REPEAT * sum(map(len, new.values())) * 2)
-        yield Line("marking: users are answered by the production model alone", [ANSWER] * REQUESTS, answers)
-        yield Line("marking: only marked requests are trained", {"marked-0": ["0"], "marked-2": ["0"]},
-                   {task: sorted(runs) for task, runs in sorted(found.items())})  # fmt: skip
+        runs_by_task, _, answers, _ = self._lived("marking", lambda new: REPEAT * sum(map(len, new.values())) * 2)
+        yield equals("marking: users are answered by the production model alone", answers, [ANSWER] * REQUESTS)
+        trained = {task: sorted(runs) for task, runs in sorted(runs_by_task.items())}
+        yield equals("marking: only marked requests are trained", trained, {"marked-0": ["0"], "marked-2": ["0"]})
 
     def door_lines(self) -> Iterator[Line]:
         """The three pages, as a program sees them."""
         ask = {"model": self.stack.model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
         with httpx.Client(base_url=self.door, timeout=60) as http:
             answer = http.post("/chat", json=ask)
-            yield Line("/chat", 200, answer.status_code)
-            said = {"msg_ids": [answer.json().get("id", "")], "reward": 0.5, "task_id": "by-hand", "run_id": "0"}
-            yield Line("/feedback", (200, {"status": "success"}), _told(http.post("/feedback", json=said)))
-            yield Line("/commit", (200, {"status": "success"}), _told(http.post("/commit")))
+            yield equals("/chat", answer.status_code, 200)
+            feedback = {"msg_ids": [answer.json().get("id", "")], "reward": 0.5, "task_id": "by-hand", "run_id": "0"}
+            yield equals("/feedback", _status_and_body(http.post("/feedback", json=feedback)), (200, SUCCESS))
+            yield equals("/commit", _status_and_body(http.post("/commit")), (200, SUCCESS))
         nothing = asyncio.run(trained_runs(self.stack.bus)).keys() & {""}
-        yield Line("runs that were trained and belong to no task", [], sorted(nothing))
+        yield equals("runs that were trained and belong to no task", sorted(nothing), [])
 
     def _lived(self, mode: str, enough: Callable[[Runs], int]) -> tuple[Runs, str, list[str], int]:
         """What was trained of one life, what its write was told, what its users read, calls of the production model."""
@@ -110,7 +94,7 @@ class Example:
         return found
 
 
-def _told(answer: httpx.Response) -> tuple[int, object]:
+def _status_and_body(answer: httpx.Response) -> tuple[int, object]:
     return answer.status_code, answer.json()
 
 
@@ -132,23 +116,8 @@ def lines(folder: Path) -> Iterator[Line]:
         yield from example.door_lines()
 
 
-def main() -> int:
-    if reason := presence.CHECKS["agentscope-java"]():
-        print(f"the example cannot be run here: {reason}")
-        return 1
-    began, found = time.monotonic(), []
-    with tempfile.TemporaryDirectory(prefix="headrace-java-") as folder:
-        for line in lines(Path(folder)):
-            found.append(line)
-            told = "" if line.holds else f": wanted {line.wanted}, found {line.found}"
-            print(f"{'holds' if line.holds else 'FAILS':6} {line.name}{told}", flush=True)
-    seconds = round(time.monotonic() - began, 1)
-    REPORT.parent.mkdir(exist_ok=True)
-    said = {"lines": [{**asdict(one), "holds": one.holds} for one in found], "seconds": seconds}
-    REPORT.write_text(json.dumps(said, indent=2) + "\n")
-    print(f"{sum(one.holds for one in found)} of {len(found)} lines hold, {seconds} s")
-    return int(not all(one.holds for one in found))
+def play(run: Run) -> None:
+    run.add_all(lines(run.folder))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program("Train AgentScope's Java agent.", play, missing=presence.CHECKS["agentscope-java"])

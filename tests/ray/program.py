@@ -1,27 +1,24 @@
-"""`python -m tests.ray`: two ranks beside one process, and kills; status 1 when a line does not hold."""
+"""Two ranks on Ray beside one process, and kills of each process."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from headrace_cli.progress import ProgressDisplay
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.settings import RaySettings
 from tests.ray.lives import ROOT, End, live
 from tests.support import tiny_model
+from tests.system.line import Line, between
+from tests.system.program import Program, Run
 
 SAME = 1e-6
 SAME_MUON = 1e-3
@@ -40,21 +37,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 SHARDS = ("none", "full")
 
 
-@dataclass(frozen=True)
-class Line:
-    """One thing that is promised: a figure and its bounds."""
-
-    name: str
-    value: float
-    high: float
-    low: float = 0.0
-
-    @property
-    def holds(self) -> bool:
-        return self.low <= self.value <= self.high
-
-    def report(self) -> dict[str, object]:
-        return {"name": self.name, "value": self.value, "low": self.low, "high": self.high, "holds": self.holds}
+def line(name: str, value: float, high: float, low: float = 0.0) -> Line:
+    """Return a line for a figure between `low` and `high`."""
+    return between(name, float(value), low, high)
 
 
 class Bench:
@@ -79,12 +64,12 @@ class Bench:
 
 def contract(_: Bench) -> Iterator[Line]:
     """The learners' contract, by pytest."""
-    yield Line("status of the learners' contract, asked of two ranks", _pytest("tests/ray/test_contract.py"), 0)
+    yield line("status of the learners' contract, asked of two ranks", _pytest("tests/ray/test_contract.py"), 0)
 
 
 def gate(_: Bench) -> Iterator[Line]:
     """A gate's program on two workers."""
-    yield Line(
+    yield line(
         "status of a gate's plays on two workers, one of them killed", _pytest("tests/ray/test_gate_workers.py"), 0
     )
 
@@ -101,7 +86,7 @@ def equal(bench: Bench) -> Iterator[Line]:
         for shard in SHARDS:
             two = live(bench.folder / f"{kind} {shard}", bench.settings(kind, shard))
             name = f"two ranks, shard {shard}, {kind}"
-            yield Line(f"{name}: weights from one process's", two.apart(one), SAME_MUON if kind == "Muon" else SAME)
+            yield line(f"{name}: weights from one process's", two.apart(one), SAME_MUON if kind == "Muon" else SAME)
             yield _told(f"{name}: offsets, window, outcomes, versions and batches that differ", two, one)
 
 
@@ -109,7 +94,7 @@ def repeated(bench: Bench) -> Iterator[Line]:
     """The same again, in other processes."""
     for shard in SHARDS:
         ends = [live(bench.folder / f"again {shard} {turn}", bench.settings("AdamW", shard)) for turn in range(2)]
-        yield Line(
+        yield line(
             f"two runs on two ranks, shard {shard}, whose bytes differ", float(ends[0].digest != ends[1].digest), 0
         )
 
@@ -128,7 +113,7 @@ def moved(bench: Bench) -> Iterator[Line]:
         live(folder, table)
     end = live(folder, last)
     one = bench.one_process(kind)
-    yield Line("begun on two ranks, then one process, then two, then three: weights", end.apart(one), SAME)
+    yield line("begun on two ranks, then one process, then two, then three: weights", end.apart(one), SAME)
     yield _told("what else differs then, but for versions, which each end makes", end, one, but="versions")
 
 
@@ -137,11 +122,11 @@ def beside(bench: Bench) -> Iterator[Line]:
     settings = bench.settings("AdamW", "full", save_beside=True)
     calm = live(bench.folder / "beside", settings)
     one = bench.one_process("AdamW")
-    yield Line("saved beside steps: weights from one process's", calm.apart(one), SAME)
+    yield line("saved beside steps: weights from one process's", calm.apart(one), SAME)
     yield _told("saved beside steps: what else differs", calm, one)
     point = calm.calls.index("write_copy", len(calm.calls) // 2) + 1
     killed = live(bench.folder / "beside, killed", settings, victim="rank1", point=point)
-    yield Line("a rank dies while it writes: weights from the calm run's", killed.apart(calm), SAME)
+    yield line("a rank dies while it writes: weights from the calm run's", killed.apart(calm), SAME)
     yield _told("a rank dies while it writes: what else differs", killed, calm)
 
 
@@ -165,8 +150,8 @@ def replays(bench: Bench) -> Iterator[Line]:
         cluster.leave()
     for number, end in enumerate(ends):
         same = end.told["batches"] == one.told["batches"] and not end.wrong
-        yield Line(f"replay {number} of two on a cluster: batches are the original's", float(same), 1, 1)
-        yield Line(f"replay {number} of two on a cluster: weights from the original's", end.apart(one), SAME)
+        yield line(f"replay {number} of two on a cluster: batches are the original's", float(same), 1, 1)
+        yield line(f"replay {number} of two on a cluster: weights from the original's", end.apart(one), SAME)
 
 
 def kills(bench: Bench) -> Iterator[Line]:
@@ -185,10 +170,10 @@ def kills(bench: Bench) -> Iterator[Line]:
             differing += end.told != calm.told
             wrong += len(end.wrong)
         name = f"kill -9 of {victim} at {len(points)} points of {total}"
-        yield Line(f"{name}: weights from the calm run's", worst, SAME)
-        yield Line(f"{name}: ends whose offsets, window, outcomes or batches differ", float(differing), 0)
-        yield Line(f"{name}: experiences trained twice", float(wrong), 0)
-        yield Line(f"{name}: seconds until the trainer has ended", slowest, LOST_S_MAX)
+        yield line(f"{name}: weights from the calm run's", worst, SAME)
+        yield line(f"{name}: ends whose offsets, window, outcomes or batches differ", float(differing), 0)
+        yield line(f"{name}: experiences trained twice", float(wrong), 0)
+        yield line(f"{name}: seconds until the trainer has ended", slowest, LOST_S_MAX)
 
 
 def planted(bench: Bench) -> Iterator[Line]:
@@ -196,13 +181,13 @@ def planted(bench: Bench) -> Iterator[Line]:
     kind = "AdamW"
     fewer = live(bench.folder / "fewer", bench.settings(kind, max_steps=2))
     one = bench.one_process(kind)
-    yield Line("a lineage that lacks steps: weights from one process's", fewer.apart(one), 1e9, 100 * SAME)
-    yield Line("and what it tells differs", float(fewer.told != one.told), 1, 1)
+    yield line("a lineage that lacks steps: weights from one process's", fewer.apart(one), 1e9, 100 * SAME)
+    yield line("and what it tells differs", float(fewer.told != one.told), 1, 1)
 
 
 def _told(name: str, ours: End, other: End, but: str = "") -> Line:
     differing = [what for what in other.told if what != but and ours.told[what] != other.told[what]]
-    return Line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(ours.wrong)), 0)
+    return line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(ours.wrong)), 0)
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
@@ -218,31 +203,20 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, default=Path("reports/test-ray.json"))
-    parser.add_argument("--points", type=int, default=10, help="points of a life at which each process is killed")
-    parser.add_argument("--only", nargs="*", choices=tuple(PARTS), default=tuple(PARTS))
-    given = parser.parse_args()
-    began, lines = time.perf_counter(), []
-    with (
-        ProgressDisplay("test-ray", len(given.only), unit="parts") as progress,
-        tempfile.TemporaryDirectory(prefix="headrace-ray-") as scratch,
-    ):
-        bench = Bench(Path(scratch), given.points)
-        for name in given.only:
-            for line in PARTS[name](bench):
-                lines.append(line)
-                print(f"{'holds' if line.holds else 'FAILS'}  {line.value:12.3g}  {line.name}", flush=True)
+def play(run: Run) -> None:
+    bench = Bench(run.folder, run.options.points)
+    with run.progress(len(run.options.only), "parts") as progress:
+        for name in run.options.only:
+            run.add_all(PARTS[name](bench))
             progress.advance(doing=f"after: {name}")
-    seconds = time.perf_counter() - began
-    report = {"seconds": round(seconds, 1), "points": given.points, "lines": [line.report() for line in lines]}
-    given.report.parent.mkdir(parents=True, exist_ok=True)
-    given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failed = [line.name for line in lines if not line.holds]
-    print(f"{len(lines)} lines in {seconds:.0f} s, {len(failed)} do not hold")
-    return 1 if failed else 0
+    run.figures["points"] = run.options.points
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--points", type=int, default=10, help="points of a life at which each process is killed (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="*", choices=tuple(PARTS), default=tuple(PARTS), help="parts (default: all)")
+
+
+PROGRAM = Program("Compare two ranks with one process, and kill them.", play, _add_arguments)

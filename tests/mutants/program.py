@@ -1,8 +1,7 @@
-"""`python -m tests.mutants` changes the core modules one line at a time; the unit tests have to notice.
+"""Mutants of the core modules, one changed line at a time, that the unit tests have to notice.
 
-Planted faults first, then cosmic-ray's mutants, two at a time. Writes reports/mutants.json; what was tried already is
-not tried again. Exit status 1: less than 95 % were killed, a planted fault lives, a listed survivor is stale, or the
-time was over before all were tried.
+Planted faults come first, then cosmic-ray's mutants, two at a time; results of former runs are remembered. A line does
+not hold when less than 95 % were killed, a planted fault lives, a listed survivor is stale or mutants stay untried.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +26,8 @@ from tests.mutants.memory import Memory
 from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
 from tests.mutants.trial import UNCHANGED, Mutant, Place, Verdict, served
+from tests.system.line import at_least, at_most, no_problems
+from tests.system.program import Program, Run
 
 SHARE_MIN = 0.95
 
@@ -47,8 +46,8 @@ class Tried:
         return [mutant for mutant, verdict in self.verdicts.items() if verdict.outcome == "not run"]
 
 
-def main() -> int:
-    arguments = _arguments()
+def play(run: Run) -> None:
+    arguments = run.options
     listed = {(one.file, one.original, one.mutated) for one in library.survivors()}
     faults = planted()
     stale = [problem for fault in faults if (problem := fault.stale)]
@@ -61,19 +60,19 @@ def main() -> int:
         lived = json.loads(arguments.again.read_text(encoding="utf-8"))["survived"]
         mutants = [mutant for mutant in mutants if mutant.name in lived]
     if arguments.sample:
-        mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
+        mutants = run.draw.sample(mutants, min(arguments.sample, len(mutants)))
     memory = Memory(arguments.memory)
     controls = try_all(unchanged(mutants), memory, arguments)
     broken = [mutant for mutant, verdict in controls.verdicts.items() if verdict.outcome != "survived"]
+    run.add(no_problems("tests that fail without any mutant", [mutant.name for mutant in broken]))
     if broken:
-        print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
-        return 1
+        return
     limits = {one.place: max(30.0, 10 * verdict.seconds) for one, verdict in controls.verdicts.items()}
     tried = try_all(mutants, memory, arguments, limits)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
-    return _report(tried, changes, listed, stale, arguments)
+    _report(run, tried, changes, listed, stale)
 
 
 def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -155,40 +154,35 @@ def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: in
 
 
 def _report(
-    tried: Tried,
-    changes: dict[Mutant, Change],
-    listed: set[tuple[str, str, str]],
-    stale: list[str],
-    arguments: argparse.Namespace,
-) -> int:
+    run: Run, tried: Tried, changes: dict[Mutant, Change], listed: set[tuple[str, str, str]], stale: list[str]
+) -> None:
+    """Add the lines: the killed share, planted faults that live, stale entries, mutants without a result."""
     lived = tried.lived()
     excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
     unexcused = [mutant for mutant in lived if mutant not in excused]
     killed_lines = {changes[m].lines for m, verdict in tried.verdicts.items() if verdict.killed and m in changes}
     lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
     killed = sorted(listed & killed_lines - lived_lines)
-    stale += [f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in killed]
+    stale += [f"a test kills {original!r} -> {mutated!r} in {file}" for file, original, mutated in killed]
     survived = sorted(mutant.name for mutant in unexcused)
     counted = len(tried.verdicts) - len(excused) - len(tried.not_run())
     share = 1 - len(unexcused) / counted if counted else 0.0
-    by_hand = [mutant.name for mutant in unexcused if mutant not in changes]
-    held = share >= SHARE_MIN and not (by_hand or stale or tried.untried or tried.not_run())
-    report = {
-        "held": held,
+    print(*(f"survived: {name}" for name in survived), sep="\n")
+    run.add(
+        at_least(f"killed share of {counted} mutants", round(share, 4), SHARE_MIN),
+        no_problems("planted faults that live", [mutant.name for mutant in unexcused if mutant not in changes]),
+        no_problems("stale entries of the lists", sorted(stale)),
+        no_problems("mutants without a result", sorted(mutant.name for mutant in tried.not_run())),
+        at_most("untried mutants", tried.untried, 0),
+    )
+    run.figures |= {
         "killed_share": round(share, 4),
         "tried": len(tried.verdicts),
         "untried": tried.untried,
         "excused": len(excused),
         "survived": survived,
-        "not_run": sorted(mutant.name for mutant in tried.not_run()),
         "stale": sorted(stale),
-        "seed": arguments.seed if arguments.sample else None,
     }
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in survived), sep="\n")
-    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {tried.untried} untried", flush=True)
-    return 0 if held else 1
 
 
 def _named(groups: Sequence[Group], only: str) -> list[Group]:
@@ -203,22 +197,19 @@ def _named(groups: Sequence[Group], only: str) -> list[Group]:
     return kept
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="modules whose path contains this")
-    parser.add_argument("--planted", action="store_true", help="only the faults that were planted by hand")
-    parser.add_argument("--again", type=Path, help="only those that survived according to this report")
-    parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="part of the paths of the modules to change")
     parser.add_argument(
-        "--timeout-s", type=float, default=240.0, help="unchanged code; a mutant has ten times what that took"
+        "--planted", action="store_true", help="try the faults that were planted by hand, and no others"
     )
-    parser.add_argument("--minutes", type=float, default=240.0, help="no mutant is begun after so long")
-    parser.add_argument("--report", type=Path, default=Path("reports/mutants.json"))
-    parser.add_argument("--memory", type=Path, default=Path("reports/mutants-tried.jsonl"))
-    return parser.parse_args()
+    parser.add_argument("--again", type=Path, help="try the survivors of this report")
+    parser.add_argument("--sample", type=int, default=0, help="number of mutants to draw (default: all)")
+    parser.add_argument("--processes", type=int, default=2, help="mutants tried at a time (default: %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=240.0, help="limit for unchanged code; a mutant has ten times its time"
+    )
+    parser.add_argument("--minutes", type=float, default=240.0, help="start no mutant later (default: %(default)s)")
+    parser.add_argument("--memory", type=Path, default=Path("reports/mutants-tried.jsonl"), help="former results")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program("Change the core modules one line at a time; the unit tests have to notice.", play, _add_arguments)

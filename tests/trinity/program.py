@@ -1,5 +1,4 @@
-"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check, its bench against
-our gateway; status 1 when a line does not hold."""
+"""Our rows in Trinity's own reader, our YAML in its own check, its bench against our gateway."""
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +21,9 @@ from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
 from headrace_trainer.trinity_learner.rows import rows_of
 from tests.support import tiny_model
+from tests.system.line import Line, at_most
+from tests.system.program import Program, Run
 from tests.trinity import bench
-from tests.trinity.lines import Line
 from tests.unit.trainer.world import experience
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +58,12 @@ def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:
     buffer = Buffer(f"sqlite:///{database}", job.buffer_name)
     buffer.hand_over(handed)
     again = buffer.hand_over(handed)
-    yield Line(f"seed {seed}: rows that a second hand-over has added", int(again))
+    yield at_most(f"seed {seed}: rows that a second hand-over has added", int(again), 0)
     command = [str(_THEIRS), str(ROOT / "tests/trinity/reads.py"), str(database), job.buffer_name, str(size), str(yaml)]
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
-        yield Line(f"seed {seed}: Trinity's reader and its check of our YAML end with {done.returncode}", 1)
+        yield at_most(f"seed {seed}: Trinity's reader and its check of our YAML end with {done.returncode}", 1, 0)
         return
     about = json.loads((folder / "read.json").read_text())
     with np.load(folder / "read.npz") as arrays:
@@ -76,7 +74,7 @@ def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: di
     """Its reader is newest first: each row is found by its name."""
     places = {one["suffix"]: number for number, one in enumerate(about["rows"])}
     missing = [one for one in handed if one.msg_id not in places]
-    yield Line(f"seed {seed}: rows of {len(handed)} that Trinity's reader has not", len(missing))
+    yield at_most(f"seed {seed}: rows of {len(handed)} that Trinity's reader has not", len(missing), 0)
     differing = loss = 0
     tokens = sum(int(arrays[f"{number}:action_mask"].sum()) for number in range(len(handed)))
     for row, sent in zip(batch.rows, handed, strict=False):
@@ -98,36 +96,27 @@ def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: di
         mask = arrays["proto:loss"][number].astype(bool)
         trained = arrays["proto:ids"][number][mask]
         loss += trained.tolist() != row.token_ids_T[row.loss_mask_T].tolist()
-    yield Line(f"seed {seed}: rows whose tokens, masks, logprobs or advantages are other bits", differing)
-    yield Line(f"seed {seed}: rows whose trained tokens are others, as its trainer sees them", loss)
+    yield at_most(f"seed {seed}: rows whose tokens, masks, logprobs or advantages are other bits", differing, 0)
+    yield at_most(f"seed {seed}: rows whose trained tokens are others, as its trainer sees them", loss, 0)
     config = about["config"]
     kept = config["mode"] == "train" and config["save_interval"] == 1 and config["train_batch_size"] == len(handed)
-    yield Line(f"seed {seed}: Trinity's own check has changed what our YAML says", int(not kept))
+    yield at_most(f"seed {seed}: Trinity's own check has changed what our YAML says", int(not kept), 0)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, default=Path("reports/test-trinity.json"))
-    parser.add_argument("--seeds", type=int, default=5)
-    given = parser.parse_args()
-    began, found = time.perf_counter(), []
-    with tempfile.TemporaryDirectory(prefix="headrace-trinity-") as scratch:
-        base = tiny_model.build(Path(scratch) / "base", layers=1)
-        for seed in range(given.seeds):
-            for line in lines(Path(scratch) / str(seed), base, seed):
-                found.append(line)
-                line.tell()
-        for line in asyncio.run(bench.lines(Path(scratch))):
-            found.append(line)
-            line.tell()
-    seconds = time.perf_counter() - began
-    report = {"seconds": round(seconds, 1), "seeds": given.seeds, "lines": [line.report() for line in found]}
-    given.report.parent.mkdir(parents=True, exist_ok=True)
-    given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failed = sum(1 for line in found if line.broken)
-    print(f"{len(found)} lines in {seconds:.0f} s, {failed} do not hold")
-    return 1 if failed else 0
+def play(run: Run) -> None:
+    base = tiny_model.build(run.folder / "base", layers=1)
+    for seed in range(run.options.seeds):
+        run.add_all(lines(run.folder / str(seed), base, seed))
+    run.add(*asyncio.run(bench.lines(run.folder)))
+    run.figures["seeds"] = run.options.seeds
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _missing() -> str | None:
+    return None if _THEIRS.exists() else "there is no .venv-trinity"
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=5, help="number of batches (default: %(default)s)")
+
+
+PROGRAM = Program("Compare our rows and our YAML with Trinity's own reader and check.", play, _add_arguments, _missing)

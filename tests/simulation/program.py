@@ -1,0 +1,110 @@
+"""Simulation of every service on a virtual clock, with many seeds on all cores."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+from headrace_cli.progress import ProgressDisplay
+from tests.simulation.run import Outcome, simulate
+from tests.system.line import at_most, none_of
+from tests.system.program import Program, Run
+
+_SHOWN_MAX = 10
+FIGURES = {"wrong_last_words": "p10_late: wrong last word", "verdicts_on_the_wrong_run": "p10_late: wrong run"}
+"""Named figures of the report, and what a broken promise that counts for them begins with."""
+
+
+def play(run: Run) -> None:
+    options = run.options
+    began_s = time.perf_counter()
+    with _outcomes(options) as outcomes, run.progress(options.seeds, "seeds") as progress:
+        played = list(_report_failures(outcomes, progress))
+    report = summary(played, options.first, time.perf_counter() - began_s)
+    run.figures.update(report)
+    for outcome in played if options.verbose else ():
+        print("\n".join(outcome.story))
+    failed = [outcome for outcome in played if outcome.broken]
+    for outcome in failed[:_SHOWN_MAX]:
+        print(f"seed {outcome.seed} broke a promise; again: {outcome.command}")
+        print("".join(f"    {text}\n" for text in outcome.broken), end="")
+    faults, checks = (sum(outcome_counts.values()) for outcome_counts in _totals(played))
+    run.add(none_of(f"seeds that broke a promise ({faults} faults, {checks} checks)", len(failed), options.seeds))
+    for figure in FIGURES:
+        run.add(at_most(figure.replace("_", " "), cast("int", report[figure]), 0))
+
+
+def _totals(outcomes: Sequence[Outcome]) -> tuple[Counter[str], Counter[str]]:
+    """Return the injected faults and the checks of all outcomes, by kind."""
+    faults: Counter[str] = Counter()
+    checks: Counter[str] = Counter()
+    for outcome in outcomes:
+        faults.update(outcome.injected)
+        checks.update(outcome.checks)
+    return faults, checks
+
+
+def summary(outcomes: Sequence[Outcome], first: int, wall_s: float) -> dict[str, object]:
+    """Return the figures of the report."""
+    faults, checks = _totals(outcomes)
+    broken = [text for outcome in outcomes for text in outcome.broken]
+    return {
+        "seeds": len(outcomes),
+        "first": first,
+        "failed": [
+            {"seed": outcome.seed, "command": outcome.command, "broken": outcome.broken}
+            for outcome in outcomes
+            if outcome.broken
+        ],
+        **{name: sum(text.startswith(beginning) for text in broken) for name, beginning in FIGURES.items()},
+        "wall_s": round(wall_s, 1),
+        "virtual_s": round(sum(outcome.virtual_s for outcome in outcomes)),
+        "events": sum(outcome.events for outcome in outcomes),
+        "faults": dict(sorted(faults.items())),
+        "checks": dict(sorted(checks.items())),
+    }
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=1000, help="number of runs (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the runs (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="print every event")
+
+
+@contextlib.contextmanager
+def _outcomes(options: argparse.Namespace) -> Iterator[Iterator[Outcome]]:
+    """Yield the outcomes as they come. The processes are forked here, before anything has started a thread."""
+    seeds = [(seed, options.verbose) for seed in range(options.first, options.first + options.seeds)]
+    gc.collect()
+    gc.freeze()  # what is imported now is never garbage, and collecting after each run looks past it
+    if options.processes < 2 or options.seeds < 2:
+        yield map(_simulate, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
+        yield pool.imap_unordered(_simulate, seeds, chunksize=2)
+
+
+def _simulate(job: tuple[int, bool]) -> Outcome:
+    seed, verbose = job
+    return simulate(seed, verbose=verbose)
+
+
+def _report_failures(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> Iterator[Outcome]:
+    """Yield the outcomes and print a seed that broke a promise at once."""
+    failed = 0
+    for outcome in outcomes:
+        failed += bool(outcome.broken)
+        progress.advance(doing=f"{failed} failed")
+        if outcome.broken:
+            progress.say(f"seed {outcome.seed}: {outcome.broken[0]}")
+        yield outcome
+
+
+PROGRAM = Program("Run every service on a virtual clock while faults strike.", play, _add_arguments)
