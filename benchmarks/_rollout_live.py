@@ -134,12 +134,12 @@ class Street:
                 await asyncio.sleep(0.3)
 
     async def _tell(self, name: str, found: VersionState | None) -> None:
-        rollout = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, name)
+        rollout = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, name)
         where = in_a_line(rollout, METRIC) if rollout else f"{name} is {found.state if found else 'on its way'}"
         say(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
-        found = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, version)
+        found = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, version)
         assert found is not None, f"{version} had no rollout"
         return await asyncio.to_thread(Rollouts(self.registry).get, found.id)
 

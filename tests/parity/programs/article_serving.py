@@ -33,7 +33,7 @@ def trained(stage: Stage, agent: ChatAgent) -> None:
 @program("updates")
 def updates(stage: Stage) -> None:
     agent, before = ChatAgent(), stage.stack.serving()
-    raises(UsageError, "strategy is rolling or canary", lambda: HotUpdater(agent, {"strategy": "at once"}))
+    raises(UsageError, "must be rolling or canary", lambda: HotUpdater(agent, {"strategy": "at once"}))
     updater = HotUpdater(agent, _RATIO)
     try:
         assert not updater.has_new_model()
@@ -67,12 +67,12 @@ def versions(stage: Stage) -> None:
     test = manager.create_ab_test("v1.0", "v1.1", traffic_ratio={"v1.0": 0.7, "v1.1": 0.3})
     assert test.champion == first
     rollouts = Rollouts(stage.stack.registry)
-    blocking(until(lambda: rollouts.of(stage.stack.model, second) is not None))
-    begun = rollouts.of(stage.stack.model, second)
+    blocking(until(lambda: rollouts.newest_of(stage.stack.model, second) is not None))
+    begun = rollouts.newest_of(stage.stack.model, second)
     assert begun is not None
     assert begun.share == "3/10"
     rollouts.stop(begun.id)
-    raises(UsageError, "at most a half", lambda: manager.create_ab_test("v1.0", "v1.1", {"v1.0": 0.2, "v1.1": 0.8}))
+    raises(UsageError, "at most 1/2", lambda: manager.create_ab_test("v1.0", "v1.1", {"v1.0": 0.2, "v1.1": 0.8}))
     raises(UsageError, "no version 'v9'", lambda: manager.rollback("v9"))
 
 

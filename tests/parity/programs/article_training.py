@@ -50,8 +50,8 @@ def imports(stage: Stage) -> None:
 
     for name in headrace.rl.__all__:
         assert getattr(headrace.rl, name) is not None
-    raises(UsageError, "a private Headrace starts from a model folder", lambda: attach(base="Qwen/Qwen3-0.6B-Instruct"))
-    raises(UsageError, "no_such: means nothing here", lambda: TrinityRFT("ppo", {"no_such": 1}))
+    raises(UsageError, "must be a model folder", lambda: attach(base="Qwen/Qwen3-0.6B-Instruct"))
+    raises(UsageError, "no_such: has no effect here", lambda: TrinityRFT("ppo", {"no_such": 1}))
 
 
 @program("loop")
@@ -105,7 +105,7 @@ def collection(stage: Stage) -> None:
     unrewarded = DataCollector({"rewards": False, "thoughts": False}).collect(ChatAgent(), "Again.")
     assert {"rewards", "thoughts"}.isdisjoint(unrewarded)
     assert unrewarded["total_reward"] is None, "nobody said anything, and that is no 0"
-    raises(UsageError, "no field 'mood'", lambda: DataCollector({"mood": True}))
+    raises(UsageError, "collect_fields.mood: has no effect here", lambda: DataCollector({"mood": True}))
 
 
 @program("records", own=True)
@@ -170,5 +170,5 @@ def preferences(stage: Stage) -> None:
     if stage.stack.serving() == version:
         trainer = OnlineTrainer(agent, framework(stage), reward_function=by_turns())
         trainer.add_trajectory(agent.run_and_collect("Who?"))  # type: ignore[attr-defined]
-        raises(UsageError, "is not of this trainer's lineage", trainer.train_step)
+        raises(UsageError, "does not belong to this trainer's lineage", trainer.train_step)
         stage.back_to_training(version)

@@ -8,14 +8,14 @@ from typing import Any
 
 from headrace.practice.blocking import blocking
 from headrace.shadow import (
-    Door,
     ExplicitMarkingStrategy,
-    HeadraceDoor,
+    HeadraceSink,
     SamplingRateStrategy,
     SelectionStrategy,
     TrainingCopy,
     TrainingRunner,
-    TrinityDoor,
+    TrajectorySink,
+    TrinitySink,
     mark,
     read_only,
 )
@@ -47,9 +47,11 @@ def make_agent(copy: TrainingCopy) -> Callable[[str], str]:
     return ask
 
 
-def lived(door: Door, selection: SelectionStrategy, repeat: int, requests: dict[str, str | None]) -> TrainingRunner:
+def run_requests(
+    sink: TrajectorySink, selection: SelectionStrategy, repeat: int, requests: dict[str, str | None]
+) -> TrainingRunner:
     """Users ask, some of them in a marked task. They are answered by what is no model of ours."""
-    runner = TrainingRunner(door, make_agent, lambda copy: len(copy.answer) / 10, selection=selection, repeat=repeat)
+    runner = TrainingRunner(sink, make_agent, lambda copy: len(copy.answer) / 10, selection=selection, repeat=repeat)
     with runner:
         ask = runner.watched(lambda text: f"served {text}")
         for text, task in requests.items():
@@ -65,11 +67,11 @@ def lived(door: Door, selection: SelectionStrategy, repeat: int, requests: dict[
 def copies(stage: Stage) -> None:
     stack, everything = stage.stack, SamplingRateStrategy(1.0)
     sampled = {f"order {number}?": f"sampled-{number}" for number in range(2)}
-    runner = lived(HeadraceDoor(stack), everything, 4, {**sampled, "cancel order 2": "written"})
+    runner = run_requests(HeadraceSink(stack), everything, 4, {**sampled, "cancel order 2": "written"})
     assert (runner.counts.rewarded, runner.counts.refused) == (8, 4), runner.last_error
     marks = {"order 3?": "marked-3", "order 4?": None}
-    assert lived(HeadraceDoor(stack), ExplicitMarkingStrategy("user-feedback"), 1, marks).counts.selected == 1
-    lived(TrinityDoor(stack), everything, 2, {"order 5?": "trinity-5"})
+    assert run_requests(HeadraceSink(stack), ExplicitMarkingStrategy("user-feedback"), 1, marks).counts.selected == 1
+    run_requests(TrinitySink(stack), everything, 2, {"order 5?": "trinity-5"})
     wanted = {"sampled-0": 4, "sampled-1": 4, "marked-3": 1, "trinity-5": 2}
     deadline = time.monotonic() + _TRAINED_S
     while True:

@@ -36,7 +36,11 @@ def maths(stage: Stage) -> None:
     steps = trainer.train(agent, problems, group_size=2)
     assert [step.trained for step in steps] == [4]
     assert steps[0].run_metrics["format"] == 0.5
-    raises(UsageError, "no part 'elegance'", lambda: MathAgentTrainer("ppo", None, {"elegance": 1.0}))
+    raises(
+        UsageError,
+        "reward_function.elegance: has no effect here",
+        lambda: MathAgentTrainer("ppo", None, {"elegance": 1.0}),
+    )
 
 
 @program("tools")
@@ -89,4 +93,4 @@ def games(stage: Stage) -> None:
     assert trainer.trainer.buffer[0]["total_reward"] >= 15.0
     assert trainer.train()["trained"] > 0
     assert evaluate_win_rate([agents["werewolf_1"]], episodes=1) == 100.0
-    raises(UsageError, "name them werewolf_1", lambda: MultiAgentGame({"werewolf": 2}, {"werewolf_1": object()}))
+    raises(UsageError, "as werewolf_1", lambda: MultiAgentGame({"werewolf": 2}, {"werewolf_1": object()}))

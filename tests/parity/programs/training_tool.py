@@ -65,7 +65,7 @@ def rewards(stage: Stage) -> None:
         loaded = json.loads(tool.run({"action": "load_dataset", "dataset": "sums", "format": form, "max_samples": 2}))
         assert (loaded["dataset_size"], loaded["sample_keys"]) == (2, keys)
     assert json.loads(tool.run({"action": "fly"}))["status"] == "error"
-    raises(UsageError, "row 2 is row 1 again", lambda: check_rows([ROWS[0], ROWS[0]]))
+    raises(UsageError, "row 2: duplicates row 1", lambda: check_rows([ROWS[0], ROWS[0]]))
     raises(UsageError, "answer is empty", lambda: check_rows([{"question": "?", "answer": " "}]))
 
 

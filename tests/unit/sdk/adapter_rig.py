@@ -13,9 +13,9 @@ from typing import Any
 import httpx2
 
 from headrace import AsyncClient, Client
-from headrace.practice.practising import play_all
 from headrace.practice.runs import Run
 from headrace.practice.steps import Step
+from headrace.practice.training import play_all
 from headrace.stack import Addresses, Stack
 from headrace.topics import Entry, Range
 from headrace_schemas import Event
@@ -84,10 +84,10 @@ def fake_client(said: str, *, blocking: bool) -> Any:
     return SimpleNamespace(chat=SimpleNamespace(completions=completions), close=(lambda: None) if blocking else close)
 
 
-async def practise_once(
+async def train_once(
     stack: NotingStack, tasks: Sequence[Any], play: Any, *, group_size: int = 1, **_: Any
 ) -> AsyncIterator[Step]:
-    """In place of `practise`: plays each task, and nobody trains."""
+    """Play each task without training, as a replacement of `train_on_tasks`."""
     client = stack.async_client()
     runs = [Run(stack, client, task, purpose="train", model=stack.model) for task in tasks for _ in range(group_size)]
     await play_all(runs, play, 4)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from headrace.evaluation.evaluating import EvaluatedVersion, MetricMean
-from headrace.practice.practising import play_all
 from headrace.practice.runs import Run
 from headrace.practice.steps import Step
+from headrace.practice.training import play_all
 from headrace.stack.connection import ENTERED
 from headrace.tuner import JudgeOutput, WorkflowOutput
 from tests.unit.sdk.adapter_rig import VERSION, NotingStack
@@ -62,7 +62,7 @@ class Rig:
         for module in ("tuner.tuning", "hello_agents.tool", "rl.training", "judging"):
             monkeypatch.setattr(f"headrace.{module}.stack_for", self._stack_for)
         for module in ("tuner.tuning", "hello_agents.tool", "scenarios.maths", "trinity.workflows"):
-            monkeypatch.setattr(f"headrace.{module}.practise", self._practise)
+            monkeypatch.setattr(f"headrace.{module}.train_on_tasks", self._train_on_tasks)
         for module in ("tuner.tuning", "hello_agents.tool"):
             monkeypatch.setattr(f"headrace.{module}.evaluate", self._evaluate)
         monkeypatch.setattr("headrace.hello_agents.tool.write", lambda *words: self.note("written", words[1:]))
@@ -103,7 +103,7 @@ class Rig:
         finally:
             ENTERED.reset(token)
 
-    async def _practise(self, stack: Any, tasks: Sequence[Any], play: Any, **sizes: Any) -> AsyncIterator[Step]:
+    async def _train_on_tasks(self, stack: Any, tasks: Sequence[Any], play: Any, **sizes: Any) -> AsyncIterator[Step]:
         """Plays each task once, and nobody trains."""
         self.note("steps", list(tasks), sizes)
         for number in range(1, sizes.get("steps", 1) + 1):

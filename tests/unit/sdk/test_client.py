@@ -187,7 +187,7 @@ def test_ids_that_no_header_can_carry_are_refused_at_once(bad: str) -> None:
 
 
 def test_one_string_is_not_a_list_of_ids() -> None:
-    with pytest.raises(TypeError, match="not one string"):
+    with pytest.raises(TypeError, match="must be a list of response ids"):
         Gateway().client().feedback(msg_ids="chatcmpl-1", value=1.0)
 
 

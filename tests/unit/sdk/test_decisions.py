@@ -66,7 +66,7 @@ def test_what_is_decided_from_now_on_is_heard_once_also_over_an_outage(tmp_path:
         asyncio.run(topics.ensure(BusSettings(address=broker.address)))
         asyncio.run(publish(event("promoted", number=0)))
         listener.start()
-        wait_until(lambda: listener._at is not None, 30, "it has seen the ends")
+        wait_until(lambda: listener._next_offsets is not None, 30, "the listener knows the end offsets")
         asyncio.run(publish(event("promoted", number=1), event("rejected", number=2)))
         wait_until(lambda: len(heard) == 2, 30, "two decisions")
         broker.kill()

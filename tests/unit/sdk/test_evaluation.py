@@ -68,7 +68,7 @@ async def test_what_cannot_be_evaluated_is_refused() -> None:
     stack = NotingStack()
     with pytest.raises(UsageError, match="name an exact version"):
         await evaluate(stack, [{}], play, {"accuracy": right}, version="tiny")
-    with pytest.raises(UsageError, match="needs tasks"):
+    with pytest.raises(UsageError, match="tasks, metrics and plays: must not be empty"):
         await evaluate(stack, [], play, {"accuracy": right})
     with pytest.raises(UsageError, match="the first error: RuntimeError: no tool"):
         await evaluate(stack, [{"question": "broken", "answer": ""}], play, {"accuracy": right})
@@ -95,7 +95,7 @@ def test_a_gate_program_names_its_tasks_and_scores_plays(monkeypatch: pytest.Mon
 def test_a_score_that_fails_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         gated([{"version": VERSION, "task": "odd", "seed": 1}], monkeypatch)
-    assert caught.group_contains(HeadraceError, match="its score failed")
+    assert caught.group_contains(HeadraceError, match="the score function failed")
 
 
 def test_a_score_that_fails_ends_the_program_while_its_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import headrace
 from headrace.errors import UsageError
 from headrace.hello_agents import RLTrainingTool
 from headrace.practice.blocking import blocking
-from headrace.practice.doors import HeadraceDoor, TrinityDoor
+from headrace.practice.sinks import HeadraceSink, TrinitySink
 from headrace.rl import ABTestFramework, DataCollector, HotUpdater, ModelManager, RLRuntime, TrinityRFT
 from headrace.scenarios.games import GameTrainer, MultiAgentGame
 from headrace.scenarios.maths import MathAgentTrainer
@@ -33,7 +33,18 @@ from headrace.tuner import configs
 from tests.unit.sdk.adapter_rig import VERSION, NotingStack
 from tests.unit.sdk.argument_rig import Rig
 
-ADAPTERS = ("choosing", "hello_agents", "judging", "practice", "rl", "scenarios", "shadow", "stack", "trinity", "tuner")
+ADAPTERS = (
+    "hello_agents",
+    "judging",
+    "practice",
+    "rl",
+    "scenarios",
+    "selection",
+    "shadow",
+    "stack",
+    "trinity",
+    "tuner",
+)
 SOURCES = Path(headrace.__file__).parent
 
 # HelloAgents.
@@ -280,11 +291,11 @@ def test_a_stack_that_was_entered_refuses_what_only_a_new_one_could_honour(tmp_p
                 pass
         with pytest.raises(UsageError, match="checkpoint_dir"), stack_for(None, {}, tmp_path):
             pass
-    for door in (HeadraceDoor, TrinityDoor):
+    for sink in (HeadraceSink, TrinitySink):
         with pytest.raises(UsageError, match="model"):
-            door(stack, "other")
+            sink(stack, "other")
         with pytest.raises(UsageError, match="api_key"):
-            door(stack, api_key="k")
+            sink(stack, api_key="k")
 
 
 def test_a_game_trainer_trains_the_agents_that_it_was_given(rig: Rig) -> None:
@@ -348,7 +359,7 @@ def test_no_public_function_swallows_unknown_arguments(module: str) -> None:
             assert not open_ended or function.__name__ in OPEN, f"{module}.{name}.{function.__name__}"
 
 
-OPEN = {"create_reward", "run_and_collect", "accuracy", "called", "one"}
+OPEN = {"create_reward", "run_and_collect", "accuracy", "called", "reward_of_completion"}
 """`create_reward` and `run_and_collect` check their options; the others get columns of a data set."""
 
 

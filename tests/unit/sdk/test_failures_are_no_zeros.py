@@ -11,10 +11,10 @@ import pytest
 
 from headrace.practice import Run
 from headrace.practice.blocking import blocking
-from headrace.shadow import HeadraceDoor, SamplingRateStrategy, TrainingCopy, TrainingRunner
+from headrace.shadow import HeadraceSink, SamplingRateStrategy, TrainingCopy, TrainingRunner
 from headrace.trinity import Workflow, run_workflow
 from headrace.tuner import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
-from tests.unit.sdk.adapter_rig import NotingStack, entering, practise_once
+from tests.unit.sdk.adapter_rig import NotingStack, entering, train_once
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "fail"}]
 """The judge of the second one fails."""
@@ -34,7 +34,7 @@ def with_the_tuner(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) 
     async def judge(task: dict[str, Any], response: Any) -> JudgeOutput:
         return JudgeOutput(reward=judged(task["answer"]))
 
-    patch.setattr("headrace.tuner.tuning.practise", practise_once)
+    patch.setattr("headrace.tuner.tuning.train_on_tasks", train_once)
     patch.setattr("headrace.tuner.tuning.stack_for", entering(stack))
     rows = folder / "train.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -59,7 +59,7 @@ def with_trinity(stack: NotingStack, patch: pytest.MonkeyPatch, _folder: Path) -
             await client.chat.completions.create(model=client.model_path, messages=[])
             return [SimpleNamespace(reward=judged(self.task.raw_task["answer"]), metrics={})]
 
-    patch.setattr("headrace.trinity.workflows.practise", practise_once)
+    patch.setattr("headrace.trinity.workflows.train_on_tasks", train_once)
 
     async def all_steps() -> None:
         async for _ in run_workflow(stack, Judged, ROWS, repeat_times=1, batch_size=2):
@@ -74,7 +74,7 @@ def with_the_training_tool(stack: NotingStack, patch: pytest.MonkeyPatch, folder
     def reward(completions: list[str], **columns: Any) -> list[float]:
         return [judged(truth) for truth in columns["ground_truth"]]
 
-    patch.setattr("headrace.hello_agents.tool.practise", practise_once)
+    patch.setattr("headrace.hello_agents.tool.train_on_tasks", train_once)
     patch.setattr("headrace.hello_agents.tool.stack_for", entering(stack))
     patch.setattr("headrace.hello_agents.tool.write", lambda *_: None)
     tool = RLTrainingTool()
@@ -91,7 +91,7 @@ def with_practice_alone(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder:
         run.reward(judged(task["answer"]))
 
     async def all_steps() -> None:
-        async for _ in practise_once(stack, ROWS, play):
+        async for _ in train_once(stack, ROWS, play):
             pass
 
     blocking(all_steps())
@@ -104,7 +104,7 @@ def with_training_copies(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder
 
     everything = SamplingRateStrategy(1.0)
     runner = TrainingRunner(
-        HeadraceDoor(stack), make_agent, lambda copy: judged(copy.inputs["answer"]), selection=everything
+        HeadraceSink(stack), make_agent, lambda copy: judged(copy.inputs["answer"]), selection=everything
     )
     with runner:
         for row in ROWS:
@@ -158,7 +158,7 @@ def test_what_is_no_number_is_no_reward(value: Any) -> None:
 
     async def one() -> Run:
         run = Run(stack, stack.async_client(), {"question": "?"}, purpose="train", model="tiny")
-        await run.played(play)
+        await run.execute(play)
         return run
 
     run = blocking(one())

@@ -31,7 +31,7 @@ async def test_an_event_is_read_from_where_it_lies(tmp_path: Path) -> None:
 def test_other_bytes_are_refused(tmp_path: Path) -> None:
     ref = stored(tmp_path / "blob", b"data")
     (tmp_path / "blob" / ref.sha256).write_bytes(b"date")
-    with pytest.raises(HeadraceError, match=r"blob file://.* does not hash to its name; restore it"):
+    with pytest.raises(HeadraceError, match=r"blob file://.* its content does not match the digest in its name"):
         fetch(ref)
 
 

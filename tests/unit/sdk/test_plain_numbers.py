@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from headrace.errors import HeadraceError
-from headrace.hello_agents.rewards import one
+from headrace.hello_agents.rewards import reward_of_completion
 from headrace.judging import RewardFunction
 from headrace.practice.blocking import blocking
-from headrace.practice.collecting import _named, say
+from headrace.practice.collecting import _rewards_by_name, send_reward
 from headrace.practice.runs import Run, worth_of
 from headrace.sessions import feedback_body
 from headrace.stack import offline
@@ -74,7 +74,7 @@ def from_react(value: Any) -> float:
 
 def from_record(value: Any) -> float:
     stack = NotingStack()
-    say(stack, {"conversation_id": "s", "total_reward": value})
+    send_reward(stack, {"conversation_id": "s", "total_reward": value})
     ((_, body),) = stack.gateway.posted
     return float(body["value"])
 
@@ -94,10 +94,11 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "metric": lambda value: run_with(1.0, metrics={"a": value}).metrics["a"],
     "experiences": lambda value: reward_of([SimpleNamespace(reward=value), SimpleNamespace(reward=value)]),
     "metrics of experiences": lambda value: metrics_of([SimpleNamespace(metrics={"a": value})])["a"],
-    "react": from_react, "record": from_record, "collected": lambda value: _named(value)["reward"],
-    "collected parts": lambda value: _named({"a": value})["a"], "function": lambda value: _Fixed(value)(RECORD),
+    "react": from_react, "record": from_record, "collected": lambda value: _rewards_by_name(value)["reward"],
+    "collected parts": lambda value: _rewards_by_name({"a": value})["a"],
+    "function": lambda value: _Fixed(value)(RECORD),
     "rows": lambda value: RowReader({}).read({"prompt": "?", "completion": "4", "reward": value}).reward,
-    "hello agents": lambda value: one(lambda _completions, **_: [value], "4", "4"),
+    "hello agents": lambda value: reward_of_completion(lambda _completions, **_: [value], "4", "4"),
     "worth": lambda value: worth_of({"a": 1.0}, {"a": value})["a"],
     "time": lambda value: -blocking(avg_time_judge({}, {"metrics": {"execution_time": value}})).reward,
     "tokens": lambda value: -blocking(avg_token_consumption_judge({}, {"metrics": {"total_tokens": value}})).reward,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import Unreachable, UsageError
-from headrace.practice import OutcomeWatch, Run, plugged, practise
+from headrace.practice import OutcomeWatch, Run, plugged, train_on_tasks
 from headrace.practice.runs import task_id_of
 from headrace_schemas import Branch, Experience, LeftOut, Span, TrainingMetrics, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.ids import session_key
@@ -117,7 +117,7 @@ async def test_agents_of_one_run_have_sessions_and_rewards_of_their_own() -> Non
 
     async with stack.async_client() as client:
         run = Run(stack, client, {"task_id": "game"}, purpose="train", model="tiny")
-        await run.played(play)
+        await run.execute(play)
     bodies = [body for path, body in stack.gateway.posted if path == "/v1/feedback"]
     assert [(body["value"], body["task_id"]) for body in bodies] == [(1.5, "game/wolf"), (-1.0, "game/villager")]
     assert {body["run_id"] for body in bodies} == {run.run_id}
@@ -138,7 +138,7 @@ async def test_a_run_of_an_evaluation_sends_no_reward() -> None:
 
     async with stack.async_client() as client:
         run = Run(stack, client, {}, purpose="eval", model=VERSION, needs_reward=False)
-        await run.played(play)
+        await run.execute(play)
     assert run.result == "done"
     assert stack.gateway.values == []
 
@@ -148,14 +148,14 @@ async def test_a_step_without_any_reward_is_refused(bus: Bus) -> None:
         raise RuntimeError("no tool")
 
     with pytest.raises(UsageError, match="none of 2 runs has a reward; the first error: RuntimeError: no tool"):
-        async for _ in practise(NotingStack(), ["t"], play, group_size=2, tasks_per_step=1):
+        async for _ in train_on_tasks(NotingStack(), ["t"], play, group_size=2, tasks_per_step=1):
             pass
 
 
 @pytest.mark.parametrize("sizes", [{"tasks_per_step": 2}, {"tasks_per_step": 0}, {"group_size": 0}, {"steps": 0}])
 async def test_sizes_that_make_no_sense_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError):
-        async for _ in practise(NotingStack(), ["t"], lambda _task, _run: None, **{"tasks_per_step": 1, **sizes}):
+        async for _ in train_on_tasks(NotingStack(), ["t"], lambda _task, _run: None, **{"tasks_per_step": 1, **sizes}):
             pass
 
 

@@ -28,6 +28,16 @@ def test_the_public_names_are_frozen() -> None:
     assert dir(headrace) == EXPORTS
 
 
+def test_earlier_names_of_renamed_functions_and_classes_still_import() -> None:
+    from headrace import practice, shadow
+
+    assert practice.practise is practice.train_on_tasks
+    assert practice.asked is practice.call_agent
+    assert shadow.Door is shadow.TrajectorySink
+    assert shadow.HeadraceDoor is shadow.HeadraceSink
+    assert shadow.TrinityDoor is shadow.TrinitySink
+
+
 def test_one_error_tree() -> None:
     assert issubclass(headrace.ApiError, headrace.HeadraceError)
     assert issubclass(headrace.Unreachable, headrace.HeadraceError)

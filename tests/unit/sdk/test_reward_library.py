@@ -163,7 +163,7 @@ def test_parts_that_cannot_tell_take_no_share() -> None:
     assert composite({"a": 1.0, "b": 0.5}, {"a": 3.0}) == 0.875
     assert composite({"a": 1.0, "b": 0.5}, {"a": 3.0}, combine="sum") == 3.5
     assert composite({"a": None}) is None
-    with pytest.raises(ValueError, match="'accurracy', which is no part"):
+    with pytest.raises(ValueError, match="'accurracy' is not a part"):
         composite({"accuracy": 1.0}, {"accurracy": 2.0})
 
 

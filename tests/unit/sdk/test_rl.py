@@ -30,10 +30,10 @@ from tests.unit.sdk.adapter_rig import VERSION, NotingStack
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Any:
-    async def collected(*_: Any) -> tuple[dict[str, Any], str]:
+    async def record_run(*_: Any) -> tuple[dict[str, Any], str]:
         return the_record(), "Ada sent it."
 
-    monkeypatch.setattr(collecting, "_collected", collected)
+    monkeypatch.setattr(collecting, "_record_run", record_run)
     with NotingStack() as entered:
         yield entered
 
@@ -42,7 +42,7 @@ def test_the_total_is_a_plain_sum_and_is_sent_once(stack: NotingStack) -> None:
     rewards = {"task_completion": 0.8, "efficiency": 0.6}
     found = DataCollector(reward_function=lambda _: rewards).collect(object(), "Who?", {"rating": 4, "comment": "good"})
     assert found["total_reward"] == pytest.approx(2.2)
-    collecting.say(stack, found)
+    collecting.send_reward(stack, found)
     (_, first), (_, second) = stack.gateway.posted
     assert first["feedback_id"] == second["feedback_id"], "the same total counts once"
     assert (first["value"], first["comment"]) == (pytest.approx(2.2), "good")
@@ -64,7 +64,7 @@ def test_a_reward_that_fails_is_raised_and_nothing_is_sent(stack: NotingStack) -
     with pytest.raises(RuntimeError, match="not reached"):
         run_and_collect(object(), "Who?", reward_function=fails)
     for rating in (0, 6):
-        with pytest.raises(ValueError, match="a rating is 1 to 5"):
+        with pytest.raises(ValueError, match="must be from 1 to 5"):
             run_and_collect(object(), "Who?", user_feedback={"rating": rating})
     assert stack.gateway.values == []
 
@@ -95,7 +95,7 @@ class AsyncAgent:
 async def test_an_agent_that_awaits_still_does_after_its_first_run(
     stack: NotingStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "collected", lambda _agent, text, **_: (the_record(), f"collected: {text}"))
+    monkeypatch.setattr(training, "collect_run", lambda _agent, text, **_: (the_record(), f"collected: {text}"))
     monkeypatch.setattr(stack, "is_private", True)
     agent = AsyncAgent()
     config = {"train_interval": 4, "settings": {"trainer.compute.device": "cpu"}}
@@ -118,7 +118,7 @@ def test_runs_of_another_lineage_are_named_with_a_remedy(stack: NotingStack, mon
         return {"s": SessionOutcome(dropped=tuple(fates), trajectory=SimpleNamespace())}  # type: ignore[arg-type]
 
     monkeypatch.setattr(trainer._watch, "until_known", until_known)
-    with pytest.raises(UsageError, match=rf"{VERSION}, which answered, is not of this trainer's lineage .* Roll it"):
+    with pytest.raises(UsageError, match=rf"{VERSION} does not belong to this trainer's lineage .* roll it back"):
         trainer.train_step()
     assert trainer.buffer == []
     trainer.buffer.append({"conversation_id": "s"})
@@ -133,7 +133,7 @@ def test_shares_are_exact(ratio: object, share: str) -> None:
 
 @pytest.mark.parametrize("ratio", [0, 0.7, 1.0, -0.1])
 def test_a_share_is_at_most_a_half(ratio: float) -> None:
-    with pytest.raises(UsageError, match="at most a half"):
+    with pytest.raises(UsageError, match="at most 1/2"):
         share_of(ratio)
 
 
@@ -166,7 +166,7 @@ def test_a_candidate_that_failed_is_withdrawn_and_a_champion_gives_way(stack: No
     assert registry.asked[-1] == "roll_back tiny"
     updater.close()
     assert registry.asked[-1] == "resume tiny"
-    with pytest.raises(UsageError, match=r"update_config\.surprise: means nothing here"):
+    with pytest.raises(UsageError, match=r"update_config\.surprise: has no effect here"):
         HotUpdater(object(), {"surprise": 1})
 
 
@@ -179,7 +179,7 @@ def test_versions_lie_where_the_stack_has_them(stack: NotingStack, monkeypatch: 
 
 
 def test_an_offline_job_needs_the_data(stack: NotingStack) -> None:
-    with pytest.raises(UsageError, match="needs the data directory"):
+    with pytest.raises(UsageError, match="data_dir: an offline job needs it"):
         train_rows(stack, "dpo", [])
 
 

@@ -28,9 +28,9 @@ def stack() -> NotingStack:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"trainer.group_size": 4}, r"trainer.group_size = 4, and the running trainer has 8"),
+        ({"trainer.group_size": 4}, r"trainer.group_size = 4: the running trainer has 8"),
         ({"trainer.groups": 4}, r"trainer.groups = 4: no such setting"),
-        ({"gateway.port": 1}, r"only the trainer tells its settings"),
+        ({"gateway.port": 1}, r"only settings of the trainer can be compared"),
     ],
 )
 def test_a_setting_that_differs_is_refused_by_name(settings: dict[str, object], said: str) -> None:
@@ -64,7 +64,7 @@ def test_the_entered_stack_is_used_and_checked() -> None:
 
 def test_a_private_one_wants_a_model_folder(tmp_path: Path) -> None:
     for base in (None, "Qwen/Qwen3-0.6B", tmp_path):
-        with pytest.raises(UsageError, match=r"a private Headrace starts from a model folder"):
+        with pytest.raises(UsageError, match=r"must be a model folder"):
             attach(base=base)
     with pytest.raises(UsageError, match="leave data_dir or url out"):
         attach("http://127.0.0.1:1", data_dir=tmp_path)

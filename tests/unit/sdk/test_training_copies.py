@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from headrace.errors import UsageError
-from headrace.practice.doors import TrinityRun
+from headrace.practice.sinks import TrinityRun
 from headrace.shadow import (
-    Door,
     ExplicitMarkingStrategy,
-    HeadraceDoor,
+    HeadraceSink,
     SamplingRateStrategy,
     ServedRequest,
     TrainingCopy,
     TrainingRunner,
-    TrinityDoor,
+    TrajectorySink,
+    TrinitySink,
     WriteRefused,
     mark,
     read_only,
@@ -50,7 +50,7 @@ def played(
 ) -> tuple[NotingStack, TrainingRunner]:
     """What came of requests of users who were all answered."""
     stack = stack or NotingStack()
-    with TrainingRunner(HeadraceDoor(stack), make, reward, **{"selection": ALL, **options}) as runner:
+    with TrainingRunner(HeadraceSink(stack), make, reward, **{"selection": ALL, **options}) as runner:
         ask = runner.watched(lambda text: f"served {text}")
         assert [ask(one) for one in requests] == [f"served {one}" for one in requests]
     return stack, runner
@@ -82,8 +82,8 @@ def test_a_share_is_sampled() -> None:
 
 def test_only_marked_requests_are_played() -> None:
     stack = NotingStack()
-    door = HeadraceDoor(stack)
-    with TrainingRunner(door, answering, by_answer, selection=ExplicitMarkingStrategy("liked")) as runner:
+    sink = HeadraceSink(stack)
+    with TrainingRunner(sink, answering, by_answer, selection=ExplicitMarkingStrategy("liked")) as runner:
         ask = runner.watched(lambda text: text)
         ask("not marked")
         with mark("liked", task_id="t-1"):
@@ -95,7 +95,7 @@ def test_only_marked_requests_are_played() -> None:
     assert [one["task_id"] for one in feedback(stack)] == ["t-1", "t-1"]
     assert runner.counts.selected == 2
     assert ExplicitMarkingStrategy().should_select(ServedRequest("", labels=frozenset({"any"})))
-    with pytest.raises(ValueError, match="without a label"), mark():
+    with pytest.raises(ValueError, match="labels: must not be empty"), mark():
         pass
 
 
@@ -147,7 +147,7 @@ def test_only_tools_marked_read_only_are_called(swallowed: bool) -> None:
     assert [one["value"] for one in feedback(stack)] == [1.0]
     assert (runner.counts.failed, runner.counts.refused) == (1, 1)
     assert runner.last_error is not None
-    assert runner.last_error.startswith("WriteRefused: send_mail is not marked read-only")
+    assert runner.last_error.startswith("WriteRefused: send_mail is not marked as read-only")
 
 
 async def test_tools_that_await_and_lists_of_tools() -> None:
@@ -158,10 +158,10 @@ async def test_tools_that_await_and_lists_of_tools() -> None:
     async def write() -> None:
         raise AssertionError("it was called")
 
-    copy = TrainingCopy(HeadraceDoor(NotingStack()).run(NotingStack().async_client(), "t", 0), ServedRequest("x"))
+    copy = TrainingCopy(HeadraceSink(NotingStack()).run(NotingStack().async_client(), "t", 0), ServedRequest("x"))
     looking, writing = copy.tools([look, write])
     assert await looking("x") == "x"
-    with pytest.raises(WriteRefused, match="write is not marked"):
+    with pytest.raises(WriteRefused, match="write is not marked as read-only"):
         await writing()
     assert (copy.called, copy.refused) == (["look"], ["write"])
     with pytest.raises(UsageError, match="cannot be called"):
@@ -220,7 +220,7 @@ def test_users_wait_for_nothing_and_what_is_held_is_bounded() -> None:
         return ask
 
     stack = NotingStack()
-    runner = TrainingRunner(HeadraceDoor(stack), make, by_answer, selection=ALL, repeat=3, at_once=2, waiting_max=5)
+    runner = TrainingRunner(HeadraceSink(stack), make, by_answer, selection=ALL, repeat=3, at_once=2, waiting_max=5)
     with runner:
         ask = runner.watched(str.upper)
         began = time.monotonic()
@@ -236,7 +236,7 @@ def test_users_wait_for_nothing_and_what_is_held_is_bounded() -> None:
 
 def test_what_is_still_under_way_at_the_end_is_abandoned() -> None:
     gate = threading.Event()
-    runner = TrainingRunner(HeadraceDoor(NotingStack()), lambda _copy: lambda _text: gate.wait(20), by_answer)
+    runner = TrainingRunner(HeadraceSink(NotingStack()), lambda _copy: lambda _text: gate.wait(20), by_answer)
     runner.selection = ALL
     runner.start()
     runner.offer("x")
@@ -247,14 +247,14 @@ def test_what_is_still_under_way_at_the_end_is_abandoned() -> None:
     assert (runner.counts.abandoned, runner.counts.rewarded) == (1, 0)
     runner.offer("y")
     assert runner.counts.missed == 1
-    with pytest.raises(UsageError, match="make another one"):
+    with pytest.raises(UsageError, match="create another runner"):
         runner.start()
-    with pytest.raises(UsageError, match="nothing to commit"):
+    with pytest.raises(UsageError, match="is not running"):
         runner.commit()
 
 
 def test_a_failed_commit_does_not_hide_what_went_wrong_first() -> None:
-    class Closed(HeadraceDoor):
+    class Closed(HeadraceSink):
         async def commit(self, client: Any) -> None:
             raise UsageError("no")
 
@@ -284,7 +284,7 @@ async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
 
         return ask
 
-    with TrainingRunner(HeadraceDoor(NotingStack()), make, by_answer, selection=ALL, repeat=2) as runner:
+    with TrainingRunner(HeadraceSink(NotingStack()), make, by_answer, selection=ALL, repeat=2) as runner:
         ask = runner.watched(Agent().run)
         assert await ask(["hello"]) == "done"
         assert runner.watched(lambda lock: "fine")(threading.Lock()) == "fine"  # cannot be copied
@@ -315,7 +315,7 @@ def test_trinitys_door_says_what_the_java_client_says() -> None:
         return lambda text: ask(text) + ask(text)
 
     options: dict[str, Any] = {"selection": ALL, "repeat": 2, "at_once": 1}
-    with TrainingRunner(TrinityDoor(stack), twice, by_answer, **options) as runner, mark("any", task_id="task-1"):
+    with TrainingRunner(TrinitySink(stack), twice, by_answer, **options) as runner, mark("any", task_id="task-1"):
         runner.watched(str)("x")
     feedbacks, commits = stack.gateway.posted[:-1], stack.gateway.posted[-1:]
     assert feedbacks == [
@@ -334,14 +334,14 @@ def test_trinitys_door_commits_by_the_clock_and_refuses_what_it_cannot_note() ->
         client = copy.openai(blocking=True)
         return lambda _text: client.chat.completions.create(model=copy.model, stream=True)
 
-    door: Door = TrinityDoor(stack)
-    with TrainingRunner(door, streaming, lambda _copy: 1.0, selection=ALL, commit_interval_s=0.02) as runner:
+    sink: TrajectorySink = TrinitySink(stack)
+    with TrainingRunner(sink, streaming, lambda _copy: 1.0, selection=ALL, commit_interval_s=0.02) as runner:
         runner.offer("x")
         while sum(path == "/commit" for path, _ in stack.gateway.posted) < 2:
             time.sleep(0.01)
         while not runner.counts.failed:
             time.sleep(0.01)
-        assert "stream: TrinityDoor notes" in (runner.last_error or "")
+        assert "stream: TrinitySink does not record" in (runner.last_error or "")
         runner._make_agent = lambda _copy: str
         runner.offer("x")
     assert feedback(stack) == []
@@ -350,15 +350,15 @@ def test_trinitys_door_commits_by_the_clock_and_refuses_what_it_cannot_note() ->
 
 def test_answers_of_another_client_can_be_told() -> None:
     stack = NotingStack()
-    run = TrinityDoor(stack).run(stack.async_client(), "t", 0)
+    run = TrinitySink(stack).run(stack.async_client(), "t", 0)
     assert isinstance(run, TrinityRun)
     run.note("elsewhere-1")
-    assert run._noted == ["elsewhere-1"]
+    assert run._response_ids == ["elsewhere-1"]
 
 
 @pytest.mark.parametrize("wrong", [{"repeat": 0}, {"at_once": 0}, {"waiting_max": 0}, {"run_timeout_s": 0.0}])
 def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        TrainingRunner(HeadraceDoor(NotingStack()), answering, by_answer, **wrong)
+        TrainingRunner(HeadraceSink(NotingStack()), answering, by_answer, **wrong)
     with pytest.raises(UsageError, match="model"):
-        HeadraceDoor("http://127.0.0.1:8000")
+        HeadraceSink("http://127.0.0.1:8000")

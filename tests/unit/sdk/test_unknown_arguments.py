@@ -102,10 +102,10 @@ def test_every_argument_is_honoured_or_refused_by_name(
         needed = {key: needed[key] for key in ("action", *BY_ACTION[action]) if key in needed}
         found = answer({**needed, name: value})
     if (action, name) == ("evaluate", "use_lora"):
-        assert found["message"].startswith("use_lora = True: base holds a whole model")
+        assert found["message"].startswith("use_lora = True: base contains a whole model")
         return
     if name == "split" and name in BY_ACTION[action]:
-        assert found["message"].startswith("split = 'train': the data set 'sums' was registered")
+        assert found["message"].startswith("split = 'train': the data set 'sums' is registered")
         return
     if name in BY_ACTION[action]:
         assert started or found["status"] == "success", found
@@ -120,10 +120,10 @@ def test_every_argument_is_honoured_or_refused_by_name(
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"algorithm": "sft", "kl_coef": 0.1}, "kl_coef: only grpo"),
-        ({"algorithm": "sft", "num_generations": 8}, "num_generations: only grpo"),
+        ({"algorithm": "sft", "kl_coef": 0.1}, "kl_coef: applies only to grpo"),
+        ({"algorithm": "sft", "num_generations": 8}, "num_generations: applies only to grpo"),
         ({"format": "sft"}, "format = 'sft'"),
-        ({"use_lora": False, "lora_r": 8}, "lora_r: use_lora is false"),
+        ({"use_lora": False, "lora_r": 8}, "lora_r: applies only to adapters"),
         ({"temperature": 0}, "temperature = 0"),
         ({"temperature": "hot"}, "temperature = 'hot'"),
         ({"temperature": float("nan")}, "temperature = nan"),

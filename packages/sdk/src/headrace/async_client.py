@@ -1,4 +1,4 @@
-"""The same client for programs that run on asyncio."""
+"""Asyncio client for sessions and feedback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
-from headrace.retries import Retries, checked
+from headrace.retries import Retries, raise_for_status
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
@@ -17,8 +17,8 @@ from headrace.sessions import (
     Identity,
     Purpose,
     feedback_body,
+    gateway_root,
     new_id,
-    root_of,
 )
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 class AsyncClient:
-    """`headrace.Client` for asyncio; close it or use `async with`.
+    """Asyncio client of a Headrace gateway for sessions and feedback.
 
-    Model calls go through any OpenAI client, with a session's `base_url` or `headers`. Methods raise `ApiError` when
-    the gateway refuses and `Unreachable` when it does not answer within `retries`.
+    The caller must close the client, or use it in an `async with` statement. Model calls go through any OpenAI client
+    that uses a session's `base_url` or `headers`. Methods raise `ApiError` if the gateway refuses the request and
+    `Unreachable` if it does not answer within `retries`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class AsyncClient:
     ) -> None:
         import httpx2
 
-        self.root = root_of(base_url)
+        self.root = gateway_root(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.AsyncClient(
@@ -59,11 +60,22 @@ class AsyncClient:
         run_id: str | None = None,
         purpose: Purpose = "train",
     ) -> AsyncSession:
-        """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
+        """Create a session, or continue an existing session.
+
+        Args:
+            session_id: id of the session; a new id by default.
+            task_id: task that the session attempts. Runs of one task are compared with each other.
+            run_id: attempt that the session belongs to, if several sessions form one run.
+            purpose: `"eval"` excludes the session from training.
+        """
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     async def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
-        """Send feedback about a session, a task or responses, at any time, also again. Returns its id."""
+        """Send feedback about a session, a task or single responses, and return its id.
+
+        Feedback may be sent at any time and may be revised. `FeedbackId` describes what the gateway reports about its
+        effect on training.
+        """
         body = feedback_body(options)
         return FeedbackId.of(body, await self._post("/v1/feedback", body))
 
@@ -82,19 +94,20 @@ class AsyncClient:
         attempt = 0
         while True:
             attempt += 1
-            answer, cause = None, None
+            response, cause = None, None
             try:
-                answer = await self._http.post(path, json=body)
+                response = await self._http.post(path, json=body)
             except TransportError as error:
                 cause = error
-            pause_s = self._retries.pause_s(attempt, answer)
+            pause_s = self._retries.pause_s(attempt, response)
             if pause_s is None:
-                return checked(answer, cause, f"{self.root}{path}")
+                return raise_for_status(response, cause, f"{self.root}{path}")
             await asyncio.sleep(pause_s)
 
 
 class AsyncSession:
-    """`headrace.Session` for asyncio. Leaving an `async with` block ends it, whether or not the block raised."""
+    """Asyncio counterpart of `headrace.Session`. Leaving its `async with` block ends the session, also if the block
+    raised."""
 
     def __init__(self, client: AsyncClient, identity: Identity) -> None:
         self._client = client
@@ -102,23 +115,23 @@ class AsyncSession:
         self._ended = False
         self.session_id = identity.session_id
         self.headers: Mapping[str, str] = identity.headers
-        """For `AsyncOpenAI(default_headers=...)`: session, task and run."""
+        """HTTP headers with the ids of session, task and run, for `AsyncOpenAI(default_headers=...)`."""
         self.base_url = identity.base_url(client.root)
-        """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
+        """URL that contains the session id, but neither task nor run, for `AsyncOpenAI(base_url=...)`."""
 
     async def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> FeedbackId:
-        """Send feedback about the session, or about one of its responses or its task. Returns its id."""
-        me = self._identity
+        """Send feedback about the session, one of its responses or its task, and return the id of the feedback."""
+        identity = self._identity
         if options.get("level") == "task":
-            return await self._client.feedback(task_id=me.task_id, value=value, **options)
-        found = await self._client.feedback(
-            session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
+            return await self._client.feedback(task_id=identity.task_id, value=value, **options)
+        feedback_id = await self._client.feedback(
+            session_id=identity.session_id, task_id=identity.task_id, run_id=identity.run_id, value=value, **options
         )
         self._ended = self._ended or options.get("ends_session", False)
-        return found
+        return feedback_id
 
     async def end(self) -> None:
-        """End the run. Further calls do nothing. A session that is not ended ends after some idle time."""
+        """End the session. Further calls have no effect. A session that is never ended expires after some idle time."""
         if not self._ended:
             await self._client._post(self._identity.end_path())
             self._ended = True

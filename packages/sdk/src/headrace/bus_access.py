@@ -1,4 +1,4 @@
-"""Options of Kafka clients: where the bus is and how to log in there."""
+"""Connection options of Kafka clients: address and login of the bus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace_schemas.stack_access import login_for
 def client_options(bus: str) -> dict[str, Any]:
     """Return options for an aiokafka client of the bus at `bus`.
 
-    The login is that of the environment (`HEADRACE_BUS__USERNAME`, `HEADRACE_BUS__PASSWORD`), or that of the stack in
-    the data directory when the bus is its own.
+    The login is taken from the environment (`HEADRACE_BUS__USERNAME`, `HEADRACE_BUS__PASSWORD`). For the bus of a stack
+    in the data directory, it is the login of that stack.
     """
     login = login_for(bus)
     if login is None:
@@ -29,12 +29,12 @@ def client_options(bus: str) -> dict[str, Any]:
         from aiokafka.helpers import create_ssl_context
 
         options["ssl_context"] = create_ssl_context(cafile=login.ca_file or None)
-    logging.getLogger("aiokafka.conn").addFilter(_is_news)
+    logging.getLogger("aiokafka.conn").addFilter(_is_not_plaintext_warning)
     return options
 
 
 async def unreachable(bus: str, error: Exception) -> Unreachable:
-    """Return the error of a client that could not connect, with its likely cause."""
+    """Return an `Unreachable` error with its likely cause, for a client that could not connect."""
     from aiokafka.conn import create_conn
     from aiokafka.errors import KafkaError
 
@@ -50,13 +50,16 @@ async def unreachable(bus: str, error: Exception) -> Unreachable:
         name = type(problem).__name__
         if "sasl" in name.lower() or "authentication" in name.lower():
             user = options["sasl_plain_username"]
-            remedy = "set HEADRACE_BUS__USERNAME and HEADRACE_BUS__PASSWORD to what it asks for"
+            remedy = "set HEADRACE_BUS__USERNAME and HEADRACE_BUS__PASSWORD to a login of this bus"
             return Unreachable(f"bus {bus} refuses the login of user {user!r} ({name}); {remedy}")
     except OSError:
         pass
     return Unreachable(f"bus {bus}: {error}; is it running?")
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Leave out a warning at each connection of a login without TLS, which the settings have chosen."""
+def _is_not_plaintext_warning(record: logging.LogRecord) -> bool:
+    """Return False for aiokafka's warning about a login without TLS.
+
+    The settings have chosen such a login, and aiokafka repeats the warning at each connection.
+    """
     return "in the clear" not in str(record.msg)

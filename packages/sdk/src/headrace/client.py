@@ -1,4 +1,4 @@
-"""The client for programs without asyncio."""
+"""Synchronous client for sessions and feedback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
-from headrace.retries import Retries, answered
+from headrace.retries import Retries, send_with_retries
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
@@ -16,8 +16,8 @@ from headrace.sessions import (
     Identity,
     Purpose,
     feedback_body,
+    gateway_root,
     new_id,
-    root_of,
 )
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Sessions and feedback at a Headrace gateway. Safe to share between threads; close it or use `with`.
+    """Synchronous client of a Headrace gateway for sessions and feedback.
 
-    Model calls go through any OpenAI client, with a session's `base_url` or `headers`. Methods raise `ApiError` when
-    the gateway refuses and `Unreachable` when it does not answer within `retries`.
+    The client may be shared between threads. The caller must close it, or use it in a `with` statement. Model calls go
+    through any OpenAI client that uses a session's `base_url` or `headers`. Methods raise `ApiError` if the gateway
+    refuses the request and `Unreachable` if it does not answer within `retries`.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class Client:
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        import httpx2  # half of what importing this package would take
+        import httpx2  # imported late, because it accounts for half of the import time of this package
 
-        self.root = root_of(base_url)
+        self.root = gateway_root(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.Client(
@@ -60,22 +61,30 @@ class Client:
         run_id: str | None = None,
         purpose: Purpose = "train",
     ) -> Session:
-        """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
+        """Create a session, or continue an existing session.
+
+        Args:
+            session_id: id of the session; a new id by default.
+            task_id: task that the session attempts. Runs of one task are compared with each other.
+            run_id: attempt that the session belongs to, if several sessions form one run.
+            purpose: `"eval"` excludes the session from training.
+        """
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
-        """Send feedback about a session, a task or responses, at any time, also again. Returns its id.
+        """Send feedback about a session, a task or single responses, and return its id.
 
-        See `FeedbackId` for what the gateway knows about its effect.
+        Feedback may be sent at any time and may be revised. `FeedbackId` describes what the gateway reports about its
+        effect on training.
         """
         body = feedback_body(options)
         return FeedbackId.of(body, self._post("/v1/feedback", body))
 
     def trajectory(self, session_id: str, *, bus: str = "127.0.0.1:9092", timeout_s: float = 30.0) -> Trajectory:
-        """The newest trajectory of a session that has ended, from the bus. Needs the extra `headrace[topics]`."""
-        from headrace.stack.trajectories import newest
+        """Return the newest trajectory of an ended session from the bus. Needs the extra `headrace[topics]`."""
+        from headrace.stack.trajectories import newest_trajectory
 
-        return newest(bus, session_id, timeout_s=timeout_s)
+        return newest_trajectory(bus, session_id, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._http.close()
@@ -87,11 +96,11 @@ class Client:
         self.close()
 
     def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
-        return answered(lambda: self._http.post(path, json=body), self._retries, f"{self.root}{path}")
+        return send_with_retries(lambda: self._http.post(path, json=body), self._retries, f"{self.root}{path}")
 
 
 class Session:
-    """One run of an agent. Leaving a `with` block ends it, whether or not the block raised."""
+    """One run of an agent. Leaving its `with` block ends the session, also if the block raised."""
 
     def __init__(self, client: Client, identity: Identity) -> None:
         self._client = client
@@ -99,23 +108,23 @@ class Session:
         self._ended = False
         self.session_id = identity.session_id
         self.headers: Mapping[str, str] = identity.headers
-        """For `OpenAI(default_headers=...)`: session, task and run."""
+        """HTTP headers with the ids of session, task and run, for `OpenAI(default_headers=...)`."""
         self.base_url = identity.base_url(client.root)
-        """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
+        """URL that contains the session id, but neither task nor run, for `OpenAI(base_url=...)`."""
 
     def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> FeedbackId:
-        """Send feedback about the session, or about one of its responses or its task. Returns its id."""
-        me = self._identity
+        """Send feedback about the session, one of its responses or its task, and return the id of the feedback."""
+        identity = self._identity
         if options.get("level") == "task":
-            return self._client.feedback(task_id=me.task_id, value=value, **options)
-        found = self._client.feedback(
-            session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
+            return self._client.feedback(task_id=identity.task_id, value=value, **options)
+        feedback_id = self._client.feedback(
+            session_id=identity.session_id, task_id=identity.task_id, run_id=identity.run_id, value=value, **options
         )
         self._ended = self._ended or options.get("ends_session", False)
-        return found
+        return feedback_id
 
     def end(self) -> None:
-        """End the run. Further calls do nothing. A session that is not ended ends after some idle time."""
+        """End the session. Further calls have no effect. A session that is never ended expires after some idle time."""
         if not self._ended:
             self._client._post(self._identity.end_path())
             self._ended = True

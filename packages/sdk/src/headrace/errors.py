@@ -1,4 +1,4 @@
-"""The errors of the SDK. All are a `HeadraceError`."""
+"""Exceptions of the SDK. All of them derive from `HeadraceError`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from headrace_schemas.errors import HeadraceError
 
 
 class ApiError(HeadraceError):
-    """A service refused. `status` is the HTTP status, `code` a stable word, `param` the field at fault."""
+    """A service refused a request.
+
+    Attributes:
+        status: HTTP status of the response.
+        code: stable, machine-readable error code.
+        param: name of the invalid field, if the service named one.
+    """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(f"{message} ({status}, {code})")
@@ -16,11 +22,11 @@ class ApiError(HeadraceError):
 
 
 class Unreachable(HeadraceError):
-    """A service did not answer within all retries."""
+    """A service did not answer within the allowed attempts or time."""
 
 
 class UsageError(HeadraceError):
-    """The request cannot be carried out: a missing file, a wrong setting, options that contradict each other."""
+    """The request cannot be carried out: a missing file, an invalid setting, or options that contradict each other."""
 
 
 __all__ = ["ApiError", "HeadraceError", "Unreachable", "UsageError"]

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from collections.abc import Mapping
 
 
 def figure(numbers: Mapping[str, float], name: str, error: str, form: str) -> str:
-    """A number that is there, with its standard error where that is."""
+    """Format the number `name`, with the standard error `error` if `numbers` has it."""
     return f"{numbers[name]:{form}}" + (f" ± {numbers[error]:.3f}" if error in numbers else "")

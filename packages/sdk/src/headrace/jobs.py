@@ -1,4 +1,5 @@
-"""Offline training from a program: what `headrace train` does. Needs `headrace-cli`, when it is used."""
+"""Offline training jobs for programs, as `headrace train` runs them. Needs the package `headrace-cli` when it is
+used."""
 
 from headrace_schemas.lazy import lazily
 

@@ -1,4 +1,4 @@
-"""Writes to the bus. Needs the extra `headrace[topics]`."""
+"""Publish records to the bus. Needs the extra `headrace[topics]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUEST_BYTES_MAX = 1_048_576
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A record to send. With `partition` None the key chooses it (murmur2, as Kafka's own clients)."""
+    """A record to publish. If `partition` is None, the key selects it (murmur2, as in Kafka's own clients)."""
 
     topic: str
     key: bytes | None
@@ -33,33 +33,43 @@ class Outgoing:
 
     @classmethod
     def of(cls, event: Event, source: str) -> Outgoing:
-        """Raises `UsageError` for an event that is too large for a topic: only services may use the blob store."""
+        """Return the record of an event.
+
+        Raises:
+            UsageError: the event is too large for a topic. Only services may store payloads in the blob store.
+        """
         value = event.to_json()
         if len(value) > PAYLOAD_BYTES_MAX:
-            raise UsageError(f"{event.type}: {len(value)} bytes; at most {PAYLOAD_BYTES_MAX} travel on a topic")
+            raise UsageError(
+                f"{event.type}: {len(value)} bytes; must be at most {PAYLOAD_BYTES_MAX} to be published on a topic"
+            )
         return cls(event.topic, event.key.encode(), value, Envelope.of(event, source).headers())
 
 
 class Producer:
-    """An open connection; `producing` makes one."""
+    """An open connection for publishing. `producing` creates it."""
 
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer = producer
 
     async def send(self, records: Iterable[Outgoing]) -> None:
-        """Send all, in order per partition; returns once all of them are durable."""
+        """Publish records, in order within each partition, and return once all are acknowledged as durable."""
         acks = [
-            await self._producer.send(one.topic, one.value, one.key, one.partition, headers=list(one.headers))
-            for one in records
+            await self._producer.send(
+                record.topic, record.value, record.key, record.partition, headers=list(record.headers)
+            )
+            for record in records
         ]
         await asyncio.gather(*acks)
 
 
 @asynccontextmanager
 async def producing(bus: str, client_id: str = "headrace") -> AsyncIterator[Producer]:
-    """A connection to the bus at `bus` that repeats what was not acknowledged and never doubles it.
+    """Open a producer on the bus at `bus`. It is idempotent: retries never duplicate a record.
 
-    Raises `Unreachable`, `UsageError` without the extra.
+    Raises:
+        Unreachable: the bus does not answer.
+        UsageError: the extra `headrace[topics]` is not installed.
     """
     try:
         from aiokafka import AIOKafkaProducer

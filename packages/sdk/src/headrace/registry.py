@@ -1,4 +1,4 @@
-"""A client for the registry's REST interface, for the command line and for programs that manage versions."""
+"""Client of the registry's REST interface, for the command line and for programs that manage versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from headrace.errors import Unreachable
-from headrace.retries import Retries, answered
+from headrace.retries import Retries, send_with_retries
 from headrace_schemas.base import Model
 from headrace_schemas.catalog import WHO_HEADER
 from headrace_schemas.registry_api import (
@@ -35,9 +35,11 @@ M = TypeVar("M", bound=Model)
 
 
 class ModelRegistry:
-    """Models and versions. Methods raise `ApiError` when the registry refuses and `Unreachable` without an answer.
+    """Client of a registry for models and versions.
 
-    Everything may be asked twice, so a request that found nobody is made again. Close it or use `with`.
+    Methods raise `ApiError` if the registry refuses the request and `Unreachable` if it does not answer. All requests
+    are idempotent, so the client repeats requests that got no response. The caller must close the client, or use it in
+    a `with` statement.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class ModelRegistry:
         return self.ask("GET", f"/v1/models/{name}", ModelState)
 
     def versions(self, name: str, *, limit: int = 100) -> tuple[VersionState, ...]:
-        """The newest first, each with its decisions."""
+        """Return the versions of a model with their decisions, newest first."""
         return self.ask("GET", f"/v1/models/{name}/versions?limit={limit}", VersionList).data
 
     def promote(self, name: str, version: str, *, force: bool = False) -> ModelState:
-        """Ask for a version's promotion; the decision comes later. `force` skips the gate, never the probe."""
+        """Request the promotion of a version. The registry decides later. `force` skips the gate, but not the probe."""
         return self._change(name, "promote", PromoteRequest(version=version, force=force))
 
     def roll_back(self, name: str, *, reason: str = "") -> ModelState:
@@ -81,28 +83,28 @@ class ModelRegistry:
         return self._change(name, "rollback", RollbackRequest(reason=reason))
 
     def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
-        """Withdraw a version: it gets no more turns."""
+        """Withdraw a version, so that it gets no more turns."""
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
 
     def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
-        """Keep a version champion until it is unpinned: the present champion, or another one once it is probed."""
+        """Keep a version champion until `unpin`: the present champion, or `version` once replicas have probed it."""
         return self._change(name, "pin", PinRequest(version=version, reason=reason))
 
     def unpin(self, name: str, *, reason: str = "") -> ModelState:
-        """Let candidates take over again."""
+        """Allow candidates to replace the champion again."""
         return self._change(name, "unpin", HoldRequest(reason=reason))
 
     def pause(self, name: str, *, reason: str = "") -> ModelState:
-        """Let new versions wait after they are registered. Requests of operators are still carried out."""
+        """Queue new versions after their registration. The registry still carries out requests of operators."""
         return self._change(name, "pause", HoldRequest(reason=reason))
 
     def resume(self, name: str, *, reason: str = "") -> ModelState:
-        """Process the versions that waited."""
+        """Process the queued versions."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
     def stop(self, name: str, *, reason: str = "") -> ModelState:
-        """A pause, and whatever is on its way to champion serves nobody any more. `resume` lets new versions have their
-        turn."""
+        """Pause the model and remove all candidates from traffic. `resume` lets the registry process new versions
+        again."""
         return self._change(name, "stop", HoldRequest(reason=reason))
 
     def close(self) -> None:
@@ -116,21 +118,24 @@ class ModelRegistry:
     ) -> None:
         self.close()
 
-    def _change(self, name: str, what: str, body: Model) -> ModelState:
-        return self.ask("POST", f"/v1/models/{name}/{what}", ModelState, body)
+    def _change(self, name: str, action: str, body: Model) -> ModelState:
+        return self.ask("POST", f"/v1/models/{name}/{action}", ModelState, body)
 
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
-        """Any page of the interface; `headrace_schemas.catalog` and `registry_api` have what they take and answer."""
+        """Send a request to any page of the interface and parse its response as `model`.
+
+        `headrace_schemas.catalog` and `headrace_schemas.registry_api` define the bodies of requests and responses.
+        """
         content = body.model_dump_json().encode() if body else None
         safe = quote(path, safe=_PATH_SAFE)
-        answer = answered(
+        response = send_with_retries(
             lambda: self._http.request(method, safe, content=content), self._retries, f"{self._url}{safe}"
         )
         try:
-            return model.model_validate_json(answer.content, extra="ignore")
+            return model.model_validate_json(response.content, extra="ignore")
         except ValidationError as error:
             field = printable(".".join(str(part) for part in error.errors()[0]["loc"]))
             raise Unreachable(
-                f"{self._url}{printable(path)} answered with something else than {model.__name__} (field {field!r}): "
-                "the address may belong to another program, or to a Headrace of another version"
+                f"{self._url}{printable(path)} sent a response that is not a {model.__name__} (field {field!r}): "
+                "check that the address is the registry's and that both sides have the same Headrace version"
             ) from None

@@ -1,4 +1,7 @@
-"""When a request is repeated. Every request of the SDK may be: feedback has an id, the others are idempotent."""
+"""Retry policy for HTTP requests.
+
+Every request of the SDK may be repeated: feedback has an id, and all other requests are idempotent.
+"""
 
 from __future__ import annotations
 
@@ -13,58 +16,60 @@ from headrace.errors import ApiError, Unreachable
 if TYPE_CHECKING:
     import httpx2
 
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """`attempts` in all, with pauses that double from `first_pause_s` to `pause_max_s`, up to half of them at random.
+    """Retry policy: `attempts` in total, with pauses between them.
 
-    A server's `Retry-After` is kept to, up to `pause_max_s`.
+    Pauses double from `first_pause_s` up to `pause_max_s` and are shortened by up to half at random. A `Retry-After`
+    header replaces the pause, up to `pause_max_s`.
     """
 
     attempts: int = 5
     first_pause_s: float = 0.2
     pause_max_s: float = 10.0
 
-    def pause_s(self, attempt: int, answer: httpx2.Response | None) -> float | None:
-        """How long to wait before the next attempt; None: there is none. `attempt` counts from 1."""
-        if attempt >= self.attempts or (answer is not None and answer.status_code not in _AGAIN):
+    def pause_s(self, attempt: int, response: httpx2.Response | None) -> float | None:
+        """Return the pause in seconds before the next attempt, or None if there is no next attempt. `attempt` counts
+        from 1."""
+        if attempt >= self.attempts or (response is not None and response.status_code not in _RETRIED_STATUSES):
             return None
-        asked: str = answer.headers.get("retry-after", "") if answer is not None else ""
-        if asked.isdecimal():
-            return min(float(asked), self.pause_max_s)
+        retry_after: str = response.headers.get("retry-after", "") if response is not None else ""
+        if retry_after.isdecimal():
+            return min(float(retry_after), self.pause_max_s)
         pause_s = self.first_pause_s * 2.0 ** (attempt - 1)
         return min(pause_s, self.pause_max_s) * random.uniform(0.5, 1.0)
 
 
-def answered(send: Callable[[], httpx2.Response], retries: Retries, url: str) -> httpx2.Response:
-    """What `send` gets from `url`, asked again as `retries` says. Raises `ApiError`, `Unreachable`."""
+def send_with_retries(send: Callable[[], httpx2.Response], retries: Retries, url: str) -> httpx2.Response:
+    """Send a request, repeat it as `retries` allows, and return the response. Raises `ApiError` and `Unreachable`."""
     from httpx2 import TransportError
 
     attempt = 0
     while True:
         attempt += 1
-        answer, cause = None, None
+        response, cause = None, None
         try:
-            answer = send()
+            response = send()
         except TransportError as error:
             cause = error
-        pause_s = retries.pause_s(attempt, answer)
+        pause_s = retries.pause_s(attempt, response)
         if pause_s is None:
-            return checked(answer, cause, url)
+            return raise_for_status(response, cause, url)
         time.sleep(pause_s)
 
 
-def checked(answer: httpx2.Response | None, cause: Exception | None, url: str) -> httpx2.Response:
-    """The answer, or what it means as an error: `ApiError` for a refusal, `Unreachable` for none at all."""
-    if answer is None:
+def raise_for_status(response: httpx2.Response | None, cause: Exception | None, url: str) -> httpx2.Response:
+    """Return a successful response. Raise `ApiError` for a refusal and `Unreachable` if there is no response."""
+    if response is None:
         raise Unreachable(f"{url} does not answer: {cause or 'no reason given'}; is Headrace up?") from cause
-    if answer.status_code < 400:
-        return answer
+    if response.status_code < 400:
+        return response
     try:
-        error = answer.json()["error"]
+        error = response.json()["error"]
         message, code, param = str(error["message"]), str(error.get("code")), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        message, code, param = f"{url} answered {answer.text[:200]!r}", "unknown", None
-    raise ApiError(answer.status_code, code, message, param)
+        message, code, param = f"{url} answered {response.text[:200]!r}", "unknown", None
+    raise ApiError(response.status_code, code, message, param)

@@ -1,4 +1,4 @@
-"""Rollouts from a program: look, begin, end; and two small helpers under the names that they have elsewhere.
+"""Start, follow and end rollouts from a program, with the helpers `HotUpdater` and `ABTestFramework`.
 
 with ModelRegistry() as registry:
     updater = HotUpdater("email-agent", registry, canary_ratio="1/20")
@@ -17,20 +17,20 @@ from headrace_schemas.registry_api import ModelState, VersionState
 from headrace_schemas.rollout_api import RolloutChange, RolloutKind, RolloutList, RolloutRequest, RolloutState
 
 METRICS = {"accuracy": "success", "latency": "latency", "user_satisfaction": "satisfaction"}
-"""What they are called here, and what the registry calls them."""
+"""Metric names of `ABTestFramework`, mapped to the names of the registry."""
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The registry's pages about rollouts. Methods raise as `ModelRegistry`'s do."""
+    """Client of the registry's rollout pages. Methods raise the exceptions of `ModelRegistry`."""
 
     registry: ModelRegistry
 
     def list(self, model: str | None = None, *, limit: int = 100) -> tuple[RolloutState, ...]:
-        """The newest first, without charts."""
-        wanted = f"&model={model}" if model else ""
-        return self.registry.ask("GET", f"/v1/rollouts?limit={limit}{wanted}", RolloutList).data
+        """Return rollouts without their charts, newest first."""
+        filters = f"&model={model}" if model else ""
+        return self.registry.ask("GET", f"/v1/rollouts?limit={limit}{filters}", RolloutList).data
 
     def get(self, rollout: str) -> RolloutState:
         return self.registry.ask("GET", f"/v1/rollouts/{rollout}", RolloutState)
@@ -38,92 +38,110 @@ class Rollouts:
     def begin(
         self, model: str, version: str, *, kind: RolloutKind = "canary", share: str | None = None, reason: str = ""
     ) -> ModelState:
-        """The version goes through the gate and then gets its share; the rollout is listed from then on."""
+        """Request a rollout of a version.
+
+        The version goes through the gate first and then gets its share of the traffic. The rollout is listed from that
+        moment.
+        """
         body = RolloutRequest(version=version, kind=kind, share=share, reason=reason)
         return self.registry.ask("POST", f"/v1/models/{model}/rollouts", ModelState, body)
 
     def stop(self, rollout: str, *, reason: str = "") -> RolloutState:
-        """Its version serves nobody any more; nothing is said against it."""
+        """End a rollout and remove its version from traffic, without a decision against the version."""
         return self._end(rollout, "stop", reason)
 
     def promote(self, rollout: str, *, reason: str = "") -> RolloutState:
-        """Its version is champion at once."""
+        """Make the version of a rollout champion immediately."""
         return self._end(rollout, "promote", reason)
 
     def roll_back(self, rollout: str, *, reason: str = "") -> RolloutState:
-        """Its version is withdrawn, with what descends from it."""
+        """Withdraw the version of a rollout and all versions that descend from it."""
         return self._end(rollout, "rollback", reason)
 
-    def of(self, model: str, version: str) -> RolloutState | None:
-        """The version's newest."""
-        return next((one for one in self.list(model) if one.version == version), None)
+    def newest_of(self, model: str, version: str) -> RolloutState | None:
+        """Return the newest rollout of a version, or None."""
+        return next((rollout for rollout in self.list(model) if rollout.version == version), None)
 
-    def tried(self, model: str, version: str, share: str, timeout_s: float) -> RolloutState:
-        """Give a version a fixed share and wait for what its sessions show; the champion stays. Raises `Unreachable`
-        when that takes longer, `UsageError` when the version never gets to live traffic."""
-        before, deadline = self.of(model, version), time.monotonic() + timeout_s
+    def try_version(self, model: str, version: str, share: str, timeout_s: float) -> RolloutState:
+        """Run an A/B test of a version with a fixed share of the traffic and return the finished rollout.
+
+        The champion stays. Raises `Unreachable` if the test takes longer than `timeout_s`, and `UsageError` if the
+        version never gets traffic.
+        """
+        before, deadline = self.newest_of(model, version), time.monotonic() + timeout_s
         self.begin(model, version, kind="ab", share=share)
         while time.monotonic() < deadline:
-            found = self.of(model, version)
-            if found is not None and found.id != (before and before.id):
-                if found.phase not in ("shadow", "canary"):
-                    return self.get(found.id)
+            rollout = self.newest_of(model, version)
+            if rollout is not None and rollout.id != (before and before.id):
+                if rollout.phase not in ("shadow", "canary"):
+                    return self.get(rollout.id)
             else:
-                state = next(one for one in self.registry.versions(model, limit=1000) if one.id == version)
+                states = self.registry.versions(model, limit=1000)
+                state = next(state for state in states if state.id == version)
                 if state.state in ("promoted", "rejected", "withdrawn", "skipped"):
                     why = next((event.reason for event in reversed(state.decisions) if event.reason), "no reason given")
                     raise UsageError(f"{version} is {state.state}: {why}")
             time.sleep(_POLL_S)
-        raise Unreachable(f"the rollout of {version} is not over after {timeout_s:g} s")
+        raise Unreachable(
+            f"the rollout of {version} has not ended after {timeout_s:g} s; "
+            "raise timeout_s or look at `headrace rollouts`"
+        )
 
-    def _end(self, rollout: str, how: str, reason: str) -> RolloutState:
-        return self.registry.ask("POST", f"/v1/rollouts/{rollout}/{how}", RolloutState, RolloutChange(reason=reason))
+    def _end(self, rollout: str, action: str, reason: str) -> RolloutState:
+        return self.registry.ask("POST", f"/v1/rollouts/{rollout}/{action}", RolloutState, RolloutChange(reason=reason))
 
 
 @dataclass
 class HotUpdater:
-    """Newer weights for a model that serves, tried on a share of its traffic first."""
+    """Replacement of a served model's weights by a newer version, tested on a share of the traffic first."""
 
     model: str
     registry: ModelRegistry
     canary_ratio: str = "1/20"
     check_after_updates: int = 1
-    """So many versions newer than the champion are worth a look."""
+    """Number of versions newer than the champion that `has_new_model` waits for."""
     timeout_s: float = 86_400.0
     tested: RolloutState | None = field(default=None, init=False)
 
     def newer(self) -> list[VersionState]:
-        """Versions behind the champion in the order of arrival that may serve, the newest first."""
+        """Return the versions that arrived after the champion and may serve, newest first."""
         champion = self.registry.model(self.model).champion
-        found: list[VersionState] = []
-        for one in self.registry.versions(self.model, limit=1000):
-            if one.id == champion:
+        versions: list[VersionState] = []
+        for version in self.registry.versions(self.model, limit=1000):
+            if version.id == champion:
                 break
-            if one.state in ("registered", "held", "skipped"):
-                found.append(one)
-        return found
+            if version.state in ("registered", "held", "skipped"):
+                versions.append(version)
+        return versions
 
     def has_new_model(self) -> bool:
         return len(self.newer()) >= self.check_after_updates
 
     def test_canary(self, version: str | None = None) -> bool:
-        """Give `canary_ratio` of the traffic to a version (the newest); the champion stays until `rollout_update`."""
-        wanted = version or self._newest()
-        self.tested = Rollouts(self.registry).tried(self.model, wanted, self.canary_ratio, self.timeout_s)
+        """Test a version (by default the newest) on `canary_ratio` of the traffic and return whether it is good enough.
+
+        The champion stays until `rollout_update`.
+        """
+        candidate = version or self._newest()
+        self.tested = Rollouts(self.registry).try_version(self.model, candidate, self.canary_ratio, self.timeout_s)
         return self.tested.good_enough
 
     def rollout_update(self, version: str | None = None, *, rolling: bool = False) -> None:
-        """The version that `test_canary` found good enough serves everybody. `rolling`: any version, after gate and
-        probe alone."""
+        """Make the version that passed `test_canary` champion.
+
+        Args:
+            version: version to promote; by default the tested version.
+            rolling: start a rolling rollout of any version, which passes only gate and probe.
+        """
         if rolling:
             Rollouts(self.registry).begin(self.model, version or self._newest(), kind="rolling")
         elif self.tested is None or not self.tested.good_enough or version not in (None, self.tested.version):
-            raise UsageError(f"no canary of {version or self.model} was found good enough; call test_canary before")
+            raise UsageError(f"no canary of {version or self.model} has passed; call test_canary first")
         else:
             self.registry.promote(self.model, self.tested.version, force=True)
 
     def rollback(self, reason: str = "") -> str | None:
-        """The champion before this one serves again. Returns it."""
+        """Make the previous champion serve again and return it."""
         return self.registry.roll_back(self.model, reason=reason).champion
 
     def _newest(self) -> str:
@@ -135,7 +153,10 @@ class HotUpdater:
 
 @dataclass(frozen=True)
 class ABResult:
-    """B less A, for each metric: the difference and the ends of its confidence sequence. `winner` None: undecided."""
+    """Result of an A/B test: for each metric the difference B - A and the bounds of its confidence sequence.
+
+    `winner` is None while the test is undecided.
+    """
 
     version: str
     winner: str | None
@@ -145,27 +166,31 @@ class ABResult:
 
 @dataclass
 class ABTestFramework:
-    """A version against the champion on a fixed share of the traffic each."""
+    """A/B test of a version against the champion, each with a fixed share of the traffic."""
 
     model: str
     registry: ModelRegistry
     timeout_s: float = 86_400.0
 
     def run(self, version: str, *, share: str = "1/2") -> ABResult:
-        """Wait until the sessions have shown something. Traffic stays as it was before; see `switch_traffic`."""
-        found = Rollouts(self.registry).tried(self.model, version, share, self.timeout_s)
-        winner = found.control if found.phase == "rolled_back" else found.version if found.good_enough else None
-        return ABResult(version, winner, found.reason, compared(found))
+        """Run the test until the registry decides, and return its result.
+
+        The test leaves the champion in place; `switch_traffic` replaces it.
+        """
+        rollout = Rollouts(self.registry).try_version(self.model, version, share, self.timeout_s)
+        winner = rollout.control if rollout.phase == "rolled_back" else rollout.version if rollout.good_enough else None
+        return ABResult(version, winner, rollout.reason, metric_differences(rollout))
 
     def switch_traffic(self, version: str) -> None:
-        """Everybody gets this version, past the gate, once replicas have probed it."""
+        """Make a version champion. It skips the gate, but replicas must probe it first."""
         self.registry.promote(self.model, version, force=True)
 
 
-def compared(rollout: RolloutState) -> dict[str, tuple[float, float, float]]:
-    """Accuracy, latency and user satisfaction, as far as sessions said something of them."""
+def metric_differences(rollout: RolloutState) -> dict[str, tuple[float, float, float]]:
+    """Return differences and bounds of accuracy, latency and user satisfaction, as far as sessions have values for
+    them."""
     numbers = rollout.statistics
-    known = {name: metric for name, metric in METRICS.items() if f"{metric}.lower" in numbers}
+    metrics = {name: metric for name, metric in METRICS.items() if f"{metric}.lower" in numbers}
     return {
-        name: (numbers[f"{m}.difference"], numbers[f"{m}.lower"], numbers[f"{m}.upper"]) for name, m in known.items()
+        name: (numbers[f"{m}.difference"], numbers[f"{m}.lower"], numbers[f"{m}.upper"]) for name, m in metrics.items()
     }

@@ -1,4 +1,4 @@
-"""Sessions and the requests about them, without I/O: shared by the blocking and the asyncio client."""
+"""Session identities and request bodies without I/O, shared by the synchronous and the asyncio client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 Purpose = Literal["train", "eval"]
 DEFAULT_URL = "http://127.0.0.1:8000"
-"""Where `headrace up` puts the gateway."""
+"""Address of the gateway that `headrace up` starts."""
 _LABEL = re.compile(r"[\x20-\x7e]{1,512}")
 
 
-def root_of(base_url: str) -> str:
-    """The gateway's root, whether or not the URL that was given ends in `/v1`."""
+def gateway_root(base_url: str) -> str:
+    """Return the root URL of the gateway. `base_url` may end in `/v1`."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 
@@ -32,7 +32,10 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a session is. Ids are printable ASCII, at most 512 characters, since they travel in headers."""
+    """Ids of one session, and its purpose.
+
+    Ids are sent as HTTP headers, so they must be 1 to 512 printable ASCII characters.
+    """
 
     session_id: str
     task_id: str | None
@@ -47,16 +50,16 @@ class Identity:
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {
+        values = {
             "X-Session-Id": self.session_id,
             "X-Task-Id": self.task_id,
             "X-Run-Id": self.run_id,
             "X-Headrace-Purpose": self.purpose if self.purpose != "train" else None,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def base_url(self, root: str) -> str:
-        """The session in the path, for programs that can set nothing but a base URL."""
+        """Return a base URL with the session id in its path, for programs that can configure only a base URL."""
         return f"{root}/sessions/{quote(self.session_id, safe='')}/v1"
 
     def end_path(self) -> str:
@@ -64,46 +67,49 @@ class Identity:
 
 
 class FeedbackDetails(TypedDict, total=False):
-    """The fields of feedback: one of `rating`, `label`, `parts`, `edit` and `preference`, or a value, and what goes
-    with it. The last word of each rater of a `source` about a session, task or response counts."""
+    """Optional fields of feedback.
+
+    Feedback has a value, or one of `rating`, `label`, `parts`, `edit` and `preference`. For each rater of a `source`,
+    the newest feedback about a session, task or response counts.
+    """
 
     response_id: str
-    """The response that is meant, where it is one."""
+    """Id of the response, if the feedback is about one response."""
     choice: int
-    """Which of its answers, counted from 0."""
+    """Index of the choice of that response, from 0."""
     level: Literal["response", "turn", "session", "task"]
-    """Whether the answer, its turn, the whole session or all runs of the task are meant."""
+    """Whether the feedback is about one answer, its turn, the whole session or all runs of the task."""
     rating: float
-    """A point on `scale`, which has a lower and an upper end."""
+    """A point on `scale`."""
     scale: Sequence[float]
     label: str
-    """A word that the scorer's settings give a value."""
+    """A word that the settings of the scorer map to a value."""
     parts: Mapping[str, float]
-    """Values of several metrics."""
+    """Values by metric."""
     edit: str | Mapping[str, JsonValue]
-    """What the response should have been: a text, or an assistant's message with tool calls."""
+    """The answer that the model should have given: a text, or an assistant message with tool calls."""
     preference: Mapping[str, JsonValue]
-    """`chosen` and `rejected`: two choices of the response, or two response ids, also of two sessions."""
+    """`chosen` and `rejected`: two choices of the response, or two response ids, which may belong to two sessions."""
     metric: str
-    """What is judged; it counts as a source of its own, `source:metric`."""
+    """Name of the judged aspect. The scorer treats it as a source of its own, `source:metric`."""
     rater: str
-    """Who of the source it is. A source says the mean of its raters."""
+    """Person or program within the source. The value of a source is the mean of its raters."""
     source: str
-    """Who gives the feedback. The scorer's settings give each source a weight."""
+    """Origin of the feedback. The settings of the scorer assign a weight to each source."""
     comment: str
     context: Mapping[str, JsonValue]
-    """Facts for reward functions, e.g. the expected answer."""
+    """Facts for reward functions, for example the expected answer."""
     ends_session: bool
     withdrawn: bool
-    """Withdraws earlier feedback of this source about the same."""
+    """Whether to withdraw the earlier feedback of this source about the same target."""
     kind: Literal["value", "edit", "preference"]
-    """What is withdrawn, where it is no value."""
+    """Form of the withdrawn feedback, if it is not a value."""
     feedback_id: str
-    """Feedback with an equal id counts once. A new id is made when there is none."""
+    """Idempotency key: feedback with an equal id counts once. A new id by default."""
 
 
 class FeedbackOptions(FeedbackDetails, total=False):
-    """The fields of feedback with its target: a session, or the responses `msg_ids`."""
+    """Fields of feedback including its target: a session, or the responses `msg_ids`."""
 
     value: float | bool | None
     session_id: str
@@ -113,33 +119,38 @@ class FeedbackOptions(FeedbackDetails, total=False):
 
 
 class FeedbackId(str):
-    """The id of accepted feedback, and whether it can train anything as far as the gateway knows.
+    """Id of accepted feedback, with the gateway's report of whether the feedback can affect training.
 
-    `teaches` is None when the gateway does not know: for sessions and tasks, and for responses of another gateway or
-    from before its last start. `reason` names why it is False, e.g. `truncated_sampling`.
+    Attributes:
+        teaches: whether training can use the feedback. None if the gateway cannot determine it: for sessions and tasks,
+            and for responses of another gateway or from before its last start.
+        reason: why `teaches` is False, for example `truncated_sampling`.
     """
 
     teaches: bool | None = None
     reason: str | None = None
 
     @classmethod
-    def of(cls, body: Mapping[str, JsonValue], answer: httpx2.Response) -> FeedbackId:
-        """Return the id in the request's `body` with what the answer says."""
-        made = cls(body["feedback_id"])
+    def of(cls, body: Mapping[str, JsonValue], response: httpx2.Response) -> FeedbackId:
+        """Return the id in the request `body`, with the fields of the gateway's response."""
+        feedback_id = cls(body["feedback_id"])
         try:
-            fields = answer.json()
-        except (ValueError, RecursionError):  # what lies between may answer 2xx without a body
-            return made
+            fields = response.json()
+        except (ValueError, RecursionError):  # a proxy may answer 2xx without a JSON body
+            return feedback_id
         if isinstance(fields, dict):
-            made.teaches, made.reason = fields.get("teaches"), fields.get("reason")
-        return made
+            feedback_id.teaches, feedback_id.reason = fields.get("teaches"), fields.get("reason")
+        return feedback_id
 
 
 def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
-    """The body of `POST /v1/feedback`. It always has a `feedback_id`, so that sending it twice is sending it once."""
+    """Return the body of `POST /v1/feedback`.
+
+    The body always has a `feedback_id`, so that a repeated request counts once.
+    """
     msg_ids = options.get("msg_ids", ())
     if isinstance(msg_ids, str):
-        raise TypeError(f"msg_ids = {msg_ids!r}: a list of response ids, not one string")
+        raise TypeError(f"msg_ids = {msg_ids!r}: must be a list of response ids; put the id into a list")
     body = {name: cast("JsonValue", plain_json(item)) for name, item in options.items()}
     body["feedback_id"] = options.get("feedback_id") or new_id()
     return {name: item for name, item in body.items() if item not in (None, [], {})}

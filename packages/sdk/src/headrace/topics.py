@@ -1,4 +1,4 @@
-"""Reads ranges of topics without a consumer group. Needs the extra `headrace[topics]`."""
+"""Read ranges of topics without a consumer group. Needs the extra `headrace[topics]`."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 _POLL_MS = 500
 _PROBLEM_LENGTH_MAX = 2_000
 _STORES = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
-"""Protocols of blob stores. Over others, such as HTTP, a record could have any server asked for something."""
+"""Protocols of blob stores. With others, such as HTTP, a record could make this program send requests to any server."""
 _BATCH_MAX = 500
 _IDLE_POLLS_MAX = 60
-"""After this many empty polls in a row before the end, the bus counts as unreachable."""
+"""Number of consecutive empty polls before the end of a range after which the bus counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a topic. Bounds are for each partition; ends are exclusive.
+    """A range of a topic. Bounds apply to each partition; upper bounds are exclusive.
 
-    Times are those of the records and are turned into offsets as Kafka does: the first record that is not earlier.
+    Times are record timestamps. As in Kafka, a time selects the first record that is not earlier.
     """
 
     topic: str
     partitions: Collection[int] = ()
-    """Empty: all."""
+    """Partition numbers; empty for all."""
     from_offset: int | None = None
     to_offset: int | None = None
     since: datetime | None = None
     until: datetime | None = None
     keys: Collection[str] = ()
-    """Only records with one of these keys (session keys, on topics about sessions); empty: all."""
+    """Record keys to read (session keys, on topics about sessions); empty for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record with its event, or with the reason why it has none."""
+    """A record with its decoded event, or with the problem why it has none."""
 
     topic: str
     partition: int
@@ -63,53 +63,59 @@ class Entry:
     headers: tuple[tuple[str, bytes | None], ...] = ()
 
     @property
-    def place(self) -> int:
-        """Its place among the records of its key: the offset, the first one where a dead letter was put back."""
+    def sequence(self) -> int:
+        """Position among the records with the same key.
+
+        It is the offset, or the offset of the original record if this record re-publishes a dead letter.
+        """
         first = sequence_of(self.headers)
         return self.offset if first is None else first
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far reading has come. `total` counts all offsets of the range, whatever their keys."""
+    """Progress of reading a range. `total` counts all offsets of the range, whatever their keys."""
 
     total: int = 0
     passed: int = 0
     truncated: bool = False
-    """The beginning of the topic has been deleted."""
+    """Whether the beginning of the topic has been deleted."""
 
 
 class Topics:
-    """An open connection. One reading at a time; `connected` makes one."""
+    """An open connection for reading. It supports one reader at a time; `connected` creates it."""
 
     def __init__(self, consumer: AIOKafkaConsumer, admin: AIOKafkaAdminClient) -> None:
         self._consumer = consumer
         self._admin = admin
 
     async def ends(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
-        """End offsets by topic and partition, asked for one topic after the other in the given order."""
-        found = {}
+        """Return end offsets by topic and partition. Topics are queried one after the other, in the given order."""
+        ends = {}
         for topic in topics:
             offsets = await self._consumer.end_offsets(await self._partitions(topic))
-            found[topic] = {partition.partition: offset for partition, offset in offsets.items()}
-        return found
+            ends[topic] = {partition.partition: offset for partition, offset in offsets.items()}
+        return ends
 
     async def read(
-        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+        self, selection: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
     ) -> AsyncIterator[Entry]:
-        """The entries of a range, in order within each partition, up to `ends` (default: those of now).
+        """Yield the entries of a range, in order within each partition, up to `ends` (by default the present end
+        offsets).
 
-        Raises `UsageError` for a topic or partition that does not exist, `Unreachable` when the bus goes away.
+        Raises:
+            UsageError: the topic or a partition does not exist.
+            Unreachable: the bus stopped answering.
         """
-        async for message in self.records(wanted, progress, ends):
+        async for message in self.records(selection, progress, ends):
             yield await _entry(message)
 
     async def records(
-        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+        self, selection: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
     ) -> AsyncIterator[ConsumerRecord]:
         """Like `read`, without decoding the records."""
         progress = progress if progress is not None else Progress()
-        spans = await self._spans(wanted, progress, ends or {})
+        spans = await self._spans(selection, progress, ends or {})
         self._consumer.assign(list(spans))
         for partition, (start, _) in spans.items():
             self._consumer.seek(partition, start)
@@ -118,35 +124,38 @@ class Topics:
             batches = await self._poll(spans)
             idle = 0 if batches else idle + 1
             if idle > _IDLE_POLLS_MAX:
-                raise Unreachable(f"topic {wanted.topic}: the bus has stopped sending")
+                raise Unreachable(f"topic {selection.topic}: the bus has stopped sending")
             for partition, messages in batches.items():
                 end = spans[partition][1] if partition in spans else 0
                 for message in messages:
-                    if message.offset < end and (not wanted.keys or _key(message) in wanted.keys):
+                    if message.offset < end and (not selection.keys or _key(message) in selection.keys):
                         yield message
             await self._advance(spans, progress)
 
     async def _poll(self, spans: Iterable[TopicPartition]) -> Mapping[TopicPartition, Sequence[ConsumerRecord]]:
-        """What came. A batch that fails its checksum is passed, offset by offset; its consumer dead-letters it."""
+        """Return the next records by partition.
+
+        A batch that fails its checksum is skipped offset by offset, because its consumer dead-letters it.
+        """
         from aiokafka.errors import CorruptRecordException
 
         try:
-            found: Mapping[TopicPartition, Sequence[ConsumerRecord]] = await self._consumer.getmany(
+            batches: Mapping[TopicPartition, Sequence[ConsumerRecord]] = await self._consumer.getmany(
                 timeout_ms=_POLL_MS, max_records=_BATCH_MAX
             )
         except CorruptRecordException:
             for partition in spans:
-                at = await self._consumer.position(partition)
+                position = await self._consumer.position(partition)
                 try:
                     await self._consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)
                 except CorruptRecordException:
-                    at += 1
-                self._consumer.seek(partition, at)
+                    position += 1
+                self._consumer.seek(partition, position)
             return {}
-        return found
+        return batches
 
     async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
-        """Count what was passed, and forget partitions that are read to their end."""
+        """Count the offsets that were read, and remove partitions that are read to their end."""
         for partition, (at, end) in list(spans.items()):
             reached = min(await self._consumer.position(partition), end)
             progress.passed += reached - at
@@ -156,25 +165,31 @@ class Topics:
                 self._consumer.pause(partition)
 
     async def _spans(
-        self, wanted: Range, progress: Progress, ends: Mapping[int, int]
+        self, selection: Range, progress: Progress, ends: Mapping[int, int]
     ) -> dict[TopicPartition, tuple[int, int]]:
-        partitions = await self._partitions(wanted.topic)
-        known = {one.partition for one in partitions}
-        unknown = set(wanted.partitions) - known
+        partitions = await self._partitions(selection.topic)
+        numbers = {partition.partition for partition in partitions}
+        unknown = set(selection.partitions) - numbers
         if unknown:
-            raise UsageError(f"topic {wanted.topic} has {len(known)} partitions; there is no number {min(unknown)}")
-        partitions = [one for one in partitions if not wanted.partitions or one.partition in wanted.partitions]
+            raise UsageError(
+                f"topic {selection.topic} has {len(numbers)} partitions; there is no number {min(unknown)}"
+            )
+        partitions = [
+            partition
+            for partition in partitions
+            if not selection.partitions or partition.partition in selection.partitions
+        ]
         first, last = await self._consumer.beginning_offsets(partitions), await self._consumer.end_offsets(partitions)
         progress.truncated = any(first.values())
-        since = await self._at(partitions, wanted.since, first, last)
-        until = await self._at(partitions, wanted.until, last, last)
+        since = await self._at(partitions, selection.since, first, last)
+        until = await self._at(partitions, selection.until, last, last)
         spans = {}
-        for one in partitions:
-            start = max(first[one], since[one], wanted.from_offset or 0)
-            end = min(until[one], ends.get(one.partition, last[one]))
-            end = min(end, wanted.to_offset) if wanted.to_offset is not None else end
+        for partition in partitions:
+            start = max(first[partition], since[partition], selection.from_offset or 0)
+            end = min(until[partition], ends.get(partition.partition, last[partition]))
+            end = min(end, selection.to_offset) if selection.to_offset is not None else end
             if start < end:
-                spans[one] = (start, end)
+                spans[partition] = (start, end)
                 progress.total += end - start
         return spans
 
@@ -185,30 +200,45 @@ class Topics:
         untimed: Mapping[TopicPartition, int],
         last: Mapping[TopicPartition, int],
     ) -> Mapping[TopicPartition, int]:
-        """The first offsets not earlier than `time`: `untimed` without one, the end where all are earlier."""
+        """Return the first offset not earlier than `time` for each partition.
+
+        Args:
+            untimed: result if `time` is None.
+            last: end offsets, for partitions whose records are all earlier.
+        """
         if time is None:
             return untimed
-        found = await self._consumer.offsets_for_times({one: int(time.timestamp() * 1000) for one in partitions})
-        return {one: found[one].offset if found.get(one) else last[one] for one in partitions}
+        offsets = await self._consumer.offsets_for_times(
+            {partition: int(time.timestamp() * 1000) for partition in partitions}
+        )
+        return {
+            partition: offsets[partition].offset if offsets.get(partition) else last[partition]
+            for partition in partitions
+        }
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
-        """The numbers of the topic's partitions; empty when there is no such topic."""
-        every = await self._admin.describe_topics()  # who asks for one by name may thereby create it
-        described = (one["partitions"] for one in every if one["topic"] == topic)
+        """Return the numbers of a topic's partitions, or an empty tuple if there is no such topic."""
+        descriptions = await self._admin.describe_topics()  # describing a topic by name may create it
+        described = (description["partitions"] for description in descriptions if description["topic"] == topic)
         return tuple(sorted(partition["partition"] for partition in next(described, ())))
 
     async def _partitions(self, topic: str) -> list[TopicPartition]:
         from aiokafka import TopicPartition
 
-        found = await self.partitions(topic)
-        if not found:
-            raise UsageError(f"there is no topic {topic!r} on this bus")
-        return [TopicPartition(topic, number) for number in found]
+        numbers = await self.partitions(topic)
+        if not numbers:
+            raise UsageError(f"topic {topic!r}: does not exist on this bus; check the name and the bus")
+        return [TopicPartition(topic, number) for number in numbers]
 
 
 @asynccontextmanager
 async def connected(bus: str) -> AsyncIterator[Topics]:
-    """A connection to the bus at `bus`. Raises `Unreachable`, `UsageError` without the extra."""
+    """Connect to the bus at `bus` for reading topics.
+
+    Raises:
+        Unreachable: the bus does not answer.
+        UsageError: the extra `headrace[topics]` is not installed.
+    """
     try:
         from aiokafka import AIOKafkaConsumer
         from aiokafka.admin import AIOKafkaAdminClient
@@ -235,7 +265,8 @@ def _key(message: ConsumerRecord) -> str:
 
 
 def _time(timestamp_ms: int | None) -> datetime:
-    """Return the time of a record, 1970 for one that no calendar has: a producer may write any number."""
+    """Return the timestamp of a record, or 1970 for a number outside of the calendar, which a producer may have
+    written."""
     try:
         return datetime.fromtimestamp((timestamp_ms or 0) / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -249,33 +280,38 @@ async def _entry(message: ConsumerRecord) -> Entry:
     except (HeadraceError, OSError, ValueError, RecursionError, OverflowError) as error:
         problem = printable(str(error), _PROBLEM_LENGTH_MAX)
     time = _time(message.timestamp)
-    place = message.topic, message.partition, message.offset
-    return Entry(*place, time, _key(message), event, problem, tuple(message.headers))
+    position = message.topic, message.partition, message.offset
+    return Entry(*position, time, _key(message), event, problem, tuple(message.headers))
 
 
 async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str, bytes | None]]) -> Event:
-    """The event that a record of `topic` holds, fetched where the record only refers to it.
+    """Return the event of a record of `topic`. An event that the record only refers to is fetched from the blob store.
 
-    Raises `HeadraceError` or `OSError` saying why there is none.
+    Raises:
+        HeadraceError: the record contains no valid event.
+        OSError: the blob cannot be read.
     """
-    model, found = parse_record(topic, value, headers)
-    return model.from_json(await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found)
+    model, payload = parse_record(topic, value, headers)
+    return model.from_json(await asyncio.to_thread(fetch, payload) if isinstance(payload, BlobRef) else payload)
 
 
 def fetch(ref: BlobRef) -> bytes:
-    """Fetch the bytes that a reference names and check their digest. Blocks.
+    """Return the bytes of a blob and verify their digest. Blocks.
 
-    Raises `HeadraceError` for a reference that does not lead into a blob store: a topic may name any address.
+    Raises:
+        HeadraceError: the reference is not in a blob store, since a record may name any address, or the digest differs.
     """
     import fsspec
 
     scheme, sign, _ = ref.uri.partition("://")
     if "::" in ref.uri or (scheme if sign else "file") not in _STORES or not ref.uri.endswith(f"/{ref.sha256}"):
         raise HeadraceError(
-            f"blob {ref.uri[:200]!r} is not in a blob store; records may refer to blobs of stores alone"
+            f"blob {ref.uri[:200]!r} is not in a blob store; records may refer only to blobs in a store"
         )
     with fsspec.open(ref.uri, "rb") as file:
         data: bytes = file.read()
     if not ref.matches(data):
-        raise HeadraceError(f"blob {ref.uri} does not hash to its name; restore it from a backup")
+        raise HeadraceError(
+            f"blob {ref.uri}: its content does not match the digest in its name; restore it from a backup"
+        )
     return data

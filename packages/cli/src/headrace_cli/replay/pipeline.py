@@ -238,7 +238,7 @@ def _heard(entry: Entry, event: Feedback) -> FeedbackLine:
     after = Envelope.read(entry.headers, event).after or {}
     return FeedbackLine(
         event=event.model_dump(mode="json"),
-        place=entry.place,
+        place=entry.sequence,
         turns_until=after.get("turns"),
         trajectories_until=after.get("trajectories"),
     )
@@ -252,7 +252,7 @@ async def _feed_closed(program: Program, entry: Entry) -> None:
             session_key=event.session_key,
             tenant=event.tenant,
             time_ms=round(event.time.timestamp() * 1000),
-            place=entry.place,
+            place=entry.sequence,
             began=event.turns_from,
             partition=entry.partition,
         )

@@ -1,9 +1,9 @@
-"""Held-out tasks on one exact version: metrics with intervals, and the same as a gate's program.
+"""Evaluate one exact version on held-out tasks: metrics with confidence intervals, and the same as a gate program.
 
-    found = await evaluate(stack, tasks, play, {"accuracy": right}, version=stack.serving())
-    print(found.means["accuracy"])  # 0.71 (0.62 to 0.79, 96 plays)
+    result = await evaluate(stack, tasks, play, {"accuracy": is_right}, version=stack.serving())
+    print(result.means["accuracy"])  # 0.71 (0.62 to 0.79, 96 plays)
 
-Every call has the purpose `eval`, so nothing of it is trained.
+All calls have the purpose `eval`, so that they are never trained.
 """
 
 from __future__ import annotations

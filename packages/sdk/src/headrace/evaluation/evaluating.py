@@ -1,4 +1,4 @@
-"""`evaluate`: tasks times metrics on one version."""
+"""`evaluate`: play tasks with one version and measure metrics of the results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.evaluation.intervals import interval
-from headrace.practice.agents import in_thread
+from headrace.practice.agents import run_in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack
 from headrace_schemas.plain_values import plain_number
 
 Measure = Callable[[Any, Any], float | bool | Awaitable[float | bool | None] | None]
-"""A metric of one play: `measure(task, result)`. None abstains."""
+"""A metric of one play: `measure(task, result)`. A result of None abstains."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricMean:
-    """`mean` and `interval` are over `plays`; `abstained` counts plays without a value, `failed` errors of the metric
-    itself. None of these is a 0."""
+    """Mean of one metric over plays.
+
+    Attributes:
+        interval: confidence interval of the mean.
+        plays: number of plays with a value. Plays without a value are never counted as 0.
+        abstained: number of plays for which the metric returned None.
+        failed: number of plays for which the metric raised an exception.
+    """
 
     mean: float | None
     interval: tuple[float, float] | None
@@ -39,7 +45,7 @@ class MetricMean:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedVersion:
-    """`means` by metric. A play that raised is in `errors` and in no mean: look at both."""
+    """Metrics of one version by name. A play that raised is listed in `errors` and excluded from all means."""
 
     version: str
     means: Mapping[str, MetricMean]
@@ -58,31 +64,41 @@ async def evaluate(
     at_once: int = 16,
     confidence: float = 0.95,
 ) -> EvaluatedVersion:
-    """Play each task `plays` times with one version (the one that serves now) and measure what `play` returns.
+    """Play each task `plays` times with one version and return metrics of the results of `play`.
 
-    Replicas keep the version ready meanwhile. Raises `UsageError` when no play came to an end.
+    Replicas keep the version loaded in the meantime.
+
+    Args:
+        version: exact version to evaluate; by default the version that serves now.
+        at_once: number of concurrent plays.
+        confidence: level of the confidence intervals.
+
+    Raises:
+        UsageError: arguments are invalid, or every play failed.
     """
-    from headrace.practice.practising import play_all
+    from headrace.practice.training import play_all
 
-    wanted = version or stack.serving()
-    if wanted is None or "@" not in wanted:
+    exact_version = version or stack.serving()
+    if exact_version is None or "@" not in exact_version:
         raise UsageError(f"version = {version!r}: name an exact version, such as {stack.model}@0123456789abcdef")
     if not tasks or not metrics or plays < 1:
-        raise UsageError("an evaluation needs tasks, metrics and at least one play of each task")
-    await stack.hold(wanted)
+        raise UsageError(
+            "tasks, metrics and plays: must not be empty or 0; pass at least one task, one metric and plays=1"
+        )
+    await stack.hold(exact_version)
     async with stack.async_client() as client:
         runs = [
-            Run(stack, client, task, purpose="eval", model=wanted, needs_reward=False)
+            Run(stack, client, task, purpose="eval", model=exact_version, needs_reward=False)
             for task in tasks
             for _ in range(plays)
         ]
         await play_all(runs, play, at_once)
-    done = [run for run in runs if run.error is None]
+    finished_runs = [run for run in runs if run.error is None]
     errors = tuple(run.error for run in runs if run.error is not None)
-    if not done:
-        raise UsageError(f"none of {len(runs)} plays came to an end; the first error: {errors[0]}")
-    means = {name: await _mean(measure, done, confidence) for name, measure in metrics.items()}
-    return EvaluatedVersion(wanted, means, len(runs), errors)
+    if not finished_runs:
+        raise UsageError(f"all {len(runs)} plays failed; the first error: {errors[0]}")
+    means = {name: await _mean(measure, finished_runs, confidence) for name, measure in metrics.items()}
+    return EvaluatedVersion(exact_version, means, len(runs), errors)
 
 
 async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> MetricMean:
@@ -90,7 +106,7 @@ async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> Met
     abstained = failed = 0
     for run in runs:
         try:
-            value = await measured(measure, run.task, run.result)
+            value = await measure_value(measure, run.task, run.result)
         except Exception:  # noqa: BLE001 (a user's metric may raise anything; it is counted and shown)
             failed += 1
             continue
@@ -102,16 +118,17 @@ async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> Met
     return MetricMean(mean, interval(values, confidence), len(values), abstained, failed)
 
 
-async def measured(measure: Measure, task: object, result: object) -> float | None:
-    """One value. Raises `TypeError` and `ValueError` for what is no finite number."""
-    found: Any = (
+async def measure_value(measure: Measure, task: object, result: object) -> float | None:
+    """Return the value of a metric, or None if it abstains. Raises `TypeError` and `ValueError` for values that are not
+    finite numbers."""
+    value: Any = (
         await measure(task, result)
         if inspect.iscoroutinefunction(measure)
-        else await in_thread(lambda: measure(task, result))
+        else await run_in_thread(lambda: measure(task, result))
     )
-    if found is None:
+    if value is None:
         return None
     try:
-        return plain_number(found)
+        return plain_number(value)
     except ValueError as error:
-        raise ValueError(f"a metric is a finite number: {error}") from None
+        raise ValueError(f"value of a metric: must be a finite number: {error}") from None

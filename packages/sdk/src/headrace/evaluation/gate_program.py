@@ -1,4 +1,4 @@
-"""A gate's program from the same three things: tasks, a play and a score (docs/gate.md)."""
+"""Gate program made of tasks, a play function and a score function (docs/gate.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 from headrace.client import Client
 from headrace.errors import HeadraceError
-from headrace.evaluation.evaluating import Measure, measured
+from headrace.evaluation.evaluating import Measure, measure_value
 from headrace.practice.runs import Play as PlayFunction
 from headrace.practice.runs import Run
 from headrace.stack import Addresses, Stack
@@ -28,11 +28,21 @@ def serve_gate(
     lines: TextIO | None = None,
     out: TextIO | None = None,
 ) -> None:
-    """Name the tasks, then play what each line of standard input asks for, until it ends.
+    """Print the task names, then play the requests that arrive on standard input until it ends.
 
-    `score` is in 0..1. The agent's own failure scores 0 here, other than in training: a version that fails is worse.
-    Ends at once with an `ExceptionGroup` of `HeadraceError` when a score could not be found, so that the gate fails and
-    nobody is judged by a guess.
+    Args:
+        gate: tasks that decide, by name.
+        audit: tasks that only measure, by name.
+        play: plays one task with the agent.
+        score: returns a score from 0 to 1 for the result of a play. In contrast to training, a failed play scores 0
+            here, because a version whose agent fails is worse.
+        base_url: address of the gateway.
+        lines: input stream; standard input by default.
+        out: output stream; standard output by default.
+
+    Raises:
+        ExceptionGroup: of `HeadraceError`, as soon as a score cannot be computed. The gate then fails, so that no
+            version is judged by a guess.
     """
     asyncio.run(_serve(gate, audit, play, score, base_url, lines or sys.stdin, out or sys.stdout))
 
@@ -46,40 +56,47 @@ async def _serve(
     lines: TextIO,
     out: TextIO,
 ) -> None:
-    known, saying = {**gate, **audit}, asyncio.Lock()
+    tasks, output_lock = {**gate, **audit}, asyncio.Lock()
     print(Tasks(gate=tuple(gate), audit=tuple(audit)).model_dump_json(), file=out, flush=True)
     with Client(base_url) as root:
         stack = Stack(Addresses(gateway=root.root), "")
     async with stack.async_client() as client, asyncio.TaskGroup() as plays:
 
-        async def one(wanted: Play) -> None:
-            run = Run(stack, client, known[wanted.task], purpose="eval", model=wanted.version, needs_reward=False)
-            await run.played(play)
+        async def play_request(request: Play) -> None:
+            run = Run(stack, client, tasks[request.task], purpose="eval", model=request.version, needs_reward=False)
+            await run.execute(play)
             try:
-                found = 0.0 if run.error else await measured(score, run.task, run.result)
+                value = 0.0 if run.error else await measure_value(score, run.task, run.result)
             except Exception as error:
-                raise HeadraceError(f"task {wanted.task}: its score failed: {error}") from error
-            if found is None:
-                raise HeadraceError(f"task {wanted.task}: its score abstained, and a gate needs one for each play")
-            said = Played(version=wanted.version, task=wanted.task, seed=wanted.seed, score=found)
-            async with saying:
-                print(said.model_dump_json(), file=out, flush=True)
+                raise HeadraceError(f"task {request.task}: the score function failed: {error}") from error
+            if value is None:
+                raise HeadraceError(
+                    f"task {request.task}: the score function returned None; return a number for each play of a gate"
+                )
+            result = Played(version=request.version, task=request.task, seed=request.seed, score=value)
+            async with output_lock:
+                print(result.model_dump_json(), file=out, flush=True)
 
-        asked = _read_aside(lines)
-        while line := await asked.get():
-            plays.create_task(one(Play.model_validate_json(line)))
+        requests = _read_in_thread(lines)
+        while line := await requests.get():
+            plays.create_task(play_request(Play.model_validate_json(line)))
 
 
-def _read_aside(lines: TextIO) -> asyncio.Queue[str]:
-    """Each line, and an empty one for the end. Nobody waits for the thread: it may read for as long as the registry
-    keeps the input open, and the registry waits for answers."""
-    loop, found = asyncio.get_running_loop(), asyncio.Queue[str]()
+def _read_in_thread(lines: TextIO) -> asyncio.Queue[str]:
+    """Read lines in a thread and put each into the returned queue, then an empty line at the end of the input.
+
+    The thread is never joined, because it may block until the registry closes the input while the registry waits for
+    this program.
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def read() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the program is over: its loop or its input is closed
+        with contextlib.suppress(
+            RuntimeError, ValueError
+        ):  # at the end of the program, its loop or its input is closed
             while line := lines.readline():
-                loop.call_soon_threadsafe(found.put_nowait, line)
-            loop.call_soon_threadsafe(found.put_nowait, "")
+                loop.call_soon_threadsafe(queue.put_nowait, line)
+            loop.call_soon_threadsafe(queue.put_nowait, "")
 
     threading.Thread(target=read, name="gate-input", daemon=True).start()
-    return found
+    return queue

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from headrace_schemas import student
 
 Z = 1.959963984540054
-"""Of a normal distribution, 2.5 % lie beyond it on each side."""
+"""Quantile of the standard normal distribution for a two-sided interval of 95 %."""
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Of shares (all values 0 or 1) that of Wilson, also for none and all; of others the mean plus and minus Student's
-    t times its standard error, None for fewer than two of them."""
+    """Return the confidence interval of a mean, or None if there are too few values.
+
+    For shares (all values are 0 or 1), it is Wilson's interval, which also holds if all values are equal. For other
+    values, it is the mean plus and minus Student's t times the standard error, which needs two values.
+    """
     if not values:
         return None
     z, count = statistics.NormalDist().inv_cdf(0.5 + confidence / 2), len(values)
@@ -28,7 +31,8 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 
 def wilson(successes: float, count: int, z: float = Z) -> tuple[float, float]:
-    """The score interval of a share (Wilson 1927): it holds for small counts, and for shares of 0 and 1."""
+    """Return the score interval of a share (Wilson 1927), which also holds for small counts and for shares of 0 and
+    1."""
     share, squared = successes / count, z * z
     middle = (share + squared / (2 * count)) / (1 + squared / count)
     half = z / (1 + squared / count) * math.sqrt(share * (1 - share) / count + squared / (4 * count * count))

@@ -1,4 +1,4 @@
-"""Data sets of the tool: registered ones, files and folders, and `gsm8k` through the package datasets."""
+"""Data sets of the training tool: registered data sets, files, folders, and `gsm8k` through the package datasets."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from headrace.practice.data_sets import check_rows, rows_of
 
 FORMATS = ("sft", "rl")
 _NAMES = {"gsm8k": ("openai/gsm8k", "main")}
-_ASKED = ("question", "prompt", "problem")
-_SAID = ("completion", "answer", "full_answer", "ground_truth")
+_QUESTION_COLUMNS = ("question", "prompt", "problem")
+_ANSWER_COLUMNS = ("completion", "answer", "full_answer", "ground_truth")
 
 
 def load(
-    dataset: str, known: Mapping[str, Any], form: str, split: str, samples: int | None = None
+    dataset: str, registered: Mapping[str, Any], form: str, split: str, samples: int | None = None
 ) -> list[dict[str, Any]]:
-    """So many rows in the tool's columns. Raises `UsageError` for rows that cannot be used."""
+    """Return up to `samples` rows in the columns of the tool. Raises `UsageError` for invalid rows."""
     if form not in FORMATS:
-        raise UsageError(f"format {form!r}: it is one of {', '.join(FORMATS)}")
-    if dataset in known:
-        found = [dict(row) for row in known[dataset]]
+        raise UsageError(f"format = {form!r}: must be one of {', '.join(FORMATS)}")
+    if dataset in registered:
+        rows_of_dataset = [dict(row) for row in registered[dataset]]
     else:
         path, name = _NAMES.get(dataset, (dataset, None))
-        found = rows_of(SimpleNamespace(path=path, name=name, split=split))
-    rows = [_row(row, form) for row in found[:samples]]
+        rows_of_dataset = rows_of(SimpleNamespace(path=path, name=name, split=split))
+    rows = [_row(row, form) for row in rows_of_dataset[:samples]]
     check_rows(rows)
     return rows
 
 
 def _row(row: Mapping[str, Any], form: str) -> dict[str, Any]:
-    asked = next((row[name] for name in _ASKED if row.get(name) is not None), None)
-    said = next((row[name] for name in _SAID if row.get(name) is not None), None)
-    if asked is None or said is None:
-        raise UsageError(f"a row has the columns {', '.join(map(str, row))}; a question and an answer are wanted")
+    question = next((row[name] for name in _QUESTION_COLUMNS if row.get(name) is not None), None)
+    answer = next((row[name] for name in _ANSWER_COLUMNS if row.get(name) is not None), None)
+    if question is None or answer is None:
+        raise UsageError(
+            f"a row has the columns {', '.join(map(str, row))}: "
+            f"must have one of {', '.join(_QUESTION_COLUMNS)} and one of "
+            f"{', '.join(_ANSWER_COLUMNS)}"
+        )
     if form == "sft":
-        return {"prompt": str(asked), "completion": str(said), "text": f"{asked}\n{said}"}
-    truth = row.get("ground_truth", str(said).rpartition("####")[2].strip())
-    return {"prompt": str(asked), "ground_truth": str(truth), "question": str(asked), "full_answer": str(said)}
+        return {"prompt": str(question), "completion": str(answer), "text": f"{question}\n{answer}"}
+    truth = row.get("ground_truth", str(answer).rpartition("####")[2].strip())
+    return {"prompt": str(question), "ground_truth": str(truth), "question": str(question), "full_answer": str(answer)}

@@ -1,4 +1,4 @@
-"""Parameters of the training tool: each is honoured, or refused by name with the reason."""
+"""Parameters of the training tool. Each parameter is honoured, or refused by name with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, tuple[str, Callable[[str, Any], object]]] = {
     "kl_coef": ("trainer.loss.kl", real_number),
     "beta": ("trainer.loss.kl", real_number),
 }
-"""Parameters that are settings of the trainer."""
+"""Parameters that are settings of the trainer, with the setting and the parser."""
 REWARDS = tuple(dict.fromkeys(name for _, names, _ in KINDS.values() for name in names))
 ONLY_GRPO = (
     "num_generations", "temperature", "max_new_tokens", "max_completion_length", "kl_coef", "beta", "reward_type",
@@ -48,21 +48,21 @@ _REASONS = {
     "lr_scheduler_type": "the trainer has no schedule of the learning rate",
     "fp16": "the trainer chooses the type from the device (trainer.compute)",
     "bf16": "the trainer chooses the type from the device (trainer.compute)",
-    "save_steps": "each version is kept by the registry",
-    "logging_steps": "each step is written for TensorBoard",
-    "verbose": "the log of the services says what happens",
+    "save_steps": "the registry stores every version",
+    "logging_steps": "every step is written for TensorBoard",
+    "verbose": "see the logs of the services",
 }
 
 
 def check(action: str, parameters: Mapping[str, Any]) -> None:
     """Raise `UsageError` for the first parameter that `action` does not honour."""
-    known = ["action", *BY_ACTION[action]]
+    allowed = ["action", *BY_ACTION[action]]
     if action in ("train", "create_reward"):
         kind = str(parameters.get("reward_type", "accuracy"))
-        known += KINDS[kind][1] if kind in KINDS else ()
+        allowed += KINDS[kind][1] if kind in KINDS else ()
     for name in parameters:
-        if name not in known:
-            raise UsageError(f"{printable(str(name))}: {_reason(str(name), action, known)}; leave it out")
+        if name not in allowed:
+            raise UsageError(f"{printable(str(name))}: {_reason(str(name), action, allowed)}; leave it out")
     for name in ("use_lora", "use_wandb", "use_tensorboard"):
         if name in parameters:
             yes_or_no(name, parameters[name])
@@ -73,12 +73,12 @@ def check(action: str, parameters: Mapping[str, Any]) -> None:
 
 
 def trainer_settings(parameters: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings of the trainer that the parameters of `train` stand for."""
+    """Return the trainer settings of the parameters of `train`."""
     settings: dict[str, object] = {}
     for name, (setting, kind) in SETTINGS.items():
         if parameters.get(name) is not None:
             if setting in settings:
-                raise UsageError(f"{name}: another parameter sets {setting} as well; name it once")
+                raise UsageError(f"{name}: another parameter already sets {setting}; leave one of them out")
             settings[setting] = kind(name, parameters[name])
     return settings
 
@@ -88,29 +88,31 @@ def _check_training(parameters: Mapping[str, Any]) -> None:
     form = "sft" if algorithm == "sft" else "rl"
     if parameters.get("format", form) != form:
         raise UsageError(f"format = {parameters['format']!r}: {algorithm} trains on rows in the format {form!r}")
-    if algorithm == "sft" and (wrong := next((name for name in ONLY_GRPO if name in parameters), None)):
-        raise UsageError(f"{wrong}: only grpo has it, and algorithm is sft; leave it out")
-    if not parameters.get("use_lora", True) and (wrong := next((n for n in LORA_ALONE if n in parameters), None)):
-        raise UsageError(f"{wrong}: use_lora is false, so that no adapter is trained; leave one of them out")
+    if algorithm == "sft" and (conflicting := next((name for name in ONLY_GRPO if name in parameters), None)):
+        raise UsageError(f"{conflicting}: applies only to grpo, and algorithm is sft; leave it out")
+    if not parameters.get("use_lora", True) and (conflicting := next((n for n in LORA_ALONE if n in parameters), None)):
+        raise UsageError(f"{conflicting}: applies only to adapters, and use_lora is false; leave one of them out")
     if parameters.get("use_wandb"):
         raise UsageError("use_wandb: results are written for TensorBoard; leave it out")
     if not parameters.get("use_tensorboard", True):
         raise UsageError("use_tensorboard = False: results are always written for TensorBoard; leave it out")
-    if "custom_dataset" in parameters and (wrong := next((n for n in ("dataset", "split") if n in parameters), None)):
-        raise UsageError(f"{wrong}: custom_dataset has the rows already; leave one of them out")
-    if "custom_reward" in parameters and (
-        wrong := next((n for n in ("reward_type", *REWARDS) if n in parameters), None)
+    if "custom_dataset" in parameters and (
+        conflicting := next((n for n in ("dataset", "split") if n in parameters), None)
     ):
-        raise UsageError(f"{wrong}: custom_reward is the reward; leave one of them out")
+        raise UsageError(f"{conflicting}: custom_dataset already has the rows; leave one of them out")
+    if "custom_reward" in parameters and (
+        conflicting := next((n for n in ("reward_type", *REWARDS) if n in parameters), None)
+    ):
+        raise UsageError(f"{conflicting}: custom_reward already is the reward; leave one of them out")
     if {"max_new_tokens", "max_completion_length"} <= set(parameters):
-        raise UsageError("max_completion_length: max_new_tokens sets the same; name it once")
+        raise UsageError("max_completion_length: max_new_tokens sets the same limit; leave one of them out")
 
 
-def _reason(name: str, action: str, known: list[str]) -> str:
+def _reason(name: str, action: str, allowed: list[str]) -> str:
     if name in _REASONS:
         return _REASONS[name]
     if name in PARAMETERS:
-        return f"means nothing for the action {action}"
-    similar = closest(name, known)
-    hint = f"did you mean {similar!r}?" if similar else f"there are {', '.join(known)}"
-    return f"is no parameter of the action {action}; {hint}"
+        return f"has no effect for the action {action}"
+    similar = closest(name, allowed)
+    hint = f"did you mean {similar!r}?" if similar else f"the parameters are {', '.join(allowed)}"
+    return f"is not a parameter of the action {action}; {hint}"

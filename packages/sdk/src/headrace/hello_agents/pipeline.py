@@ -1,4 +1,5 @@
-"""`AgenticRLPipeline`: data, sft, evaluation, grpo from what sft made, evaluation; from one JSON file."""
+"""`AgenticRLPipeline`: load data, train with sft, evaluate, train that model with grpo, evaluate; configured by one
+JSON file."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from headrace_schemas.text import printable
 from headrace_schemas.user_text import read_user_text
 
 _SECTIONS = {"model", "sft", "grpo", "eval"}
-_OWN = {"action", "algorithm", "model_name", "model_path"}
+_SET_BY_PIPELINE = {"action", "algorithm", "model_name", "model_path"}
 """Parameters that the pipeline sets itself."""
 
 
 class AgenticRLPipeline:
-    """The file has `model.base_model`, `sft` and `grpo` with `output_dir`, `num_epochs`, `batch_size`, and
-    `eval.max_samples`; `sft`, `grpo` and `eval` may have any other parameter of the tool. Stages raise
-    `HeadraceError`."""
+    """Pipeline of training and evaluation stages. Stages raise `HeadraceError`.
+
+    The configuration file has `model.base_model`, `sft` and `grpo` with `output_dir`, `num_epochs` and `batch_size`,
+    and `eval.max_samples`. `sft`, `grpo` and `eval` may have any other parameter of the tool.
+    """
 
     def __init__(self, config_path: str, rl_tool: RLTrainingTool | None = None) -> None:
         try:
@@ -29,43 +32,43 @@ class AgenticRLPipeline:
             raise UsageError(f"{config_path} is not valid JSON: {error}") from None
         except ValueError as error:
             raise UsageError(f"{config_path} {error}") from None
-        if not isinstance(self.config, dict) or not all(isinstance(one, dict) for one in self.config.values()):
-            raise UsageError(f"{config_path}: must be a table of the sections {', '.join(sorted(_SECTIONS))}")
+        if not isinstance(self.config, dict) or not all(isinstance(section, dict) for section in self.config.values()):
+            raise UsageError(f"{config_path}: must be an object with the sections {', '.join(sorted(_SECTIONS))}")
         missing = _SECTIONS - set(self.config)
         if missing:
-            raise UsageError(f"{config_path}: there is no {min(missing)!r}")
+            raise UsageError(f"{config_path}: the section {min(missing)!r} is missing; add it")
         unknown = [
             *(set(self.config) - _SECTIONS),
             *(f"model.{name}" for name in set(self.config["model"]) - {"base_model"}),
-            *(f"{stage}.{name}" for stage in self.config for name in _OWN & set(self.config[stage])),
+            *(f"{stage}.{name}" for stage in self.config for name in _SET_BY_PIPELINE & set(self.config[stage])),
         ]
         if unknown:
-            raise UsageError(f"{config_path}: {printable(min(unknown))} means nothing here; leave it out")
+            raise UsageError(f"{config_path}: {printable(min(unknown))} has no effect here; leave it out")
         self.rl_tool = rl_tool or RLTrainingTool()
         self.results: dict[str, Any] = {}
 
     def stage1_prepare_data(self) -> None:
-        """Look at the data sets that the stages will use, before anything is trained."""
+        """Load the data sets of the stages, so that invalid data are reported before training."""
         for stage, form in (("sft", "sft"), ("grpo", "rl")):
             data = {name: value for name, value in self.config[stage].items() if name in DATA}
-            asked = {**data, "action": "load_dataset", "format": form}
-            self.results[f"{stage}_data"] = self._asked(asked)
+            parameters = {**data, "action": "load_dataset", "format": form}
+            self.results[f"{stage}_data"] = self._run_tool(parameters)
 
     def stage2_sft_training(self) -> str:
-        return self._trained("sft", self.config["model"]["base_model"])
+        return self._train("sft", self.config["model"]["base_model"])
 
     def stage3_sft_evaluation(self, model_path: str) -> dict[str, Any]:
-        return self._evaluated("sft", model_path)
+        return self._evaluate("sft", model_path)
 
     def stage4_grpo_training(self, sft_model_path: str) -> str:
-        """From what sft made."""
-        return self._trained("grpo", sft_model_path)
+        """Train the model of the sft stage with grpo."""
+        return self._train("grpo", sft_model_path)
 
     def stage5_grpo_evaluation(self, model_path: str) -> dict[str, Any]:
-        return self._evaluated("grpo", model_path)
+        return self._evaluate("grpo", model_path)
 
     def run(self) -> dict[str, Any]:
-        """Every stage; `results` has what each came to."""
+        """Run every stage and return the results by stage."""
         self.stage1_prepare_data()
         sft = self.stage2_sft_training()
         self.stage3_sft_evaluation(sft)
@@ -73,20 +76,22 @@ class AgenticRLPipeline:
         self.stage5_grpo_evaluation(grpo)
         return self.results
 
-    def _trained(self, algorithm: str, model_name: str) -> str:
-        given = {"use_lora": True, **self.config[algorithm]}
-        found = self._asked({**given, "action": "train", "algorithm": algorithm, "model_name": model_name})
-        self.results[f"{algorithm}_training"] = found
-        return str(found["output_dir"])
+    def _train(self, algorithm: str, model_name: str) -> str:
+        section = {"use_lora": True, **self.config[algorithm]}
+        result = self._run_tool({**section, "action": "train", "algorithm": algorithm, "model_name": model_name})
+        self.results[f"{algorithm}_training"] = result
+        return str(result["output_dir"])
 
-    def _evaluated(self, stage: str, model_path: str) -> dict[str, Any]:
+    def _evaluate(self, stage: str, model_path: str) -> dict[str, Any]:
         lora = self.config[stage].get("use_lora", True)
-        found = self._asked({"use_lora": lora, **self.config["eval"], "action": "evaluate", "model_path": model_path})
-        self.results[f"{stage}_evaluation"] = found
-        return found
+        result = self._run_tool(
+            {"use_lora": lora, **self.config["eval"], "action": "evaluate", "model_path": model_path}
+        )
+        self.results[f"{stage}_evaluation"] = result
+        return result
 
-    def _asked(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.rl_tool.run(parameters))
-        if found["status"] != "success":
-            raise HeadraceError(f"{parameters['action']}: {found['message']}")
-        return found
+    def _run_tool(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(self.rl_tool.run(parameters))
+        if result["status"] != "success":
+            raise HeadraceError(f"{parameters['action']}: {result['message']}")
+        return result

@@ -1,4 +1,5 @@
-"""Reward functions `fn(completions, **kwargs)`: a number for each completion; `ground_truth` is a list of as many."""
+"""Reward functions `fn(completions, **kwargs)` that return one number per completion. `ground_truth` is a list of the
+same length."""
 
 from __future__ import annotations
 
@@ -17,26 +18,32 @@ _TOLERANCE = 1e-4
 
 
 def accuracy(completions: Sequence[str], **kwargs: Any) -> list[float]:
-    """1 where the last number of the completion is that of the truth, or the texts are equal; else 0."""
-    return [float(same(said, truth)) for said, truth in zip(completions, kwargs.get("ground_truth", ()), strict=True)]
+    """Return 1 for each completion whose last number equals that of the truth, or whose text equals the truth; else
+    0."""
+    return [
+        float(same(completion, truth))
+        for completion, truth in zip(completions, kwargs.get("ground_truth", ()), strict=True)
+    ]
 
 
 def length_penalty(penalty_weight: float = 0.001, max_length: int = 1024) -> RewardCallable:
-    """Accuracy less `penalty_weight` for each character above `max_length`."""
+    """Return a reward function: accuracy minus `penalty_weight` for each character above `max_length`."""
 
     def reward(completions: Sequence[str], **kwargs: Any) -> list[float]:
-        over = [max(0, len(said) - max_length) for said in completions]
-        return [one - penalty_weight * more for one, more in zip(accuracy(completions, **kwargs), over, strict=True)]
+        excesses = [max(0, len(completion) - max_length) for completion in completions]
+        scores = accuracy(completions, **kwargs)
+        return [score - penalty_weight * excess for score, excess in zip(scores, excesses, strict=True)]
 
     return reward
 
 
 def step(step_bonus: float = 0.1) -> RewardCallable:
-    """Accuracy and `step_bonus` for each line break, which ends a step."""
+    """Return a reward function: accuracy plus `step_bonus` for each line break, which ends a step."""
 
     def reward(completions: Sequence[str], **kwargs: Any) -> list[float]:
-        steps = [said.strip().count("\n") for said in completions]
-        return [one + step_bonus * more for one, more in zip(accuracy(completions, **kwargs), steps, strict=True)]
+        step_counts = [completion.strip().count("\n") for completion in completions]
+        scores = accuracy(completions, **kwargs)
+        return [score + step_bonus * count for score, count in zip(scores, step_counts, strict=True)]
 
     return reward
 
@@ -49,30 +56,35 @@ KINDS: dict[str, tuple[Callable[..., RewardCallable], tuple[str, ...], str]] = {
 
 
 def create_reward(reward_type: str = "accuracy", **options: Any) -> RewardCallable:
-    """A reward function by its name: `accuracy`, `length_penalty` or `step`."""
+    """Return a reward function by its name: `accuracy`, `length_penalty` or `step`."""
     if reward_type not in KINDS:
-        raise UsageError(f"reward_type {reward_type!r}: it is one of {', '.join(KINDS)}")
-    make, known, _ = KINDS[reward_type]
-    check_names(reward_type, options, known)
+        raise UsageError(f"reward_type = {reward_type!r}: must be one of {', '.join(KINDS)}")
+    make, option_names, _ = KINDS[reward_type]
+    check_names(reward_type, options, option_names)
     return make(**{name: real_number(name, value) for name, value in options.items()})
 
 
-def one(function: RewardCallable, completion: str, truth: Any, **columns: Any) -> float:
-    """The reward of one completion. Raises `UsageError` where the function gives none: that is an error, and no 0."""
-    found = list(function([completion], ground_truth=[truth], **{name: [value] for name, value in columns.items()}))
+def reward_of_completion(function: RewardCallable, completion: str, truth: Any, **columns: Any) -> float:
+    """Return the reward of one completion.
+
+    Raises:
+        UsageError: the function returns no finite number. That is an error, and never a reward of 0.
+    """
+    returned = list(function([completion], ground_truth=[truth], **{name: [value] for name, value in columns.items()}))
     try:
-        (reward,) = found
+        (reward,) = returned
         return plain_number(reward)
     except (TypeError, ValueError):
-        shown = printable(repr(found))
+        result = printable(repr(returned))
         raise UsageError(
-            f"the reward function returned {shown} for one completion; one finite number is wanted"
+            f"the reward function returned {result} for one completion; it must return one finite number per completion"
         ) from None
 
 
-def same(said: str, truth: Any) -> bool:
-    numbers = [_NUMBER.findall(str(text)) for text in (said, truth)]
+def same(answer: str, truth: Any) -> bool:
+    """Return whether the last numbers of both texts are equal within the tolerance, or the texts are equal."""
+    numbers = [_NUMBER.findall(str(text)) for text in (answer, truth)]
     if all(numbers):
-        values = [float(found[-1].replace(",", "")) for found in numbers]
+        values = [float(matches[-1].replace(",", "")) for matches in numbers]
         return abs(values[0] - values[1]) < _TOLERANCE
-    return str(said).strip() == str(truth).strip()
+    return str(answer).strip() == str(truth).strip()

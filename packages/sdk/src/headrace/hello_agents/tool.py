@@ -1,4 +1,4 @@
-"""`RLTrainingTool`: actions as dictionaries, answers as JSON."""
+"""`RLTrainingTool`: actions as dictionaries, results as JSON."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from headrace.errors import UsageError
 from headrace.evaluation.evaluating import EvaluatedVersion, evaluate
 from headrace.hello_agents.data import load
 from headrace.hello_agents.parameters import PARAMETERS, REWARDS, check, trainer_settings
-from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, one
+from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, reward_of_completion
 from headrace.practice.arguments import real_number, whole_number
 from headrace.practice.blocking import blocking
-from headrace.practice.practising import practise
 from headrace.practice.runs import Run
+from headrace.practice.training import train_on_tasks
 from headrace.stack import Stack, stack_for
 from headrace.stack.connection import support
 from headrace.stack.offline import train_rows
 
 LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
 MERGED = "merged"
-"""In the folder of an adapter: adapter and base as one model."""
+"""Name of the folder, within the folder of an adapter, with adapter and base merged into one model."""
 _ANSWER_TOKENS = 128
 _GROUP = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How GRPO samples (answers to each prompt, temperature, longest answer), and settings that were named."""
+    """Sampling parameters of GRPO, and trainer settings.
+
+    Attributes:
+        group: number of answers to each prompt.
+        tokens_max: token limit of an answer.
+        settings: trainer settings that parameters name.
+    """
 
     group: int
     temperature: float
@@ -39,19 +45,23 @@ class TrainingPlan:
     settings: Mapping[str, object]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> TrainingPlan:
-        """Read the parameters of `train`. Raises `UsageError`."""
-        temperature = real_number("temperature", given.get("temperature", 1.0))
+    def of(cls, parameters: Mapping[str, Any]) -> TrainingPlan:
+        """Parse the parameters of `train`. Raises `UsageError`."""
+        temperature = real_number("temperature", parameters.get("temperature", 1.0))
         if not 0 < temperature <= 2:
             raise UsageError(f"temperature = {temperature:g}: must be above 0 and at most 2, so that answers differ")
-        length = "max_new_tokens" if "max_new_tokens" in given else "max_completion_length"
-        tokens_max = whole_number(length, given.get(length, _ANSWER_TOKENS))
-        group = whole_number("num_generations", given.get("num_generations", _GROUP), least=2)
-        return cls(group, temperature, tokens_max, trainer_settings(given))
+        length = "max_new_tokens" if "max_new_tokens" in parameters else "max_completion_length"
+        tokens_max = whole_number(length, parameters.get(length, _ANSWER_TOKENS))
+        group = whole_number("num_generations", parameters.get("num_generations", _GROUP), least=2)
+        return cls(group, temperature, tokens_max, trainer_settings(parameters))
 
 
 class RLTrainingTool:
-    """`run({"action": ...})`. `settings` are ours, by dotted name, for each stack that the tool starts."""
+    """Training tool with the interface of hello-agents: `run({"action": ...})`.
+
+    Args:
+        settings: settings of Headrace by dotted name, for each stack that the tool starts.
+    """
 
     name = "rl_training"
 
@@ -61,67 +71,74 @@ class RLTrainingTool:
         self._rewards: dict[str, RewardCallable] = {}
 
     def register_dataset(self, name: str, dataset: Any) -> None:
-        """Rows under a name: a list of dictionaries, or anything that gives such rows."""
+        """Register rows under a name: a list of dictionaries, or any iterable of such rows."""
         self._datasets[name] = dataset
 
     def register_reward_function(self, name: str, function: RewardCallable) -> None:
-        """`fn(completions, **kwargs)` for the data set of that name."""
+        """Register `fn(completions, **kwargs)` as the reward function of the data set `name`."""
         self._rewards[name] = function
 
     def get_parameters(self) -> list[dict[str, Any]]:
         return [{"name": name, "required": name == "action"} for name in PARAMETERS]
 
     def run(self, parameters: Mapping[str, Any]) -> str:
-        """JSON with `status`; of an error `message` and `traceback`. Nothing is raised."""
+        """Run an action and return its result as JSON.
+
+        The result has `status`; a failed action adds `message` and `traceback` and raises no exception.
+        """
         actions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "train": self._train, "evaluate": self._evaluate, "load_dataset": self._load, "create_reward": self._reward,
         }  # fmt: skip
         try:
             action = actions.get(str(parameters.get("action")))
             if action is None:
-                raise UsageError(f"action {parameters.get('action')!r}: it is one of {', '.join(actions)}")
+                raise UsageError(f"action = {parameters.get('action')!r}: must be one of {', '.join(actions)}")
             check(str(parameters["action"]), parameters)
-            found = {"status": "success", **action(parameters)}
-        except Exception as error:  # noqa: BLE001 (the interface answers errors as JSON)
-            found = {"status": "error", "message": str(error), "traceback": traceback.format_exc()}
-        return json.dumps(found, indent=2, ensure_ascii=False)
+            result = {"status": "success", **action(parameters)}
+        except Exception as error:  # noqa: BLE001 (the interface returns errors as JSON)
+            result = {"status": "error", "message": str(error), "traceback": traceback.format_exc()}
+        return json.dumps(result, indent=2, ensure_ascii=False)
 
-    def _train(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = {"sft": self._sft, "grpo": self._grpo}
-        kind, out = str(given.get("algorithm", "sft")).lower(), Path(given.get("output_dir", "./output"))
-        if kind not in kinds:
-            raise UsageError(f"algorithm {kind!r}: it is one of {', '.join(kinds)}")
+    def _train(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        trainers = {"sft": self._sft, "grpo": self._grpo}
+        kind, out = str(parameters.get("algorithm", "sft")).lower(), Path(parameters.get("output_dir", "./output"))
+        if kind not in trainers:
+            raise UsageError(f"algorithm = {kind!r}: must be one of {', '.join(trainers)}")
         if out.exists() and any(out.iterdir()):
-            raise UsageError(f"output_dir {out} is not empty; name a new folder")
-        dataset = str(given.get("dataset", "gsm8k"))
-        custom = given.get("custom_dataset")
+            raise UsageError(f"output_dir = {out}: must be a new or empty folder")
+        dataset = str(parameters.get("dataset", "gsm8k"))
+        custom = parameters.get("custom_dataset")
         if custom is not None:
-            rows = list(custom)[: given.get("max_samples")]
+            rows = list(custom)[: parameters.get("max_samples")]
         else:
-            rows = self._rows(given, "sft" if kind == "sft" else "rl", None)
-        name, epochs = str(given["model_name"]), whole_number("num_epochs", given.get("num_epochs", 3))
+            rows = self._rows(parameters, "sft" if kind == "sft" else "rl", None)
+        name, epochs = str(parameters["model_name"]), whole_number("num_epochs", parameters.get("num_epochs", 3))
         registered = self._rewards.get(dataset)
-        if registered and (wrong := next((n for n in ("custom_reward", "reward_type", *REWARDS) if n in given), None)):
-            raise UsageError(f"{wrong}: a reward function is registered for the data set {dataset!r}; leave it out")
-        plan = TrainingPlan.of(given)
-        settings = {**(LORA if given.get("use_lora", True) else {}), **plan.settings, **_accelerate(given)}
-        batch = whole_number("batch_size", given.get("batch_size", 4))
-        batch *= whole_number("gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1))
+        if registered and (
+            conflicting := next((n for n in ("custom_reward", "reward_type", *REWARDS) if n in parameters), None)
+        ):
+            raise UsageError(
+                f"{conflicting}: the data set {dataset!r} already has a registered reward function; leave it out"
+            )
+        plan = TrainingPlan.of(parameters)
+        settings = {**(LORA if parameters.get("use_lora", True) else {}), **plan.settings, **_accelerate(parameters)}
+        batch = whole_number("batch_size", parameters.get("batch_size", 4))
+        batch *= whole_number("gradient_accumulation_steps", parameters.get("gradient_accumulation_steps", 1))
         settings |= {"trainer.batch_experiences": batch * (plan.group if kind == "grpo" else 1)}
         if kind == "grpo":
             settings |= {"trainer.algorithm": "grpo", "trainer.group_size": plan.group}
         settings |= self._settings
         with stack_for(base_of(name), settings) as stack:
-            reward = given.get("custom_reward") or registered or made(given)
-            version = kinds[kind](stack, list(rows), epochs, reward, plan)
+            reward = parameters.get("custom_reward") or registered or reward_function_of(parameters)
+            version = trainers[kind](stack, list(rows), epochs, reward, plan)
             write(stack, version, out)
-        told = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
-        return {**told, "dataset_size": len(rows), "version": version}
+        summary = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
+        return {**summary, "dataset_size": len(rows), "version": version}
 
     def _sft(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, _: RewardCallable, plan: TrainingPlan) -> str:
-        known = stack.settings()
+        stack_settings = stack.settings()
         names = ("trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.targets", "trainer.batch_experiences")
-        settings = {**{name: known[name] for name in names}, **plan.settings, **self._settings}
+        settings = {**{name: stack_settings[name] for name in names}, **plan.settings, **self._settings}
         pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
         return train_rows(stack, "sft", pairs, epochs=epochs, settings=settings)
 
@@ -132,100 +149,112 @@ class RLTrainingTool:
         per_step = min(len(rows), int(stack.settings()["trainer.batch_experiences"]) // group)
 
         async def play(task: Mapping[str, Any], run: Run) -> None:
-            said = await answer(run, str(task["prompt"]), plan.temperature, plan.tokens_max)
-            run.reward(one(reward, said, task["ground_truth"]), metrics={"accuracy": right(task, said)})
+            text = await answer(run, str(task["prompt"]), plan.temperature, plan.tokens_max)
+            value = reward_of_completion(reward, text, task["ground_truth"])
+            run.reward(value, metrics={"accuracy": accuracy_of(task, text)})
 
         async def steps() -> str | None:
             count, champion = -(-len(rows) * epochs // per_step), None
-            async for step in practise(stack, rows, play, group_size=group, tasks_per_step=per_step, steps=count):
+            sizes = {"group_size": group, "tasks_per_step": per_step, "steps": count}
+            async for step in train_on_tasks(stack, rows, play, **sizes):
                 champion = step.champion
             return champion
 
         return str(blocking(steps()))
 
-    def _evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """With the weights of `model_path`. `use_lora` has to be what the folder is."""
-        path = str(given["model_path"])
+    def _evaluate(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluate the weights in `model_path`. `use_lora` must agree with the contents of the folder."""
+        path = str(parameters["model_path"])
         is_adapter = (Path(path) / "adapter_config.json").is_file()
-        if given.get("use_lora", is_adapter) != is_adapter:
-            holds = "an adapter" if is_adapter else "a whole model and no adapter"
-            raise UsageError(f"use_lora = {given['use_lora']}: {path} holds {holds}; leave use_lora out")
-        rows = self._rows(given, "rl", 100, "test")
-        reward = self._rewards.get(str(given.get("dataset", "gsm8k"))) or accuracy
+        if parameters.get("use_lora", is_adapter) != is_adapter:
+            contents = "an adapter" if is_adapter else "a whole model and no adapter"
+            raise UsageError(f"use_lora = {parameters['use_lora']}: {path} contains {contents}; leave use_lora out")
+        rows = self._rows(parameters, "rl", 100, "test")
+        reward = self._rewards.get(str(parameters.get("dataset", "gsm8k"))) or accuracy
 
         async def play(task: Mapping[str, Any], run: Run) -> str:
             return await answer(run, str(task["prompt"]), 0.0)
 
         with stack_for(base_of(path), self._settings) as stack:
             device = stack.settings()["trainer.compute.device"]
-            metrics = {"accuracy": right, "reward": lambda task, said: one(reward, said, task["ground_truth"])}
-            found: EvaluatedVersion = blocking(evaluate(stack, rows, play, metrics))
-        shares = {name: mean.mean for name, mean in found.means.items()}
+            metrics = {
+                "accuracy": accuracy_of,
+                "reward": lambda task, text: reward_of_completion(reward, text, task["ground_truth"]),
+            }
+            evaluation: EvaluatedVersion = blocking(evaluate(stack, rows, play, metrics))
+        shares = {name: mean.mean for name, mean in evaluation.means.items()}
         if shares["accuracy"] is None or shares["reward"] is None:
-            why = found.errors[:1] or "the reward function failed"
-            raise UsageError(f"none of {len(rows)} samples has a reward: {why}")
-        told = {"accuracy": f"{shares['accuracy']:.2%}", "average_reward": f"{shares['reward']:.4f}", "device": device}
-        return {"model_path": path, "num_samples": len(rows), **told, "failed": len(found.errors)}
+            reason = evaluation.errors[:1] or "the reward function failed"
+            raise UsageError(f"none of {len(rows)} samples has a reward: {reason}")
+        summary = {
+            "accuracy": f"{shares['accuracy']:.2%}",
+            "average_reward": f"{shares['reward']:.4f}",
+            "device": device,
+        }
+        return {"model_path": path, "num_samples": len(rows), **summary, "failed": len(evaluation.errors)}
 
-    def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        form, split = str(given.get("format", "sft")), given.get("split", "train")
-        rows = self._rows(given, form, 100)
+    def _load(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        form, split = str(parameters.get("format", "sft")), parameters.get("split", "train")
+        rows = self._rows(parameters, form, 100)
         return {"format": form, "split": split, "dataset_size": len(rows), "sample_keys": list(rows[0])}
 
-    def _reward(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        kind = str(given.get("reward_type", "accuracy"))
-        made(given)
-        shown = {name: given[name] for name in KINDS[kind][1] if name in given}
-        return {"reward_type": kind, **shown, "description": KINDS[kind][2]}
+    def _reward(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        kind = str(parameters.get("reward_type", "accuracy"))
+        reward_function_of(parameters)
+        options = {name: parameters[name] for name in KINDS[kind][1] if name in parameters}
+        return {"reward_type": kind, **options, "description": KINDS[kind][2]}
 
     def _rows(
-        self, given: Mapping[str, Any], form: str, samples: int | None, default: str = "train"
+        self, parameters: Mapping[str, Any], form: str, samples: int | None, default: str = "train"
     ) -> list[dict[str, Any]]:
-        count = given.get("max_samples", samples)
-        dataset, split = str(given.get("dataset", "gsm8k")), str(given.get("split", default))
-        if dataset in self._datasets and "split" in given:
+        count = parameters.get("max_samples", samples)
+        dataset, split = str(parameters.get("dataset", "gsm8k")), str(parameters.get("split", default))
+        if dataset in self._datasets and "split" in parameters:
             raise UsageError(
-                f"split = {split!r}: the data set {dataset!r} was registered, and has no splits; leave it out"
+                f"split = {split!r}: the data set {dataset!r} is registered and has no splits; leave split out"
             )
         return load(dataset, self._datasets, form, split, count)
 
 
 async def answer(run: Run, prompt: str, temperature: float, tokens_max: int = _ANSWER_TOKENS) -> str:
-    found = await run.openai().chat.completions.create(
+    """Return the text of the model's answer to a prompt."""
+    completion = await run.openai().chat.completions.create(
         model=run.model,
         messages=[{"role": "user", "content": prompt}],
         temperature=temperature,
         max_tokens=tokens_max,
     )
-    return found.choices[0].message.content or ""
+    return completion.choices[0].message.content or ""
 
 
-def made(given: Mapping[str, Any]) -> RewardCallable:
-    kind = str(given.get("reward_type", "accuracy"))
+def reward_function_of(parameters: Mapping[str, Any]) -> RewardCallable:
+    """Return the reward function that the parameters name."""
+    kind = str(parameters.get("reward_type", "accuracy"))
     names = KINDS[kind][1] if kind in KINDS else ()
-    return create_reward(kind, **{name: given[name] for name in names if name in given})
+    return create_reward(kind, **{name: parameters[name] for name in names if name in parameters})
 
 
-def right(task: Mapping[str, Any], said: str) -> float:
-    return accuracy([said], ground_truth=[task["ground_truth"]])[0]
+def accuracy_of(task: Mapping[str, Any], text: str) -> float:
+    """Return the accuracy, 0 or 1, of an answer to a task."""
+    return accuracy([text], ground_truth=[task["ground_truth"]])[0]
 
 
-def _accelerate(given: Mapping[str, Any]) -> dict[str, object]:
-    """Of a file for `accelerate launch --config_file`, named as `accelerate_config`."""
-    if "accelerate_config" not in given:
+def _accelerate(parameters: Mapping[str, Any]) -> dict[str, object]:
+    """Return trainer settings of `accelerate_config`, a file for `accelerate launch --config_file`."""
+    if "accelerate_config" not in parameters:
         return {}
     converter = support("headrace_cli.accelerate_yaml", "headrace-cli")
-    return dict(converter.settings_of_accelerate(given["accelerate_config"]))
+    return dict(converter.settings_of_accelerate(parameters["accelerate_config"]))
 
 
 def base_of(path: str) -> str:
-    """The folder to start from: of an adapter that was written here, the merged model beside it."""
+    """Return the folder to start from: for an adapter that this tool wrote, the merged model within its folder."""
     merged = Path(path) / MERGED
     return str(merged) if (Path(path) / "adapter_config.json").is_file() and merged.is_dir() else path
 
 
 def write(stack: Stack, version: str, out: Path) -> None:
-    """The version in `out`: whole weights, or an adapter that PEFT loads, with the merged model beside it."""
+    """Write a version to `out`: whole weights, or an adapter that PEFT loads, together with the merged model."""
     stack.export(version, out)
     if (out / "adapter_config.json").is_file():
         stack.export(version, out / MERGED, merge=True)

@@ -1,7 +1,6 @@
-"""Feedback signals under the names of AgentScope's article: rewards as functions, a judge's scores, people's
-preferences.
+"""Feedback signals under the names of AgentScope's article: reward functions, an LLM judge, preferences of people.
 
-What cannot be judged has no score: every failure is raised, and none is a 0.
+Every failure raises an exception. A run that cannot be judged gets no score, and never a score of 0.
 """
 
 from __future__ import annotations
@@ -20,20 +19,24 @@ from headrace_schemas.plain_values import plain_number
 
 
 class RewardFunction:
-    """A reward of your own: override `compute`. Anything that takes a reward function takes one of these."""
+    """Base class for reward functions: override `compute`. Instances are accepted wherever a reward function is."""
 
     def compute(self, trajectory: Mapping[str, Any]) -> float:
-        """The reward of one record (`headrace.rl.DataCollector`). To abstain, raise."""
+        """Return the reward of one record of `headrace.rl.DataCollector`. Raise an exception to abstain."""
         raise NotImplementedError
 
     def check_completion(self, trajectory: Mapping[str, Any]) -> dict[str, float]:
-        """`score` 1 when the run ends with an answer and every tool call has a result, else 0."""
+        """Return `score` 1 if the run ends with an answer and every tool call has a result, else 0."""
         last = trajectory["messages"][-1] if trajectory["messages"] else {}
         ended = last.get("role") == "assistant" and bool(str(last.get("content") or "").strip())
         return {"score": float(ended and all(call["result"] is not None for call in trajectory["tool_calls"]))}
 
     def check_accuracy(self, trajectory: Mapping[str, Any]) -> float:
-        """1 when the last message holds the text `expected` of the record, else 0. Without one nobody knows: raises."""
+        """Return 1 if the last message contains the text `expected` of the record, else 0.
+
+        Raises:
+            ValueError: the record has no `expected`, so that the accuracy is unknown.
+        """
         if trajectory.get("expected") is None:
             raise ValueError("the record has no `expected`; add it, or override check_accuracy")
         return float(str(trajectory["expected"]) in str(trajectory["messages"][-1]["content"]))
@@ -46,26 +49,31 @@ class RewardFunction:
 
 
 class LLMJudge:
-    """Another model scores an answer by your criteria, with the prompts and the strict reading of the judge service.
+    """Scores of an answer by another model, for criteria of your own.
 
-    `model` is asked at `base_url`, else at the stack that was entered, else at `OPENAI_BASE_URL`.
+    Prompts and parsing are those of the judge service. The endpoint of `model` is `base_url`, else the gateway of the
+    entered stack, else `OPENAI_BASE_URL`.
     """
 
     def __init__(
         self, model: str, criteria: Mapping[str, str], *, base_url: str | None = None, api_key: str | None = None
     ) -> None:
         entered = ENTERED.get()
-        inside = base_url is None and entered is not None
-        found = entered.base_url if inside and entered else base_url or os.environ.get("OPENAI_BASE_URL")
-        if not found:
-            raise UsageError("the judge has no endpoint; name its base_url, or enter a stack")
-        self._endpoint = {"base_url": found, "model": model, "is_gateway": inside}
+        uses_gateway = base_url is None and entered is not None
+        endpoint = entered.base_url if uses_gateway and entered else base_url or os.environ.get("OPENAI_BASE_URL")
+        if not endpoint:
+            raise UsageError("the judge has no endpoint; pass base_url, or enter a stack")
+        self._endpoint = {"base_url": endpoint, "model": model, "is_gateway": uses_gateway}
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self.criteria = dict(criteria)
 
     def evaluate(self, user_input: str, agent_response: Any) -> dict[str, float]:
-        """Each criterion and `total`, their mean, all from 1 to 5. Raises `HeadraceError` where there is no verdict:
-        the judge abstained, could not be read, or was not reached."""
+        """Return a score from 1 to 5 for each criterion, and their mean as `total`.
+
+        Raises:
+            HeadraceError: there is no verdict, because the judge abstained, was unreachable or its answer could not be
+                parsed.
+        """
         judge = support("headrace_judge.once", "headrace-judge")
         scores: dict[str, float] = judge.scores(
             self._endpoint, self._key, self.criteria, user_input, text_of(agent_response)
@@ -74,43 +82,51 @@ class LLMJudge:
 
 
 class HumanPreferenceCollector:
-    """Asks a person which of two answers is better: at the terminal, or by `ask(question, a, b)`, which returns "a",
-    "b" or None for neither."""
+    """Collector of a person's preferences between two answers.
+
+    The person answers at the terminal, or through `ask(question, a, b)`, which returns "a", "b" or None for neither.
+    """
 
     def __init__(self, ask: Callable[[str, str, str], str | None] | None = None) -> None:
-        self._ask = ask or _at_the_terminal
+        self._ask = ask or _ask_at_terminal
 
     def collect(self, question: str, response_a: Any, response_b: Any) -> dict[str, str] | None:
-        """{"prompt", "chosen", "rejected"}; None: the person preferred neither, and that is no preference."""
+        """Return {"prompt", "chosen", "rejected"}, or None if the person preferred neither answer."""
         a, b = text_of(response_a), text_of(response_b)
-        said = (self._ask(question, a, b) or "").strip().lower()
-        if said not in ("a", "b", ""):
-            raise ValueError(f"the answer is a, b or nothing, not {said!r}")
-        chosen, rejected = (a, b) if said == "a" else (b, a)
-        return {"prompt": question, "chosen": chosen, "rejected": rejected} if said else None
+        answer = (self._ask(question, a, b) or "").strip().lower()
+        if answer not in ("a", "b", ""):
+            raise ValueError(f"answer = {answer!r}: must be a, b or empty")
+        chosen, rejected = (a, b) if answer == "a" else (b, a)
+        return {"prompt": question, "chosen": chosen, "rejected": rejected} if answer else None
 
 
 class DPOTrainer:
-    """Direct preference optimization on what was collected. Uses the stack that was entered, or a private one of
-    `base`."""
+    """Direct preference optimization on collected preferences.
+
+    The trainer uses the entered stack, or a private stack of the model folder `base`.
+    """
 
     def __init__(self, base: str | None = None, settings: Mapping[str, object] | None = None, epochs: int = 1) -> None:
         self._base, self._settings, self._epochs = base, dict(settings or {}), epochs
         self.preferences: list[dict[str, str]] = []
 
     def add_preference(self, preference: Mapping[str, str] | None) -> None:
-        """None, the preference for neither, is passed over."""
+        """Add a preference. None, the preference for neither answer, is ignored."""
         if preference is not None:
             self.preferences.append(dict(preference))
 
     def train(self) -> str:
-        """One job on everything that was added. Returns its version once the registry has decided about it. Where it
-        serves, the stack's own trainer learns nothing from its answers: they are not of that trainer's lineage."""
+        """Train on all added preferences in one offline job and return its version once the registry has decided about
+        it.
+
+        If that version becomes champion, the stack's own trainer does not train on its answers, because they belong to
+        another lineage.
+        """
         if not self.preferences:
-            raise UsageError("there are no preferences; add_preference comes first")
+            raise UsageError("preferences: must not be empty; call add_preference first")
         with stack_for(self._base, {}) as stack:
             return train_rows(stack, "dpo", self.preferences, epochs=self._epochs, settings=self._settings)
 
 
-def _at_the_terminal(question: str, a: str, b: str) -> str:
+def _ask_at_terminal(question: str, a: str, b: str) -> str:
     return input(f"{question}\n\nA: {a}\n\nB: {b}\n\nWhich is better, a or b? (neither: Enter) ")

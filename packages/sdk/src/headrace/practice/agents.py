@@ -1,7 +1,7 @@
-"""Agents of other people: asked in whatever way they are asked, with their own OpenAI client led to Headrace.
+"""Call agents of any framework, with their own OpenAI client redirected to Headrace.
 
-Nothing of theirs is imported. An agent has an OpenAI client as `client`, `model.client` or `llm.client`, or a method
-`connect(base_url, headers, model)`; it answers `run(text)` or `reply(text)`, or is called itself.
+No framework is imported. An agent has an OpenAI client as `client`, `model.client` or `llm.client`, or a method
+`connect(base_url, headers, model)`. It has a method `run(text)` or `reply(text)`, or is a function.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Any, TypeVar
 from headrace.errors import UsageError
 
 T = TypeVar("T")
-_WAYS = ("run", "reply", "__call__")
+_METHODS = ("run", "reply", "__call__")
 
 
 @contextmanager
 def plugged(agent: Any, base_url: str, headers: Mapping[str, str], model: str, api_key: str | None) -> Iterator[None]:
-    """While the body runs, the agent's calls go to `base_url` with these headers and name `model`. One body at a time
-    for each agent. Raises `UsageError` for an agent that has no client."""
+    """Redirect the agent's calls to `base_url`, with these headers and this model name, while the body runs.
+
+    Only one body may be active for each agent. Raises `UsageError` for an agent without a client.
+    """
     connect = getattr(agent, "connect", None)
     if callable(connect):
-        own = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        connect(base_url=base_url, headers={**headers, **own}, model=model)
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connect(base_url=base_url, headers={**headers, **authorization}, model=model)
         yield
         return
-    holder = _holder(agent)
+    holder = _client_holder(agent)
     before = {name: getattr(holder, name) for name in ("client", "model_name") if hasattr(holder, name)}
     if holder is agent and isinstance(getattr(agent, "model", None), str):
         before["model"] = agent.model
@@ -42,40 +44,44 @@ def plugged(agent: Any, base_url: str, headers: Mapping[str, str], model: str, a
             setattr(holder, name, value)
 
 
-async def asked(agent: Any, text: Any) -> Any:
-    """The agent's answer. One that does not await is asked in a thread."""
-    way = next((name for name in _WAYS if callable(getattr(agent, name, None))), None)
-    if way is None:
-        raise UsageError(f"{type(agent).__name__} has no run(text) or reply(text), and is no function")
-    call: Callable[[Any], Any] = agent if way == "__call__" else getattr(agent, way)
+async def call_agent(agent: Any, text: Any) -> Any:
+    """Call the agent with a text and return its answer. An agent that is not async is called in a thread."""
+    method = next((name for name in _METHODS if callable(getattr(agent, name, None))), None)
+    if method is None:
+        raise UsageError(f"{type(agent).__name__} must have a method run(text) or reply(text), or be callable")
+    call: Callable[[Any], Any] = agent if method == "__call__" else getattr(agent, method)
     awaits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
-    found = call(text) if awaits else await asyncio.to_thread(call, text)
-    return await found if inspect.isawaitable(found) else found
+    answer = call(text) if awaits else await asyncio.to_thread(call, text)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+asked = call_agent
+"""Earlier name of `call_agent`."""
 
 
 def text_of(answer: Any) -> str:
-    """The text of an answer: of a string, or of a message with `get_text_content()` or `content`."""
+    """Return the text of an answer, which is a string or a message with `get_text_content()` or `content`."""
     reader = getattr(answer, "get_text_content", None)
-    found = reader() if callable(reader) else getattr(answer, "content", answer)
-    return found if isinstance(found, str) else "" if found is None else str(found)
+    text = reader() if callable(reader) else getattr(answer, "content", answer)
+    return text if isinstance(text, str) else "" if text is None else str(text)
 
 
-def in_thread(work: Callable[[], T | Awaitable[T]]) -> Awaitable[T]:
-    """A function's result, off the event loop; one that turns out to be awaitable is awaited here."""
+def run_in_thread(work: Callable[[], T | Awaitable[T]]) -> Awaitable[T]:
+    """Call a function in a thread and return its result. An awaitable result is awaited on the event loop."""
 
-    async def done() -> T:
-        found: Any = await asyncio.to_thread(work)
-        result: T = await found if inspect.isawaitable(found) else found
+    async def call() -> T:
+        returned: Any = await asyncio.to_thread(work)
+        result: T = await returned if inspect.isawaitable(returned) else returned
         return result
 
-    return done()
+    return call()
 
 
-def _holder(agent: Any) -> Any:
+def _client_holder(agent: Any) -> Any:
     for name in ("", "model", "llm"):
-        one = getattr(agent, name, None) if name else agent
-        if one is not None and hasattr(getattr(one, "client", None), "with_options"):
-            return one
+        holder = getattr(agent, name, None) if name else agent
+        if holder is not None and hasattr(getattr(holder, "client", None), "with_options"):
+            return holder
     raise UsageError(
         f"{type(agent).__name__} has no OpenAI client as client, model.client or llm.client, and no method connect(); "
         "give it one of them"

@@ -1,4 +1,4 @@
-"""Checks of arguments that other people's interfaces have: each is honoured, or refused by name with a remedy."""
+"""Checks of arguments of adopted interfaces. Each argument is honoured, or refused by name with a remedy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from headrace_schemas.plain_values import plain_number, plain_value
 from headrace_schemas.text import closest, printable
 
 
-def check_names(where: str, arguments: Mapping[str, Any], known: Collection[str], remedy: str = "leave it out") -> None:
-    """Raise `UsageError` for the first name of the mapping `where` that is not among the `known` names."""
+def check_names(
+    where: str, arguments: Mapping[str, Any], allowed: Collection[str], remedy: str = "leave it out"
+) -> None:
+    """Raise `UsageError` for the first name in the mapping `where` that is not one of the `known` names."""
     if not isinstance(arguments, Mapping):
-        raise UsageError(f"{where} = {printable(repr(arguments))}: must be a table of names and values")
+        raise UsageError(f"{where} = {printable(repr(arguments))}: must be a mapping of names to values")
     for name in arguments:
-        if name not in known:
-            similar = closest(str(name), known)
-            names = f"did you mean {similar}?" if similar else f"there are {', '.join(sorted(known))}"
-            raise UsageError(f"{where}.{printable(str(name))}: means nothing here; {names}; {remedy}")
+        if name not in allowed:
+            similar = closest(str(name), allowed)
+            names = f"did you mean {similar}?" if similar else f"the names are {', '.join(sorted(allowed))}"
+            raise UsageError(f"{where}.{printable(str(name))}: has no effect here; {names}; {remedy}")
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -32,7 +34,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def real_number(name: str, value: Any, kind: str = "a number") -> float:
-    """Return `value`, of whatever library, as a finite float. Raises `UsageError`; a boolean is no number."""
+    """Return a number of any library as a finite float. Raises `UsageError`, also for a boolean."""
     try:
         if isinstance(plain_value(value), bool):
             raise TypeError
@@ -42,7 +44,7 @@ def real_number(name: str, value: Any, kind: str = "a number") -> float:
 
 
 def score(name: str, value: Any) -> float:
-    """Return what a user's function gave as a reward or a metric as a finite float; true is 1. Raises `UsageError`."""
+    """Return a reward or metric that a user's function returned as a finite float; true is 1. Raises `UsageError`."""
     try:
         return plain_number(value)
     except (TypeError, ValueError) as error:
@@ -50,7 +52,8 @@ def score(name: str, value: Any) -> float:
 
 
 def yes_or_no(name: str, value: Any) -> bool:
-    """Return `value` as a boolean. Raises `UsageError` for all else: the text "false" would count as true."""
+    """Return `value` as a boolean. Raises `UsageError` for any other type, since the text "false" would count as
+    true."""
     plain = plain_value(value)
     if not isinstance(plain, bool):
         raise UsageError(f"{name} = {printable(repr(value))}: must be True or False")
@@ -58,29 +61,30 @@ def yes_or_no(name: str, value: Any) -> bool:
 
 
 def merge_settings(
-    own: Mapping[str, object], named: Mapping[str, object], names: Mapping[str, str]
+    argument_settings: Mapping[str, object], user_settings: Mapping[str, object], names: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the settings `own`, which arguments stand for, with those that `settings` names.
+    """Return the settings of arguments, `own`, merged with the settings that the user passed, `named`.
 
     Args:
-        names: the argument behind a setting. A setting that an argument sets otherwise is refused.
+        names: the argument behind each setting. A setting that an argument sets to another value is refused.
 
     Raises:
-        UsageError: an argument and `settings` set the same to different values.
+        UsageError: an argument and `named` set the same setting to different values.
     """
-    for setting, value in named.items():
-        if setting in names and setting in own and own[setting] != value:
+    for setting, value in user_settings.items():
+        if setting in names and setting in argument_settings and argument_settings[setting] != value:
             raise UsageError(
-                f"{names[setting]} sets {setting} = {own[setting]!r}, and settings has {value!r}; leave one of them out"
+                f"{names[setting]} sets {setting} = {argument_settings[setting]!r}, and settings has {value!r}; "
+                "leave one of them out"
             )
-    return {**own, **named}
+    return {**argument_settings, **user_settings}
 
 
 def check_unchanged(config: Any, reasons: Mapping[str, tuple[object, str]]) -> None:
-    """Raise `UsageError` for the first attribute of `config` that is set and has no meaning here.
+    """Raise `UsageError` for the first attribute of `config` that differs from its default and has no effect here.
 
     Args:
-        reasons: the default of each attribute, and the sentence that follows name and value.
+        reasons: the default of each attribute, and the text that follows its name and value in the message.
     """
     for name, (default, reason) in reasons.items():
         value = getattr(config, name, default)

@@ -1,4 +1,4 @@
-"""Runs a coroutine for a caller that does not await, also where an event loop runs already."""
+"""Run a coroutine for a synchronous caller, also if an event loop is already running."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ T = TypeVar("T")
 
 
 def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. All such work of a program is on one event loop, which a thread of its own runs: people's
-    asyncio clients keep connections, and those are good on one loop alone. The caller's context is that of the work."""
+    """Run a coroutine and return its result.
+
+    All such coroutines of a program share one event loop in a background thread, because asyncio clients keep
+    connections that are valid on one loop only. The coroutine runs in the caller's context.
+    """
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
         running = None
-    if running is _loop():  # who calls is such work itself, and its loop is not free while it waits
+    if running is _loop():  # the caller itself runs on the shared loop, which is blocked while it waits
         context = contextvars.copy_context()
         with ThreadPoolExecutor(1, thread_name_prefix="headrace-blocking") as thread:
             return thread.submit(context.run, asyncio.run, work).result()

@@ -1,4 +1,4 @@
-"""The model that a workflow gets: AgentScope's `OpenAIChatModel` where AgentScope is installed, else one like it."""
+"""Chat models for workflows: AgentScope's `OpenAIChatModel` if AgentScope is installed, else a compatible class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENGINES = (
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """`content` is a list of blocks as AgentScope has them: text, thinking, tool_use."""
+    """Answer of a `ChatModel`. `content` is a list of blocks as in AgentScope: text, thinking, tool_use."""
 
     content: Sequence[Mapping[str, Any]]
     usage: Any = None
@@ -33,7 +33,7 @@ class ChatAnswer:
 
 @dataclass
 class ChatModel:
-    """`await model(messages, tools=...)` answers as AgentScope's chat models do. Not streamed."""
+    """Chat model with AgentScope's interface, `await model(messages, tools=...)`. It does not stream."""
 
     client: Any
     model_name: str
@@ -42,7 +42,7 @@ class ChatModel:
 
     def __post_init__(self) -> None:
         if self.stream:
-            raise UsageError("stream = True: the answers of this model are whole; leave it out")
+            raise UsageError("stream = True: this model does not stream; leave stream out")
 
     async def __call__(
         self,
@@ -51,11 +51,13 @@ class ChatModel:
         tool_choice: Any = None,
         **more: Any,
     ) -> ChatAnswer:
-        asked = {**self.generate_kwargs, **more}
-        asked |= {"tools": list(tools)} if tools else {}
-        asked |= {"tool_choice": tool_choice} if tool_choice is not None else {}
-        found = await self.client.chat.completions.create(model=self.model_name, messages=list(messages), **asked)
-        message = found.choices[0].message
+        options = {**self.generate_kwargs, **more}
+        options |= {"tools": list(tools)} if tools else {}
+        options |= {"tool_choice": tool_choice} if tool_choice is not None else {}
+        completion = await self.client.chat.completions.create(
+            model=self.model_name, messages=list(messages), **options
+        )
+        message = completion.choices[0].message
         blocks: list[dict[str, Any]] = []
         if thought := getattr(message, "reasoning_content", None):
             blocks.append({"type": "thinking", "thinking": thought})
@@ -65,11 +67,11 @@ class ChatModel:
             {"type": "tool_use", "id": call.id, "name": call.function.name, "input": _read(call)}
             for call in message.tool_calls or ()
         ]
-        return ChatAnswer(blocks, found.usage)
+        return ChatAnswer(blocks, completion.usage)
 
 
 def chat_model(run: Run, config: Any) -> Any:
-    """The model of one run, whose calls are the run's session."""
+    """Return the chat model of one run. Its calls belong to the run's session."""
     options = sampling_options(config)
     client = run.openai()
     try:
@@ -82,7 +84,7 @@ def chat_model(run: Run, config: Any) -> Any:
 
 
 def sampling_options(config: Any) -> dict[str, Any]:
-    """Return the options of a call that a `TunerModelConfig` names. `top_p` is among them where it is not 1."""
+    """Return the call options of a `TunerModelConfig`. They include `top_p` only if it is not 1."""
     options: dict[str, Any] = {
         "temperature": real_number("temperature", config.temperature),
         "max_tokens": whole_number("max_tokens", config.max_tokens),
@@ -95,8 +97,8 @@ def sampling_options(config: Any) -> dict[str, Any]:
 
 
 def check_engines(config: Any) -> None:
-    """Raise `UsageError` for what a `TunerModelConfig` asks of engines and of other training services."""
-    tinker = "training is done by Headrace's own trainer; leave it out"
+    """Raise `UsageError` for options of a `TunerModelConfig` about engines and other training services."""
+    tinker = "Headrace trains with its own trainer; leave it out"
     check_unchanged(
         config,
         {
@@ -114,14 +116,15 @@ def _read(call: Any) -> Any:
 
 
 def auxiliary(run: Run, name: str, model: Any) -> Any:
-    """A partner that is not trained: a chat model as it is, or one of the gateway's by its name or `model_path`."""
+    """Return a chat model that is not trained: the given chat model, or a model of the gateway by its name or
+    `model_path`."""
     path = model if isinstance(model, str) else getattr(model, "model_path", None)
     if path is None:
         return model
     options: dict[str, Any] = {}
     if not isinstance(model, str):
         check_engines(model)
-        served = f"auxiliary_models[{name!r}] is served by the gateway, which has its own; leave it out"
+        served = f"the gateway serves auxiliary_models[{name!r}] with its own setting; leave it out"
         check_unchanged(
             model,
             {

@@ -1,4 +1,4 @@
-"""The record of one conversation, made of the trajectory that the services captured, and its reward as feedback."""
+"""Records of conversations, built from captured trajectories, and their rewards as feedback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.practice.agents import asked, plugged
+from headrace.practice.agents import call_agent, plugged
 from headrace.practice.arguments import check_names, real_number, score
 from headrace.practice.blocking import blocking
 from headrace.practice.outcomes import OutcomeWatch
@@ -18,17 +18,18 @@ from headrace.stack import Stack, current
 from headrace_schemas import Trajectory
 
 Rate = Callable[[dict[str, Any]], Mapping[str, float] | float | None]
-"""The rewards of a record by name, or one number. None: the services' own sources of rewards are to say it."""
+"""Function that returns the rewards of a record by name, or one number, or None to leave the reward to the services'
+sources."""
 RATING_MAX = 5
 _CLOSED_S = 60.0
 
 
 def run_and_collect(agent: Any, user_input: str, **options: Any) -> dict[str, Any]:
-    """Run the agent once on the stack that was entered, and return the record; `collected` says what `options` are."""
-    return collected(agent, user_input, **options)[0]
+    """Run the agent once on the entered stack and return the record. `collect_run` describes the `options`."""
+    return collect_run(agent, user_input, **options)[0]
 
 
-def collected(
+def collect_run(
     agent: Any,
     user_input: str,
     *,
@@ -38,37 +39,47 @@ def collected(
     model: str | None = None,
     task_id: str | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """The record of one run, and what the agent answered. What has rewards is sent at once, but for evaluations.
+    """Run the agent once and return the record of the run and the agent's answer. Rewards are sent immediately, except
+    for evaluations.
 
-    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version. Runs
-    with one `task_id` are compared with each other; a run without one, as real traffic mostly is, with all others."""
-    said = user_feedback or {}
-    check_names("user_feedback", said, ("rating", "comment"))
-    rating, comment = said.get("rating"), str(said.get("comment") or "")
+    Args:
+        reward_function: computes rewards from the record.
+        user_feedback: {"rating": 1 to 5, "comment": ...}.
+        purpose: `"eval"` excludes the run from training.
+        model: another model or version than the stack's model.
+        task_id: task of the run. Runs of one task are compared with each other; runs without a task, as most real
+            traffic, with all other runs.
+    """
+    feedback = user_feedback or {}
+    check_names("user_feedback", feedback, ("rating", "comment"))
+    rating, comment = feedback.get("rating"), str(feedback.get("comment") or "")
     if rating is not None:
         rating = real_number("user_feedback.rating", rating)
         if not 1 <= rating <= RATING_MAX:
-            raise ValueError(f"rating = {rating:g}: a rating is 1 to {RATING_MAX}")
+            raise ValueError(f"rating = {rating:g}: must be from 1 to {RATING_MAX}")
     if comment and rating is None and reward_function is None:
         raise UsageError(
-            "user_feedback.comment: goes with a reward; give a rating or a reward_function, or leave it out"
+            "user_feedback.comment: needs a reward; add a rating or a reward_function, or leave the comment out"
         )
-    if said and purpose != "train":
-        raise UsageError(f"user_feedback: nothing is sent with purpose = {purpose!r}; leave it out")
+    if feedback and purpose != "train":
+        raise UsageError(f"user_feedback: has no effect with purpose = {purpose!r}; leave it out")
     stack = current()
-    record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model, task_id))
-    rewards = dict(_named(reward_function(record)) if reward_function else {})
+    record, answer = blocking(_record_run(stack, agent, user_input, purpose, model or stack.model, task_id))
+    rewards = dict(_rewards_by_name(reward_function(record)) if reward_function else {})
     if rating is not None:
         rewards["user_satisfaction"] = rating / RATING_MAX
     record |= {"rewards": rewards, "total_reward": math.fsum(rewards.values()) if rewards else None}
     if purpose == "train":
-        say(stack, record, comment)
+        send_reward(stack, record, comment)
     return record, answer
 
 
-def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
-    """Send the record's total as feedback about its session. Without rewards nothing is sent, and never a 0. The same
-    total counts once, however often it is sent."""
+def send_reward(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
+    """Send the record's total reward as feedback about its session.
+
+    A record without rewards sends no feedback, and never a 0. The same total counts once, even if it is sent
+    repeatedly.
+    """
     total = record.get("total_reward")
     if total is not None:
         total = score("total_reward", total)
@@ -79,23 +90,30 @@ def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
 
 
 def record_of(trajectory: Trajectory) -> dict[str, Any]:
-    """The record without its rewards. `thoughts` is what the model said before its last message, or thought aloud."""
-    results = {one.tool_call_id: one.text for one in trajectory.messages if one.role == "tool"}
-    spoken = [one for one in trajectory.messages if one.role == "assistant"]
-    aloud = [one.reasoning_content or (one.text if one.tool_calls else "") for one in spoken]
-    calls = [call for one in spoken for call in one.tool_calls or ()]
+    """Return the record of a trajectory without its rewards.
+
+    `thoughts` contains the model's texts before its last message, and its reasoning.
+    """
+    results = {message.tool_call_id: message.text for message in trajectory.messages if message.role == "tool"}
+    answers = [message for message in trajectory.messages if message.role == "assistant"]
+    thoughts = [message.reasoning_content or (message.text if message.tool_calls else "") for message in answers]
+    calls = [call for message in answers for call in message.tool_calls or ()]
     return {
         "conversation_id": trajectory.session_id,
-        "messages": [{"role": one.role, "content": one.text} for one in trajectory.messages],
-        "thoughts": [{"step": at, "content": text} for at, text in enumerate(filter(None, aloud), 1)],
+        "messages": [{"role": message.role, "content": message.text} for message in trajectory.messages],
+        "thoughts": [{"step": number, "content": text} for number, text in enumerate(filter(None, thoughts), 1)],
         "tool_calls": [
-            {"tool": call.function.name, "args": _json(call.function.arguments), "result": results.get(call.id)}
+            {
+                "tool": call.function.name,
+                "args": _parsed_arguments(call.function.arguments),
+                "result": results.get(call.id),
+            }
             for call in calls
         ],
     }
 
 
-async def _collected(
+async def _record_run(
     stack: Stack, agent: Any, text: str, purpose: Purpose, model: str, task_id: str | None
 ) -> tuple[dict[str, Any], Any]:
     watch = OutcomeWatch(stack)
@@ -104,23 +122,26 @@ async def _collected(
         session = client.session(task_id=task_id, purpose=purpose)
         async with session:
             with plugged(agent, stack.base_url, session.headers, model, stack.api_key):
-                answer = await asked(agent, text)
+                answer = await call_agent(agent, text)
     trajectory = await watch.until_closed(session.session_id, _CLOSED_S)
     if trajectory is None:
-        raise UsageError(f"the agent made no call to the model for {text!r}; nothing is there to be collected")
+        raise UsageError(
+            f"the agent made no call to the model for {text!r}, so there is no record; "
+            "check that it uses its OpenAI client"
+        )
     return record_of(trajectory), answer
 
 
-def _named(rewards: Mapping[str, float] | float | None) -> Mapping[str, float]:
-    """Return the rewards by name, whatever library made the numbers."""
+def _rewards_by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float]:
+    """Return rewards by name as floats. The numbers may be of any library."""
     if rewards is None:
         return {}
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
     return {str(name): score(f"reward {name}", value) for name, value in named.items()}
 
 
-def _json(text: str) -> Any:
-    """Arguments as the model wrote them where they are no JSON."""
+def _parsed_arguments(text: str) -> Any:
+    """Return parsed arguments, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

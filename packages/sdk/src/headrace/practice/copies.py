@@ -1,4 +1,5 @@
-"""A request that was served, and `TrainingCopy`, which plays it again to be trained."""
+"""`ServedRequest`, a request that a user's agent has answered, and `TrainingCopy`, which plays it again to be
+trained."""
 
 from __future__ import annotations
 
@@ -13,38 +14,38 @@ from headrace.practice.runs import Run
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that the user's agent has answered. `inputs` is a copy, made before the agent saw it."""
+    """A request that the user's agent has answered. `inputs` is a copy from before the agent received it."""
 
     inputs: Any
     answer: Any = None
     labels: frozenset[str] = frozenset()
-    """Of the `mark`s that were open when it was asked."""
+    """Labels of the `mark` contexts that were active when the request was made."""
     task_id: str | None = None
-    """What `mark` called the task; its runs are compared with each other. None: a task of its own."""
+    """Task id from `mark`; runs of one task are compared with each other. None for a task of its own."""
 
 
 class TrainingCopy:
-    """One run of a training copy. `make_agent` builds the agent with it, `reward` reads it afterwards."""
+    """One run of a training copy. `make_agent` builds the agent from it, and `reward` reads it afterwards."""
 
     def __init__(self, run: Run, request: ServedRequest) -> None:
         self.inputs: Any = copy.deepcopy(request.inputs)
         self.request = request
         self.agent: Any = None
         self.answer: Any = None
-        """What the copy answered; `request.answer` is what the user got."""
+        """Answer of the copy; `request.answer` is the answer that the user got."""
         self.called: list[str] = []
         """Names of the read-only tools that were called, in order."""
         self.refused: list[str] = []
-        """Names of the others that it tried to call."""
+        """Names of the other tools that the copy tried to call."""
         self._run = run
 
     @property
     def model(self) -> str:
-        """The name that its calls have to give as `model`."""
+        """Model name that the copy's calls must use."""
         return self._run.model
 
     def openai(self, *, blocking: bool = False) -> Any:
-        """An `openai.AsyncOpenAI` (`blocking`: an `OpenAI`). The calls of this client are what is trained."""
+        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`. The calls of this client are trained."""
         return self._run.openai(blocking=blocking)
 
     @overload
@@ -53,14 +54,16 @@ class TrainingCopy:
     def tools(self, tools: Iterable[Tool]) -> list[Tool]: ...
 
     def tools(self, tools: Mapping[str, Tool] | Iterable[Tool]) -> dict[str, Tool] | list[Tool]:
-        """The same tools for the copy's agent: those marked read-only work, any other raises `WriteRefused`. A run that
-        tried to write has no reward, whatever its agent makes of the refusal."""
+        """Return the tools for the copy's agent: tools marked as read-only work, and any other raises `WriteRefused`.
+
+        A run that tried to write has no reward, even if its agent handles the exception.
+        """
         if isinstance(tools, Mapping):
             return {name: guarded(name, tool, self.called, self.refused) for name, tool in tools.items()}
         names = ((getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools)
         return [guarded(name, tool, self.called, self.refused) for name, tool in names]
 
     def check(self) -> None:
-        """Raises `WriteRefused` for the first write that was tried."""
+        """Raise `WriteRefused` for the first tool call that tried to write."""
         if self.refused:
             raise WriteRefused(self.refused[0])

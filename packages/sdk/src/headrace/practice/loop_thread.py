@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop beside the program's own."""
+"""`LoopThread`: an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _END_S = 30.0
 
 
 class LoopThread:
-    """A loop that a thread of its own runs until `close`, or until the program ends. What blocks is done by at most
-    `workers` further threads; without a number, by as many as asyncio has it."""
+    """Event loop in a thread of its own, which runs until `close` or the end of the program.
+
+    Args:
+        workers: number of threads for blocking functions; by default asyncio's own number.
+    """
 
     def __init__(self, name: str, workers: int | None = None) -> None:
         self.loop = asyncio.new_event_loop()
@@ -24,11 +27,12 @@ class LoopThread:
         self._thread.start()
 
     def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for it. Never to be called on the loop itself."""
+        """Run a coroutine on the loop and wait for its result. Must not be called on the loop itself."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
-        """Nothing that was not awaited goes on. Threads that block end when they do."""
+        """Stop the loop. Coroutines that are not awaited are abandoned, and blocked threads end with their
+        functions."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_S)
         if not self.loop.is_running():

@@ -1,4 +1,4 @@
-"""What became of sessions: followed on the bus from turn to trajectory to the trainer's outcome."""
+"""Training outcomes of sessions, followed on the bus from turn to trajectory to the trainer's report."""
 
 from __future__ import annotations
 
@@ -19,77 +19,89 @@ _NAMED_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class SessionOutcome:
-    """`trained` and `dropped` count experiences; a session that made no call has none. `version` is the newest one
-    that was made of them, None where training goes on before there is one."""
+    """Training outcome of a session. A session without calls has no experiences.
+
+    Attributes:
+        trained: number of trained experiences.
+        dropped: reason for each dropped experience.
+        version: newest version that was trained on the session, or None if training continues before the next version.
+        account: number of the newest trainer report about the session.
+    """
 
     trained: int = 0
     dropped: tuple[str, ...] = ()
     version: str | None = None
     account: int = -1
-    """Of the trainer's accounts the one that said the last of it."""
+    """Number of the trainer report with the newest outcome of the session."""
     trajectory: Trajectory | None = None
 
 
 class OutcomeWatch:
-    """Follows everything from its beginning on; `forget` what is not asked for any more."""
+    """Reader of turns, trajectories and training reports from the beginning of the topics. Callers `forget` sessions
+    they no longer need."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._follow = Follower(Turn.topic, Trajectory.topic, TrainingMetrics.topic)
-        self._began = False
-        self._spoken: set[str] = set()
+        self._has_begun = False
+        self._keys_with_turns: set[str] = set()
         self._trajectories: dict[str, dict[str, Trajectory]] = {}
-        self._fates: dict[str, tuple[str, int]] = {}
-        """Experience id to the reason why it was dropped (empty: trained) and the account that said so."""
+        self._outcomes: dict[str, tuple[str, int]] = {}
+        """Reason for dropping (empty if trained) and number of the trainer report, by experience id."""
         self._versions: dict[int, str] = {}
         self.metrics: dict[str, float] = {}
-        """Of the newest step."""
+        """Metrics of the newest step."""
 
     async def begin(self) -> None:
-        """Sessions that begin after this are seen. Calling it again does nothing."""
-        if not self._began:
+        """Skip everything that is on the topics now, so that only later sessions are seen. Repeated calls have no
+        effect."""
+        if not self._has_begun:
             async with connected(self._stack.bus) as topics:
                 await self._follow.begin(topics)
-            self._began = True
+            self._has_begun = True
 
     async def until_known(self, sessions: Collection[str], timeout_s: float) -> dict[str, SessionOutcome]:
-        """Returns once the trainer has said of each session what became of it. Raises `Unreachable` when that takes
-        longer: it never returns on time alone."""
+        """Wait until the trainer has reported the outcome of each session and return the outcomes.
+
+        Raises:
+            Unreachable: an outcome is missing after `timeout_s`. Incomplete outcomes are never returned.
+        """
         deadline = time.monotonic() + timeout_s
         async with connected(self._stack.bus) as topics:
             while True:
                 await self._read(topics)
-                found = {session: self._outcome(session) for session in sessions}
-                known = {session: one for session, one in found.items() if one is not None}
-                if len(known) == len(found):
-                    return known
+                outcomes = {session: self._outcome(session) for session in sessions}
+                decided = {session: outcome for session, outcome in outcomes.items() if outcome is not None}
+                if len(decided) == len(outcomes):
+                    return decided
                 if time.monotonic() > deadline:
-                    raise Unreachable(self._late(found, timeout_s))
+                    raise Unreachable(self._timeout_message(outcomes, timeout_s))
                 await asyncio.sleep(_POLL_S)
 
     async def until_closed(self, session: str, timeout_s: float) -> Trajectory | None:
-        """The trajectory of a session that has ended; None when it made no call."""
+        """Return the trajectory of an ended session, or None if it made no call."""
         deadline = time.monotonic() + timeout_s
         async with connected(self._stack.bus) as topics:
             while True:
                 await self._read(topics)
-                found = self._trajectories.get(session, {})
-                if found or self._key(session) not in self._spoken:
-                    return next(reversed(found.values()), None)
+                trajectories = self._trajectories.get(session, {})
+                if trajectories or self._key(session) not in self._keys_with_turns:
+                    return next(reversed(trajectories.values()), None)
                 if time.monotonic() > deadline:
-                    raise Unreachable(f"session {session} is not closed after {timeout_s:g} s; `headrace status`")
+                    raise Unreachable(f"session {session} is not closed after {timeout_s:g} s; see `headrace status`")
                 await asyncio.sleep(_POLL_S)
 
     def forget(self, sessions: Collection[str]) -> None:
+        """Remove the state of sessions."""
         for session in sessions:
-            self._spoken.discard(self._key(session))
-            for one in self._trajectories.pop(session, {}).values():
-                for branch in range(len(one.branches)):
-                    self._fates.pop(Experience.id_of(one.trajectory_id, branch), None)
+            self._keys_with_turns.discard(self._key(session))
+            for trajectory in self._trajectories.pop(session, {}).values():
+                for branch in range(len(trajectory.branches)):
+                    self._outcomes.pop(Experience.id_of(trajectory.trajectory_id, branch), None)
 
     async def _read(self, topics: Topics) -> None:
         async for key in self._follow.keys(topics, Turn.topic):
-            self._spoken.add(key)
+            self._keys_with_turns.add(key)
         async for trajectory in self._follow.events(topics, Trajectory):
             self._trajectories.setdefault(trajectory.session_id, {})[trajectory.trajectory_id] = trajectory
         async for event in self._follow.events(topics, TrainingMetrics):
@@ -100,19 +112,19 @@ class OutcomeWatch:
         self.metrics = dict(event.metrics) or self.metrics
         if event.version is not None:
             self._versions[event.account] = event.version
-        for one in event.verdicts:
-            self._fates[one.experience_id] = (one.dropped or "", event.account)
+        for outcome in event.verdicts:
+            self._outcomes[outcome.experience_id] = (outcome.dropped or "", event.account)
         for undone in event.undone:
             if undone.queued:
-                self._fates.pop(undone.experience_id, None)
+                self._outcomes.pop(undone.experience_id, None)
             else:
-                self._fates[undone.experience_id] = ("undone", event.account)
+                self._outcomes[undone.experience_id] = ("undone", event.account)
         for restored in event.restored:
-            self._fates[restored.experience_id] = ("", event.account)
+            self._outcomes[restored.experience_id] = ("", event.account)
 
     def _outcome(self, session: str) -> SessionOutcome | None:
-        """None while something of it is not decided."""
-        if self._key(session) not in self._spoken:
+        """Return the outcome of a session, or None while an experience of it is undecided."""
+        if self._key(session) not in self._keys_with_turns:
             return SessionOutcome()
         closed = self._trajectories.get(session)
         if not closed:
@@ -120,23 +132,24 @@ class OutcomeWatch:
         reasons, account, last = [], -1, None
         for last in closed.values():
             if last.untrained is not None or not last.branches:
-                reasons.append(last.untrained or next((one.why for one in last.left_out), "empty"))
+                reasons.append(last.untrained or next((turn.why for turn in last.left_out), "empty"))
             for branch in range(0 if last.untrained else len(last.branches)):
-                fate = self._fates.get(Experience.id_of(last.trajectory_id, branch))
-                if fate is None:
+                outcome = self._outcomes.get(Experience.id_of(last.trajectory_id, branch))
+                if outcome is None:
                     return None
-                reasons.append(fate[0])
-                account = max(account, fate[1])
+                reasons.append(outcome[0])
+                account = max(account, outcome[1])
         dropped = tuple(reason for reason in reasons if reason)
         return SessionOutcome(len(reasons) - len(dropped), dropped, self._versions.get(account), account, last)
 
-    def _late(self, found: dict[str, SessionOutcome | None], timeout_s: float) -> str:
-        late = [session for session, one in found.items() if one is None]
-        shown = ", ".join(late[:_NAMED_MAX]) + (", ..." if len(late) > _NAMED_MAX else "")
-        open_ = sum(session not in self._trajectories for session in late)
+    def _timeout_message(self, outcomes: dict[str, SessionOutcome | None], timeout_s: float) -> str:
+        undecided = [session for session, outcome in outcomes.items() if outcome is None]
+        examples = ", ".join(undecided[:_NAMED_MAX]) + (", ..." if len(undecided) > _NAMED_MAX else "")
+        open_count = sum(session not in self._trajectories for session in undecided)
         return (
-            f"{len(late)} of {len(found)} sessions have no training outcome after {timeout_s:g} s ({shown}); {open_} "
-            "of them are not closed. `headrace status` and the trainer's log say what they wait for"
+            f"{len(undecided)} of {len(outcomes)} sessions have no training outcome after {timeout_s:g} s "
+            f"({examples}); "
+            f"{open_count} of them are not closed; see `headrace status` and the trainer's log"
         )
 
     def _key(self, session: str) -> str:

@@ -1,4 +1,5 @@
-"""Tools for runs that play again what was served already: those marked read-only work, and any other is refused."""
+"""Read-only tools for runs that replay a served request. Tools marked as read-only work, and any other tool is
+refused."""
 
 from __future__ import annotations
 
@@ -15,27 +16,30 @@ _READ_ONLY = "headrace_read_only"
 
 
 class WriteRefused(HeadraceError):
-    """A run that may only read called a tool that nobody marked read-only."""
+    """A read-only run called a tool that is not marked as read-only."""
 
     def __init__(self, tool: str) -> None:
         super().__init__(
-            f"{tool} is not marked read-only, and this run plays a request again that was served already: mark it with "
-            "headrace.shadow.read_only if calling it changes nothing, or give the run a sandbox in its place"
+            f"{tool} is not marked as read-only, and this run replays a request that was already served; "
+            "mark the tool with "
+            "headrace.shadow.read_only if a call changes nothing, or give the run a sandbox instead"
         )
         self.tool = tool
 
 
 def read_only(tool: T) -> T:
-    """Mark a tool: calling it again changes nothing for anybody. Whoever marks answers for it. Returns the tool."""
+    """Mark a tool as read-only and return it. The caller guarantees that a repeated call changes nothing."""
     setattr(tool, _READ_ONLY, True)
     return tool
 
 
 def guarded(name: str, tool: Tool, called: list[str], refused: list[str]) -> Tool:
-    """The tool with its signature and docstring; each call is noted in one of the lists. One that is not marked raises
-    `WriteRefused` and is never run."""
+    """Return a tool with the same signature and docstring that records each call in `called` or `refused`.
+
+    A tool that is not marked as read-only raises `WriteRefused` and is never run.
+    """
     if not callable(tool):
-        raise UsageError(f"tool {name!r} is a {type(tool).__name__}, which cannot be called; give its function")
+        raise UsageError(f"tool {name!r}: is a {type(tool).__name__}, which cannot be called; pass its function")
     allowed = bool(getattr(tool, _READ_ONLY, False))
 
     def enter() -> None:

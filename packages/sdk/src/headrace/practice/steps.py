@@ -1,4 +1,4 @@
-"""`Step`: what one step of practice came to."""
+"""`Step`: the result of one training step on tasks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from headrace.practice.runs import Run
 
 @dataclass(frozen=True)
 class Step:
-    """`number` counts from 1. `version` is what the runs made, with the registry's `decision` about it; None where the
-    trainer makes a version of several steps. `champion` is what answers now."""
+    """Result of one training step.
+
+    Attributes:
+        number: number of the step, from 1.
+        trained: number of trained experiences.
+        dropped: counts of dropped experiences by reason.
+        version: version that was trained on the runs, or None if the trainer makes a version after several steps.
+        decision: the registry's decision about `version`.
+        champion: version that serves after the step.
+    """
 
     number: int
     runs: tuple[Run, ...]
@@ -23,24 +31,24 @@ class Step:
     decision: str | None = None
     champion: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The trainer's own: loss, entropy, gradient and more."""
+    """Metrics of the trainer: loss, entropy, gradient norm and others."""
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Of the runs that failed, which have no reward."""
+        """Errors of the runs that failed and have no reward."""
         return tuple(run.error for run in self.runs if run.error is not None)
 
     @property
     def reward_mean(self) -> float | None:
-        """Over the runs that have a reward; None: none has."""
+        """Mean over the runs that have a reward, or None if there are none."""
         return mean([run.value for run in self.runs if run.value is not None])
 
     @property
     def run_metrics(self) -> dict[str, float]:
-        """The mean of each metric that runs reported, over those that did."""
+        """Mean of each metric over the runs that reported it."""
         names = {name for run in self.runs for name in run.metrics}
-        found = {name: mean([run.metrics[name] for run in self.runs if name in run.metrics]) for name in sorted(names)}
-        return {name: value for name, value in found.items() if value is not None}
+        means = {name: mean([run.metrics[name] for run in self.runs if name in run.metrics]) for name in sorted(names)}
+        return {name: value for name, value in means.items() if value is not None}
 
 
 def mean(values: list[float]) -> float | None:

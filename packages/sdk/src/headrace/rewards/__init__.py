@@ -1,13 +1,13 @@
-"""Rewards: functions to build them from, and a source of rewards of your own as a consumer of the bus.
+"""Building blocks of reward functions, and a reward source of your own as a consumer of the bus.
 
     from headrace.rewards import accuracy, guarded, too_long
 
     def answer(trajectory, context):
-        right = accuracy(trajectory.final_answer, context["expected"])
-        return guarded(right, too_long(trajectory.final_answer, length_max=400))
+        reward = accuracy(trajectory.final_answer, context["expected"])
+        return guarded(reward, too_long(trajectory.final_answer, length_max=400))
 
-The functions are plain: text and numbers in, a number from 0 to 1 out, None where they cannot tell. Those in
-`headrace.rewards.functions` read a trajectory and its context, and go into `scorer.functions` by name.
+The functions take text and numbers and return a number from 0 to 1, or None to abstain. The functions of
+`headrace.rewards.functions` take a trajectory and its context; list them by name in `scorer.functions`.
 """
 
 from __future__ import annotations

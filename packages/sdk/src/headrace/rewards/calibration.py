@@ -1,7 +1,7 @@
-"""What a cheap score is worth, learned from explicit feedback: isotonic regression with an interval, or nothing.
+"""Calibrate a cheap score against explicit feedback by isotonic regression, with an interval.
 
-R. Barlow et al., Statistical Inference under Order Restrictions (1972): pool adjacent violators. The interval is E. B.
-Wilson's (1927) of the pooled values, which is too wide rather than too narrow for values between 0 and 1.
+R. Barlow et al., Statistical Inference under Order Restrictions (1972): pool adjacent violators. The interval is that
+of E. B. Wilson (1927) for the pooled values. For values strictly between 0 and 1 it is too wide rather than too narrow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What people would say, with the interval in which that lies."""
+    """Expected value of people's feedback, with its confidence interval."""
 
     value: float
     low: float
@@ -26,7 +26,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Scores from `score` on, pooled: `count` of them, whose people's values add up to `total`."""
+    """Pooled pairs with scores from `score` on: their count, and the sum of the feedback values."""
 
     score: float
     count: int
@@ -38,10 +38,10 @@ class _Block:
 
 
 class Calibration:
-    """Learned from pairs of a score and what people said of the same run, both from 0 to 1.
+    """Calibration learned from pairs of a score and a feedback value about the same run, both from 0 to 1.
 
-    A higher score is never worth less. It abstains, with None, where fewer than `count_min` people spoke or where the
-    interval is wider than `width_max`.
+    A higher score never has a lower calibrated value. `calibrated` abstains if fewer than `count_min` feedback values
+    are pooled or the interval is wider than `width_max`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Calibration:
         self._deviations = NormalDist().inv_cdf(0.5 + confidence / 2)
 
     def calibrated(self, score: float) -> Calibrated | None:
-        """What the score is worth; None where it is not known well enough."""
+        """Return the calibrated value of a score, or None if the data are not sufficient."""
         if not self._blocks:
             return None
         block = self._blocks[max(0, bisect_right(self._scores, score) - 1)]
@@ -77,12 +77,16 @@ class Calibration:
 
 
 def _pooled(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
-    """Blocks of rising means. `pairs` are sorted by score. Raises `ValueError` for what is not from 0 to 1."""
+    """Return blocks with rising means. `pairs` must be sorted by score.
+
+    Raises:
+        ValueError: a score or a value is not from 0 to 1.
+    """
     blocks: list[_Block] = []
     for score, equal in groupby(pairs, key=itemgetter(0)):
-        values = [said for _, said in equal]
-        if not all(0 <= one <= 1 for one in (score, *values)):
-            raise ValueError(f"the score {score:g} was said to be worth {values}; both are from 0 to 1 here")
+        values = [value for _, value in equal]
+        if not all(0 <= number <= 1 for number in (score, *values)):
+            raise ValueError(f"score {score:g} with values {values}: scores and values must be from 0 to 1")
         new = _Block(score, len(values), math.fsum(values))
         while blocks and blocks[-1].mean >= new.mean:
             before = blocks.pop()

@@ -1,4 +1,4 @@
-"""Several rewards as one, and rewards on a common scale."""
+"""Combine several rewards into one, and put rewards on a common scale."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ def composite(
     *,
     combine: Literal["mean", "sum"] = "mean",
 ) -> float | None:
-    """The weighted mean or sum of the parts that can tell; a part without a weight has 1. None when no part can tell.
+    """Return the weighted mean or sum of the parts that have a value, or None if no part has one.
 
-    Raises `ValueError` for a weight of a part that there is not: a misspelt one would count as 1.
+    A part without a weight has weight 1.
+
+    Raises:
+        ValueError: a weight names no part. A misspelt name would otherwise get weight 1.
     """
     weights = weights or {}
-    strange = sorted(weights.keys() - parts.keys())
-    if strange:
-        raise ValueError(f"there is a weight for {strange[0]!r}, which is no part; the parts are {', '.join(parts)}")
-    told = [(value, weights.get(name, 1.0)) for name, value in parts.items() if value is not None]
-    total = math.fsum(weight for _, weight in told)
+    unknown_names = sorted(weights.keys() - parts.keys())
+    if unknown_names:
+        raise ValueError(f"weights: {unknown_names[0]!r} is not a part; the parts are {', '.join(parts)}")
+    weighted_values = [(value, weights.get(name, 1.0)) for name, value in parts.items() if value is not None]
+    total = math.fsum(weight for _, weight in weighted_values)
     if not total:
         return None
-    found = math.fsum(value * weight for value, weight in told)
-    return found / total if combine == "mean" else found
+    weighted_sum = math.fsum(value * weight for value, weight in weighted_values)
+    return weighted_sum / total if combine == "mean" else weighted_sum
 
 
 def relative(scores: Sequence[float | None]) -> list[float | None]:
-    """The scores that a judge gave the runs of one group, as places within it from 0 to 1; equal scores share a place.
+    """Return the ranks, from 0 to 1, of the scores that a judge gave to the runs of one group. Equal scores share a
+    rank.
 
-    A judge says reliably which of two runs is better, and less reliably by how much. So only the order counts: a judge
-    that is generous today, or that pays 0.99 for what pleases it, moves nothing. Fewer than two scores say nothing.
+    A judge orders two runs more reliably than it measures their distance. With ranks, neither a generous judge nor an
+    inflated score changes the result. With fewer than two scores all results are None.
     """
-    told = [score for score in scores if score is not None]
-    if len(told) < 2:
+    scores_given = [score for score in scores if score is not None]
+    if len(scores_given) < 2:
         return [None] * len(scores)
-    return [None if score is None else _place(score, told) for score in scores]
+    return [None if score is None else _rank(score, scores_given) for score in scores]
 
 
-def _place(score: float, told: Sequence[float]) -> float:
-    below = sum(other < score for other in told)
-    equal = sum(other == score for other in told) - 1
-    return (below + equal / 2) / (len(told) - 1)
+def _rank(score: float, scores: Sequence[float]) -> float:
+    below = sum(other < score for other in scores)
+    equal = sum(other == score for other in scores) - 1
+    return (below + equal / 2) / (len(scores) - 1)
 
 
 def standardized(rewards: Sequence[float], *, scale_min: float = 1e-3) -> list[float]:
-    """The rewards of one group less their mean, over their standard deviation where that is more than noise."""
+    """Return the rewards of one group minus their mean, divided by their standard deviation or at least by
+    `scale_min`."""
     if not rewards:
         return []
     mean = math.fsum(rewards) / len(rewards)
@@ -58,10 +63,10 @@ def standardized(rewards: Sequence[float], *, scale_min: float = 1e-3) -> list[f
 
 
 class TaskScale:
-    """Puts the rewards of unlike tasks on one scale: how far a reward lies from the mean of its own task so far.
+    """Running scale of rewards per task, which makes rewards of unlike tasks comparable.
 
-    Welford's running moments, of the rewards before the one that is asked about. It abstains until it has seen
-    `count_min` of a task, and keeps `tasks_max` tasks, those seen last.
+    It uses Welford's running moments of the earlier rewards of a task. It abstains before `count_min` rewards of a
+    task, and forgets the tasks that were used least recently beyond `tasks_max`.
     """
 
     def __init__(self, *, count_min: int = 4, scale_min: float = 0.05, tasks_max: int = 10_000) -> None:
@@ -71,26 +76,29 @@ class TaskScale:
         self._moments: dict[str, tuple[int, float, float]] = {}
 
     def scaled(self, task_id: str, reward: float) -> float | None:
-        """Where the reward lies, in deviations of its task, clipped to [-3, 3]; then it is one of those seen."""
+        """Return the distance of `reward` from the mean of its task in standard deviations, clipped to [-3, 3], then
+        add the reward to the moments."""
         count, mean, squares = self._moments.pop(task_id, (0, 0.0, 0.0))
-        found = None
+        scaled = None
         if count >= self._count_min:
             deviation = math.sqrt(squares / count)
-            found = max(-3.0, min(3.0, (reward - mean) / max(deviation, self._scale_min)))
-        moved = mean + (reward - mean) / (count + 1)
-        self._moments[task_id] = count + 1, moved, squares + (reward - mean) * (reward - moved)
+            scaled = max(-3.0, min(3.0, (reward - mean) / max(deviation, self._scale_min)))
+        new_mean = mean + (reward - mean) / (count + 1)
+        self._moments[task_id] = count + 1, new_mean, squares + (reward - mean) * (reward - new_mean)
         if len(self._moments) > self._tasks_max:
             del self._moments[next(iter(self._moments))]
-        return found
+        return scaled
 
 
 def by_task(rewards: Sequence[tuple[str, float]], *, scale_min: float = 1e-3) -> list[float]:
-    """`standardized` within each task, for a batch that holds several; in the order of `rewards`."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, (task_id, _) in enumerate(rewards):
-        places[task_id].append(place)
-    found = [0.0] * len(rewards)
-    for own in places.values():
-        for place, value in zip(own, standardized([rewards[at][1] for at in own], scale_min=scale_min), strict=True):
-            found[place] = value
-    return found
+    """Return rewards that are `standardized` within each task, in the order of `rewards`."""
+    indices: dict[str, list[int]] = defaultdict(list)
+    for index, (task_id, _) in enumerate(rewards):
+        indices[task_id].append(index)
+    scaled = [0.0] * len(rewards)
+    for group in indices.values():
+        for index, value in zip(
+            group, standardized([rewards[member][1] for member in group], scale_min=scale_min), strict=True
+        ):
+            scaled[index] = value
+    return scaled

@@ -1,7 +1,7 @@
-"""The reward library as functions for the scorer: in `scorer.functions` by name, or to `serve`.
+"""Reward functions for `scorer.functions` and `headrace.rewards.serve`.
 
-They read what they need from the context of the trajectory, which comes with turns or with feedback. Each abstains
-where its fact is missing.
+They read facts from the context of the trajectory, which is sent with turns or with feedback. Each function abstains if
+its fact is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _LENGTH_MAX = 4000
 
 
 def accuracy(trajectory: Trajectory, context: Context) -> float | None:
-    """Whether the final answer is `expected`: a text, a number (within `tolerance`), or a list of right ones."""
+    """Return whether the final answer is `context["expected"]`: a text, a number (within `tolerance`), or a list of
+    right answers."""
     expected = context.get("expected")
     if expected is None:
         return None
@@ -29,36 +30,41 @@ def accuracy(trajectory: Trajectory, context: Context) -> float | None:
 
 
 def answer_format(trajectory: Trajectory, context: Context) -> float | None:
-    """Whether the whole final answer fits the regular expression `format`; without look-around and back-references."""
+    """Return whether the whole final answer matches the regular expression `context["format"]`, which may not use
+    look-around or back-references."""
     pattern = context.get("format")
     if pattern is None:
         return None
     if not isinstance(pattern, str):
-        raise ValueError(f"context.format is of type {type(pattern).__name__}: must be a regular expression as a text")
+        raise ValueError(
+            f"context.format is of type {type(pattern).__name__}: must be a string with a regular expression"
+        )
     return answers.follows(trajectory.final_answer, pattern)
 
 
 def brevity(trajectory: Trajectory, context: Context) -> float:
-    """1 for a final answer of at most `length_max` characters (4000), falling to 0 at twice as many."""
+    """Return 1 for a final answer of at most `length_max` characters (default 4000), falling to 0 at twice that
+    length."""
     length_max = int(context.get("length_max", _LENGTH_MAX))
     return lengths.length_penalty(1.0, len(trajectory.final_answer), length_max=length_max, weight=1.0)
 
 
 def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:
-    """Whether the calls of `expected_calls` were made, with their arguments; whether calls were valid, and worked."""
+    """Score whether the calls of `expected_calls` were made with their arguments, and whether calls were valid and
+    succeeded."""
     expected: Sequence[tools.Call] = context.get("expected_calls") or ()
     score = tools.tool_score(trajectory.messages, trajectory.tools, expected)
-    found = {"tool": score.tool, "arguments": score.arguments, "success": score.success, "invalid": score.invalid}
-    criteria = {name: value for name, value in found.items() if value is not None}
+    shares = {"tool": score.tool, "arguments": score.arguments, "success": score.success, "invalid": score.invalid}
+    criteria = {name: value for name, value in shares.items() if value is not None}
     return RewardResult(value=score.value, criteria=criteria if score.value is not None else {})
 
 
 def guarded_accuracy(trajectory: Trajectory, context: Context) -> RewardResult:
-    """`accuracy`, with the answer's format where one is asked for, less what padding, repetition, pleading and needless
-    calls would have earned."""
+    """Return `accuracy`, combined with the answer's format if the context has one, reduced by the worst exploit of the
+    run."""
     answer = trajectory.final_answer
-    found = composite({"accuracy": accuracy(trajectory, context), "format": answer_format(trajectory, context)})
-    if found is None:
+    reward = composite({"accuracy": accuracy(trajectory, context), "format": answer_format(trajectory, context)})
+    if reward is None:
         return RewardResult()
     exploits = {
         "too_long": guards.too_long(answer, length_max=int(context.get("length_max", _LENGTH_MAX))),
@@ -66,4 +72,4 @@ def guarded_accuracy(trajectory: Trajectory, context: Context) -> RewardResult:
         "pleading": guards.pleading(answer),
         "tool_spam": guards.tool_spam(trajectory.messages),
     }
-    return RewardResult(value=guards.guarded(found, *exploits.values()), criteria=exploits)
+    return RewardResult(value=guards.guarded(reward, *exploits.values()), criteria=exploits)

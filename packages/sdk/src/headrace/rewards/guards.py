@@ -1,6 +1,6 @@
-"""Guards against reward hacking: each says how much of one known exploit a run shows, from 0 (none) to 1.
+"""Guards against reward hacking. Each returns how much a run shows of one known exploit, from 0 (none) to 1.
 
-A guard takes from a reward and never adds to it. So it cannot be played for, and where a run is honest nothing changes.
+A guard only reduces a reward, so that it cannot be exploited itself and leaves honest runs unchanged.
 """
 
 from __future__ import annotations
@@ -28,45 +28,47 @@ _PLEADING = re.compile(
 
 
 def guarded(reward: float, *exploits: float) -> float:
-    """The reward less the share of it that the worst exploit would have earned. A negative reward stays as it is."""
+    """Return the reward reduced by the share of the worst exploit. A negative reward is unchanged."""
     worst = max((min(max(exploit, 0.0), 1.0) for exploit in exploits), default=0.0)
     return reward if reward <= 0 else reward * (1 - worst)
 
 
 def too_long(answer: str, *, length_max: int, over_max: float = 1.0) -> float:
-    """0 up to `length_max` characters, then rising to 1 at `over_max` times as much again.
+    """Return 0 up to `length_max` characters, rising to 1 at `over_max` times `length_max` characters more.
 
-    Stops: an answer that is padded until whoever scores it is tired, or finds what it looks for somewhere in it.
+    It detects answers that are padded until the scorer overlooks errors or finds the expected text somewhere in them.
     """
     return min(1.0, max(0, len(answer) - length_max) / (length_max * over_max))
 
 
 def repetitive(answer: str, *, words: int = 4, share_free: float = 0.2) -> float:
-    """How much of the answer says again what it has said: the share of its runs of `words` words that are no news.
+    """Return the share of the answer's sequences of `words` words that repeat an earlier sequence.
 
-    Up to `share_free` is how people write. Stops: the paid phrase, or the right answer, over and over.
+    Ordinary text repeats up to `share_free`, which counts as 0. It detects rewarded phrases and answers that are
+    repeated.
     """
-    found = [word.casefold() for word in _WORD.findall(answer)]
-    runs = Counter(tuple(found[at : at + words]) for at in range(len(found) - words + 1))
-    total = sum(runs.values())
+    tokens = [word.casefold() for word in _WORD.findall(answer)]
+    sequences = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
+    total = sum(sequences.values())
     if total < 2:
         return 0.0
-    again = 1 - len(runs) / total
-    return max(0.0, (again - share_free) / (1 - share_free))
+    repeated_share = 1 - len(sequences) / total
+    return max(0.0, (repeated_share - share_free) / (1 - share_free))
 
 
 def pleading(answer: str, *, most: int = 1) -> float:
-    """Whether the answer speaks to who scores it: names its own score, or tells a judge what to do.
+    """Return whether the answer addresses its judge: it claims a score, or instructs a judge.
 
-    1 from `most` such phrases on. English. Stops: text that is written for a model that judges, not for the user.
+    The result is 1 from `most` such phrases on. Only English is recognized. It detects text that is written for a judge
+    model instead of the user.
     """
     return min(1.0, len(_PLEADING.findall(answer)) / most)
 
 
 def tool_spam(messages: Sequence[Message], *, calls_max: int = 20, repeats_free: int = 1) -> float:
-    """The larger of: equal calls beyond `repeats_free` repetitions as a share of all, and calls beyond `calls_max`.
+    """Return the larger of two shares: repeated equal calls beyond `repeats_free`, and calls beyond `calls_max`.
 
-    Stops: a bonus for each call, or for each call that works, taken with calls that nobody needs.
+    It detects runs that collect a reward per call, or per successful call, with unnecessary calls.
     """
     calls = [call.function for message in messages for call in message.tool_calls or ()]
     if not calls:
@@ -77,7 +79,7 @@ def tool_spam(messages: Sequence[Message], *, calls_max: int = 20, repeats_free:
 
 
 def _canonical(arguments: str) -> str:
-    """Equal arguments whatever the order of their names and the spaces between."""
+    """Return JSON arguments in a canonical form, independent of the order of names and of white space."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Rewards that depend on how long an answer is."""
+"""Rewards that depend on the length of an answer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ _STEP = re.compile(r"^[ \t]*(?:(?:step\s*)?\d+[.):]|[-*\u2022])[ \t]+(\S.*)$", r
 
 
 def length_penalty(reward: float, length: int, *, length_max: int = 1024, weight: float = 0.001) -> float:
-    """The reward less `weight` times what is over `length_max`, as a share of it.
+    """Return the reward minus `weight` times the relative excess of `length` over `length_max`.
 
-    A reward is never made negative by it, and one that is negative already is not changed.
+    The penalty never makes a reward negative, and a negative reward is unchanged.
     """
     over = max(0, length - length_max) / length_max
     return max(min(reward, 0.0), reward - weight * over)
 
 
 def steps(reward: float, answer: str, *, bonus: float = 0.1, most: float = 0.5) -> float:
-    """The reward with a bonus for each different step that the answer writes out as a list item, up to `most` in all.
+    """Return the reward plus `bonus` for each different step that the answer lists, up to `most` in total.
 
-    Only where the answer is right to begin with: paid for alone, steps are what a model learns to write.
+    Only a positive reward gets the bonus. Otherwise a model would learn to write steps instead of right answers.
     """
     if reward <= 0:
         return reward

@@ -1,9 +1,9 @@
-"""What traffic says by itself: the next message, failed tools, calls that are made again. Plain rules, in English.
+"""Signals that traffic contains by itself: the next message, failed tools, repeated calls. The rules are for English.
 
-A signal is a hint and no verdict: 1 speaks for a turn, 0 against it. Most turns show none, and then there is nothing to
-say. What hints are worth here is learned from explicit feedback (`headrace.rewards.calibration`).
+A signal yields hints, not verdicts: 1 supports a turn, 0 contradicts it, and most turns have none. Explicit feedback
+calibrates the value of hints (`headrace.rewards.calibration`).
 
-Packages add signals with entry points of the group `headrace.signals`, each a function like those below.
+Packages add signals as entry points of the group `headrace.signals`, each a function like those below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GROUP = "headrace.signals"
 _REPEATS_FROM = 0.85
 _COMPARED_MAX = 4000
 _WORDS_COMPARED_MAX = 500
-"""Comparing takes time in the product of the words, and a run has hundreds of turns."""
+"""Limit on compared words. The comparison takes time proportional to the product of the lengths, and a run may have
+hundreds of turns."""
 _CORRECTS = re.compile(
     r"^\W*(?:no\b(?! (?:problem|worries|need|thanks))|nope|wrong|incorrect|not (?:quite|what|that|right))"
     r"|\b(?:that(?:'s| is| was) (?:not|wrong|incorrect)|i (?:said|meant|asked)"
@@ -44,7 +45,7 @@ _THANKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One hint. `turn_id` None: about the run."""
+    """Hint of one signal. `turn_id` is None if the hint is about the whole run."""
 
     signal: str
     value: float
@@ -53,86 +54,95 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One answer of the model with what came before and after it."""
+    """One answer of the model with the messages before and after it."""
 
     turn_id: str
-    asked: str
-    """The user's last message before it; empty when there was none."""
+    question: str
+    """Last user message before the answer, or an empty string."""
     answer: Message
-    followed: tuple[Message, ...]
-    """What came between it and the next answer."""
+    following: tuple[Message, ...]
+    """Messages between this answer and the next answer."""
 
     @property
     def reply(self) -> str | None:
-        """The next message of the user; None when there was none."""
-        return next((one.text for one in self.followed if one.role == "user"), None)
+        """The next message of the user, or None."""
+        return next((message.text for message in self.following if message.role == "user"), None)
 
 
 Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
-"""Reads the exchanges of a run and its context."""
+"""Function that reads the exchanges of a run and its context and yields hints."""
 
 
 def exchanges(trajectory: Trajectory) -> list[Exchange]:
-    """Those of the first branch. Its spans are the last answers of its dialogue: earlier ones the client brought."""
+    """Return the exchanges of the first branch.
+
+    The spans of the branch are the last answers of its dialogue. The client sent the earlier answers itself.
+    """
     if not trajectory.branches or not trajectory.dialogues:
         return []
     messages, turns = trajectory.dialogues[0].messages, [span.turn_id for span in trajectory.branches[0].spans]
-    places = [at for at, one in enumerate(messages) if one.role == "assistant"][-len(turns) :]
-    found = []
-    for number, (turn_id, at) in enumerate(zip(turns[-len(places) :], places, strict=True)):
-        until = places[number + 1] if number + 1 < len(places) else len(messages)
-        asked = next((one.text for one in reversed(messages[:at]) if one.role == "user"), "")
-        found.append(Exchange(turn_id, asked, messages[at], messages[at + 1 : until]))
-    return found
+    indices = [index for index, message in enumerate(messages) if message.role == "assistant"][-len(turns) :]
+    result = []
+    for number, (turn_id, index) in enumerate(zip(turns[-len(indices) :], indices, strict=True)):
+        end = indices[number + 1] if number + 1 < len(indices) else len(messages)
+        question = next((message.text for message in reversed(messages[:index]) if message.role == "user"), "")
+        result.append(Exchange(turn_id, question, messages[index], messages[index + 1 : end]))
+    return result
 
 
 def corrected(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """The user contradicts the answer."""
-    for one in run:
-        if one.reply is not None and _CORRECTS.search(one.reply):
-            yield Hint("corrected", 0.0, one.turn_id)
+    """Yield a hint against each answer that the user contradicts."""
+    for exchange in run:
+        if exchange.reply is not None and _CORRECTS.search(exchange.reply):
+            yield Hint("corrected", 0.0, exchange.turn_id)
 
 
 def thanked(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """The user thanks for the answer, and does not correct it in the same breath."""
-    for one in run:
-        if one.reply is not None and _THANKS.search(one.reply) and not _CORRECTS.search(one.reply):
-            yield Hint("thanked", 1.0, one.turn_id)
+    """Yield a hint for each answer that the user gives thanks for without correcting it."""
+    for exchange in run:
+        if exchange.reply is not None and _THANKS.search(exchange.reply) and not _CORRECTS.search(exchange.reply):
+            yield Hint("thanked", 1.0, exchange.turn_id)
 
 
 def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """The user asks the same again: the answer was none."""
-    for one in run:
-        if one.reply is not None and one.asked and _alike(one.asked, one.reply) >= _REPEATS_FROM:
-            yield Hint("repeated", 0.0, one.turn_id)
+    """Yield a hint against each answer after which the user repeats the question."""
+    for exchange in run:
+        if (
+            exchange.reply is not None
+            and exchange.question
+            and _alike(exchange.question, exchange.reply) >= _REPEATS_FROM
+        ):
+            yield Hint("repeated", 0.0, exchange.turn_id)
 
 
 def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """A tool answered the turn's call with an error."""
-    for one in run:
-        answers = [message.text for message in one.followed if message.role == "tool"]
+    """Yield a hint for each turn with tool results: 0 if a result is an error, else 1."""
+    for exchange in run:
+        answers = [message.text for message in exchange.following if message.role == "tool"]
         if answers:
-            yield Hint("tool_failed", 0.0 if any(map(failed, answers)) else 1.0, one.turn_id)
+            yield Hint("tool_failed", 0.0 if any(map(failed, answers)) else 1.0, exchange.turn_id)
 
 
 def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """The agent makes a call again that it has made, with the same arguments."""
-    made: set[tuple[str, str]] = set()
-    for one in run:
-        calls = {(call.function.name, _canonical(call.function.arguments)) for call in one.answer.tool_calls or ()}
-        if calls & made:
-            yield Hint("looped", 0.0, one.turn_id)
-        made |= calls
+    """Yield a hint against each turn that repeats an earlier call with the same arguments."""
+    earlier_calls: set[tuple[str, str]] = set()
+    for exchange in run:
+        calls = {(call.function.name, _canonical(call.function.arguments)) for call in exchange.answer.tool_calls or ()}
+        if calls & earlier_calls:
+            yield Hint("looped", 0.0, exchange.turn_id)
+        earlier_calls |= calls
 
 
 def left(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """The run ended before the model had answered: behind a call, or with a message that nobody answered."""
-    if run and (run[-1].followed or (run[-1].answer.tool_calls and not run[-1].answer.text)):
+    """Yield a hint against a run that ended before the model answered: after a call, or after a message without an
+    answer."""
+    if run and (run[-1].following or (run[-1].answer.tool_calls and not run[-1].answer.text)):
         yield Hint("left", 0.0)
 
 
 def used(run: Sequence[Exchange], context: Mapping[str, Any]) -> Iterator[Hint]:
-    """How much of the last answer is in what was really used: the text `used` of the context, e.g. the mail as sent."""
+    """Yield the similarity of the last answer and the text `context["used"]` that was really used, for example the sent
+    mail."""
     text = context.get("used")
     if run and isinstance(text, str):
         yield Hint("used", _alike(run[-1].answer.text, text))
@@ -144,35 +154,41 @@ def _signals() -> tuple[Signal, ...]:
 
 
 def hints(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Hint]:
-    """What all installed signals say of a run."""
+    """Return the hints of all installed signals about a run."""
     run = exchanges(trajectory)
     return [hint for signal in _signals() for hint in signal(run, context)]
 
 
 def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
-    """The mean over the signals of a run, each with the mean of its hints, and the mean of the hints on each turn;
-    abstains where there is none. A reward function.
+    """Reward function: return the mean over the signals of a run, each with the mean of its hints.
 
-    Signals count alike: however many calls worked, what the user says of the answer weighs as much.
+    It also returns the mean of the hints on each turn, and abstains if there are no hints. Signals have equal weight,
+    so that many successful calls do not outweigh the user's message.
     """
-    found = hints(trajectory, context)
+    all_hints = hints(trajectory, context)
     by_signal: dict[str, list[float]] = {}
     by_turn: dict[str, list[float]] = {}
-    for one in found:
-        by_signal.setdefault(one.signal, []).append(one.value)
-        if one.turn_id is not None:
-            by_turn.setdefault(one.turn_id, []).append(one.value)
+    for hint in all_hints:
+        by_signal.setdefault(hint.signal, []).append(hint.value)
+        if hint.turn_id is not None:
+            by_turn.setdefault(hint.turn_id, []).append(hint.value)
     turns = {turn_id: sum(values) / len(values) for turn_id, values in by_turn.items()}
-    if not found:
+    if not all_hints:
         return RewardResult()
     criteria = {name: sum(values) / len(values) for name, values in by_signal.items()}
     return RewardResult(value=sum(criteria.values()) / len(criteria), criteria=criteria, turns=turns)
 
 
-def _alike(one: str, other: str) -> float:
-    """From 0 to 1, by words; of long texts the beginnings."""
-    some, others = (normalized(text[:_COMPARED_MAX]).split()[:_WORDS_COMPARED_MAX] for text in (one, other))
-    return SequenceMatcher(None, some, others, autojunk=False).ratio() if some and others else 0.0
+def _alike(first: str, second: str) -> float:
+    """Return the similarity of two texts by words, from 0 to 1. Only the beginnings of long texts are compared."""
+    first_words, second_words = (
+        normalized(text[:_COMPARED_MAX]).split()[:_WORDS_COMPARED_MAX] for text in (first, second)
+    )
+    return (
+        SequenceMatcher(None, first_words, second_words, autojunk=False).ratio()
+        if first_words and second_words
+        else 0.0
+    )
 
 
 def _canonical(arguments: str) -> str:

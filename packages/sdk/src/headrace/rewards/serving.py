@@ -7,8 +7,8 @@
 
     serve(short, source="short", bus="127.0.0.1:9092")
 
-Start as many of these processes as you like, in any language: see docs/producing.md. For functions that the scorer runs
-itself, name them in `scorer.functions` instead.
+Any number of these processes may run, in any language; see docs/producing.md. To run functions in the scorer itself,
+list them in `scorer.functions` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
 Verdict = float | Mapping[str, float] | RewardResult | None
-"""A number scores, None abstains, a dict of criteria scores by its `value` or its mean."""
+"""Result of a reward function: a number, None to abstain, or a dict of criteria, whose score is its `value` or its
+mean."""
 Function = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
 _BATCH_MAX = 50
 _POLL_MS = 500
@@ -45,12 +46,15 @@ _REASON_LENGTH_MAX = 1000
 
 
 def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
-    """Reward every new trajectory with `function`, as `source`, until SIGINT or SIGTERM.
+    """Reward every new trajectory with `function` until SIGINT or SIGTERM.
 
-    Processes with one `source` share the work and continue where they were. A crash repeats calls, and each verdict
-    counts once. An exception is the outcome `failed`, a call that takes longer than `timeout_s` is `timed_out`; neither
-    is a score. A function that is not async cannot be stopped, so after its time-out this raises `HeadraceError`, for
-    the process to be started again. Raises `Unreachable` when the bus goes away for good.
+    Processes with the same `source` share the work and continue from the committed offsets. After a crash calls are
+    repeated, and each verdict counts once. An exception results in the outcome `failed`, and a call longer than
+    `timeout_s` in `timed_out`; neither is a score.
+
+    Raises:
+        HeadraceError: a function that is not async timed out. It cannot be cancelled, so the process must be restarted.
+        Unreachable: the bus stopped answering.
     """
 
     async def until_stopped() -> None:
@@ -64,7 +68,7 @@ def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0)
 
 
 async def consume(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
-    """What `serve` does, until cancelled."""
+    """Reward every new trajectory with `function` until cancelled. `serve` describes the arguments."""
     try:
         from aiokafka import AIOKafkaConsumer
         from aiokafka.errors import KafkaError
@@ -81,28 +85,28 @@ async def consume(function: Function, *, source: str, bus: str, timeout_s: float
         try:
             await reader.start()
             while True:
-                await _batch(reader, producer, function, source, timeout_s)
+                await _reward_batch(reader, producer, function, source, timeout_s)
         except (KafkaError, OSError) as error:
             raise await unreachable(bus, error) from error
         finally:
             await reader.stop()
 
 
-async def _batch(
+async def _reward_batch(
     reader: AIOKafkaConsumer, producer: Producer, function: Function, source: str, timeout_s: float
 ) -> None:
-    """Verdicts are durable before the position is."""
+    """Reward one batch of trajectories. The rewards are durable before the offsets are committed."""
     batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
     reached = {}
     stuck = None
-    for place, record in ((place, record) for place, records in batches.items() for record in records):
+    for partition, record in ((partition, record) for partition, records in batches.items() for record in records):
         trajectory = await _trajectory(record)
         if trajectory is not None:
             rewards = await verdicts(function, trajectory, source, timeout_s)
             await producer.send([Outgoing.of(reward, f"rewards/{source}") for reward in rewards])
             if rewards[0].outcome == "timed_out" and not inspect.iscoroutinefunction(function):
                 stuck = trajectory.trajectory_id
-        reached[place] = record.offset + 1
+        reached[partition] = record.offset + 1
         if stuck is not None:
             break
     if reached:
@@ -112,7 +116,8 @@ async def _batch(
 
 
 async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
-    """None for what is no trajectory: the scorer reads the same topic, and dead-letters it."""
+    """Return the trajectory of a record, or None for any other record: the scorer reads the same topic and dead-letters
+    it."""
     try:
         event = await event_of(record.topic, record.value, record.headers)
     except (InvalidEvent, UsageError):
@@ -121,12 +126,13 @@ async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
 
 
 async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
-    """The reward of a trajectory. An error of `function` is an outcome of its own and never a score (P6)."""
+    """Return the reward of a trajectory. An error of `function` results in its own outcome and never in a score
+    (P6)."""
     return (await verdicts(function, trajectory, source, timeout_s))[0]
 
 
 async def verdicts(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> list[Reward]:
-    """The reward of a trajectory, then those of its turns, where the function says what they are worth."""
+    """Return the reward of a trajectory, followed by the rewards of its turns if the function returned any."""
     outcome: Outcome
     result, limit = RewardResult(), asyncio.timeout(timeout_s)
     try:
@@ -137,7 +143,7 @@ async def verdicts(function: Function, trajectory: Trajectory, source: str, time
     except Exception as error:  # noqa: BLE001 (a user's function may raise anything)
         outcome = "timed_out" if limit.expired() else "failed"
         result = RewardResult(reason=describe_error(error)[:_REASON_LENGTH_MAX] if outcome == "failed" else None)
-    whole = Reward(
+    trajectory_reward = Reward(
         time=utcnow(),
         trajectory_id=trajectory.trajectory_id,
         session_key=trajectory.session_key,
@@ -148,27 +154,28 @@ async def verdicts(function: Function, trajectory: Trajectory, source: str, time
         criteria=result.criteria,
         reason=result.reason,
     )
-    spoken = {turn_id for branch in trajectory.branches for turn_id in branch.turn_ids}
-    of_turn: dict[str, Any] = {"outcome": "scored", "criteria": {}, "reason": None}
-    return [whole] + [
-        whole.model_copy(update={**of_turn, "turn_id": turn_id, "value": value})
+    known_turns = {turn_id for branch in trajectory.branches for turn_id in branch.turn_ids}
+    turn_fields: dict[str, Any] = {"outcome": "scored", "criteria": {}, "reason": None}
+    return [trajectory_reward] + [
+        trajectory_reward.model_copy(update={**turn_fields, "turn_id": turn_id, "value": value})
         for turn_id, value in result.turns.items()
-        if turn_id in spoken
+        if turn_id in known_turns
     ]
 
 
 async def _in_thread(function: Function, trajectory: Trajectory) -> Any:
-    """Off the event loop, which keeps our place in the group; a thread that never ends does not keep the process."""
+    """Call the function in a daemon thread, so that the event loop keeps the group membership and a stuck call cannot
+    block the exit."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    result: asyncio.Future[Any] = loop.create_future()
 
     def settle(returned: Any, error: BaseException | None) -> None:
-        if done.done():
+        if result.done():
             return
         if error is not None:
-            done.set_exception(error)
+            result.set_exception(error)
         else:
-            done.set_result(returned)
+            result.set_result(returned)
 
     def work() -> None:
         returned, problem = None, None
@@ -176,11 +183,11 @@ async def _in_thread(function: Function, trajectory: Trajectory) -> Any:
             returned = function(trajectory)
         except Exception as error:  # noqa: BLE001 (raised again where it is awaited)
             problem = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the result is not needed any more
             loop.call_soon_threadsafe(settle, returned, problem)
 
     threading.Thread(target=work, daemon=True).start()
-    return await done
+    return await result
 
 
 def _result(returned: object) -> RewardResult:

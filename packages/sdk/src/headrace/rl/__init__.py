@@ -1,7 +1,7 @@
-"""The names of AgentScope's article about agentic RL, over running services. Every call waits for what it asks for.
+"""The names of AgentScope's article about agentic RL, on running services. Every call waits for its result.
 
-The agent is any object that answers `run(text)` and has an OpenAI client (`headrace.practice.agents`). A trainer uses
-the stack that was entered (`headrace.stack`), or starts a private one that lasts until the program ends.
+An agent is any object with a method `run(text)` and an OpenAI client (`headrace.practice.agents`). A trainer uses the
+entered stack (`headrace.stack`), or starts a private stack that lasts until the program ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`OnlineTrainer`, `TrinityRFT` and `RLRuntime`: the article's loop. The services train and update by themselves, so
-its manual calls wait until that has happened."""
+"""`OnlineTrainer`, `TrinityRFT` and `RLRuntime` with the interfaces of the article.
+
+The services train and update continuously, so the manual calls of the article wait for the services.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,31 @@ from typing import Any, Self
 from headrace.errors import UsageError
 from headrace.practice.arguments import check_names, merge_settings, real_number, whole_number
 from headrace.practice.blocking import blocking
-from headrace.practice.collecting import Rate, collected, run_and_collect, say
+from headrace.practice.collecting import Rate, collect_run, run_and_collect, send_reward
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.stack import Stack, stack_for
 
-_RANK, _RATE, _BATCH = "trainer.lora.rank", "trainer.optimizer.learning_rate", "trainer.batch_experiences"
+_RANK_SETTING, _LEARNING_RATE_SETTING, _BATCH_SETTING = (
+    "trainer.lora.rank",
+    "trainer.optimizer.learning_rate",
+    "trainer.batch_experiences",
+)
 _KNOWN_MODEL = {"base_model", "lora_rank"}
 _KNOWN_TRAINING = {"batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", "learning_rate"}
 _REMEDY = "leave it out, or set what you mean by settings="
 _INTERVALS = {
-    _BATCH: "trainer_config.train_interval",
+    _BATCH_SETTING: "trainer_config.train_interval",
     "trainer.batch_experiences_min": "trainer_config.train_interval",
     "trainer.steps_per_version": "trainer_config.update_interval",
 }
 
 
 class TrinityRFT:
-    """What trains: settings of a trainer. A step is on `batch_size` times `gradient_accumulation_steps` runs.
+    """Algorithm and settings of a trainer. A step trains `batch_size` times `gradient_accumulation_steps` runs.
 
-    `algorithm` is any that the trainer has; one that it has not is refused by name. `settings` are ours; they may not
-    contradict the other arguments.
+    Args:
+        algorithm: any algorithm of the trainer; an unknown algorithm is refused by name.
+        settings: settings of Headrace by dotted name. They must not contradict the other arguments.
     """
 
     def __init__(
@@ -46,31 +53,37 @@ class TrinityRFT:
         check_names("model_config", model, _KNOWN_MODEL, _REMEDY)
         check_names("training_config", training, _KNOWN_TRAINING, _REMEDY)
         if "gradient_accumulation_steps" in training and "batch_size" not in training:
-            raise UsageError("training_config.gradient_accumulation_steps: multiplies batch_size; name that as well")
+            raise UsageError(
+                "training_config.gradient_accumulation_steps: multiplies batch_size; set batch_size as well"
+            )
         self.base = model.get("base_model")
         self.epochs = whole_number("training_config.epochs", training.get("epochs", 1))
-        own: dict[str, object] = {"trainer.algorithm": algorithm}
+        argument_settings: dict[str, object] = {"trainer.algorithm": algorithm}
         names = {"trainer.algorithm": "algorithm"}
         if "lora_rank" in model:
-            own[_RANK] = whole_number("model_config.lora_rank", model["lora_rank"], least=0)
-            names[_RANK] = "model_config.lora_rank"
+            argument_settings[_RANK_SETTING] = whole_number("model_config.lora_rank", model["lora_rank"], least=0)
+            names[_RANK_SETTING] = "model_config.lora_rank"
         if "learning_rate" in training:
-            own[_RATE] = real_number("training_config.learning_rate", training["learning_rate"])
-            names[_RATE] = "training_config.learning_rate"
+            argument_settings[_LEARNING_RATE_SETTING] = real_number(
+                "training_config.learning_rate", training["learning_rate"]
+            )
+            names[_LEARNING_RATE_SETTING] = "training_config.learning_rate"
         if "batch_size" in training:
-            times = whole_number(
+            accumulation_steps = whole_number(
                 "training_config.gradient_accumulation_steps", training.get("gradient_accumulation_steps", 1)
             )
-            own[_BATCH] = whole_number("training_config.batch_size", training["batch_size"]) * times
-            names[_BATCH] = "training_config.batch_size"
-        self.settings = merge_settings(own, settings or {}, names)
+            argument_settings[_BATCH_SETTING] = (
+                whole_number("training_config.batch_size", training["batch_size"]) * accumulation_steps
+            )
+            names[_BATCH_SETTING] = "training_config.batch_size"
+        self.settings = merge_settings(argument_settings, settings or {}, names)
         self._data_dir = training.get("checkpoint_dir")
         self._exits = ExitStack()
         self._stack: Stack | None = None
 
     @property
     def stack(self) -> Stack:
-        """The stack that was entered, which has to be set to this; else a private one, entered until `close`."""
+        """The entered stack, whose settings must agree, or else a private stack, which stays entered until `close`."""
         if self._stack is None:
             self._stack = self._exits.enter_context(stack_for(self.base, self.settings, self._data_dir))
         return self._stack
@@ -81,108 +94,123 @@ class TrinityRFT:
 
 
 class OnlineTrainer:
-    """Gives the agent `run_and_collect`; sends what is added, and waits for what the trainer makes of it."""
+    """Trainer that sends rewards of added records and waits for the outcome. It gives the agent `run_and_collect`."""
 
     def __init__(self, agent: Any, framework: TrinityRFT, reward_function: Rate | None = None) -> None:
         if framework.epochs != 1:
             raise UsageError(
-                f"training_config.epochs = {framework.epochs}: an online trainer trains on each run once; leave it out"
+                f"training_config.epochs = {framework.epochs}: an online trainer trains each run once; leave epochs out"
             )
         self.agent = agent
         self.framework = framework
         self.stack = framework.stack
         self.buffer: list[dict[str, Any]] = []
         self.config = SimpleNamespace(min_samples=int(self.stack.settings()["trainer.batch_experiences"]))
-        """`min_samples` is the trainer's own batch: with so many there is a step."""
+        """`min_samples` is the batch size of the trainer, which takes a step when it has that many runs."""
         self.version = self.stack.serving()
-        """The one that the agent was last updated to."""
+        """Version that the agent was last updated to."""
         self._watch = OutcomeWatch(self.stack)
-        if not self.stack.is_private:  # there is too much before
+        if not self.stack.is_private:  # a running stack may have long topics
             blocking(self._watch.begin())
         agent.run_and_collect = partial(run_and_collect, agent, reward_function=reward_function)
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
-        """Its `total_reward` is the feedback about its session. One without a reward waits for the services' own."""
-        say(self.stack, trajectory)
+        """Send the record's `total_reward` as feedback about its session. A record without a reward waits for the
+        services' own sources."""
+        send_reward(self.stack, trajectory)
         self.buffer.append(dict(trajectory))
 
     def train_step(self, timeout_s: float = 600.0) -> dict[str, float]:
-        """Returns when the trainer has said what became of everything in the buffer, which is empty then, and the
-        registry has decided about the version. Training itself does not wait for this call."""
+        """Wait until the trainer has reported the outcome of every record in the buffer and the registry has decided
+        about the version.
+
+        It then empties the buffer and returns the trainer's metrics with counts of trained and dropped experiences. The
+        services train independently of this call.
+        """
         return blocking(self._step(timeout_s))
 
     train = train_step
 
     def should_update(self) -> bool:
-        """Whether another version answers than the agent was last updated to."""
+        """Return whether another version serves than the one that the agent was last updated to."""
         return self.stack.serving() != self.version
 
     def update_agent_model(self) -> str | None:
-        """Note the version that answers now. The agent's next session gets it without this call."""
+        """Store the version that serves now and return it. The agent's next session uses it also without this call."""
         self.version = self.stack.serving()
         return self.version
 
     async def _step(self, timeout_s: float) -> dict[str, float]:
-        sessions = [str(one["conversation_id"]) for one in self.buffer]
+        sessions = [str(record["conversation_id"]) for record in self.buffer]
         if not sessions:
-            raise UsageError("the buffer is empty; add_trajectory comes first")
-        found = await self._watch.until_known(sessions, timeout_s)
-        if unseen := [session for session, one in found.items() if one.trajectory is None]:
-            raise UsageError(f"session {unseen[0]} made no call that this trainer has seen; make the trainer before it")
-        last = max(found.values(), key=lambda one: one.account)
+            raise UsageError("the buffer is empty; call add_trajectory first")
+        outcomes = await self._watch.until_known(sessions, timeout_s)
+        if unseen := [session for session, outcome in outcomes.items() if outcome.trajectory is None]:
+            raise UsageError(
+                f"session {unseen[0]} made no call that this trainer has seen; create the trainer before the session"
+            )
+        last = max(outcomes.values(), key=lambda outcome: outcome.account)
         if last.version is not None:
             await self.stack.until_decided(last.version, timeout_s)
         self.buffer.clear()
         self._watch.forget(sessions)
-        if {reason for one in found.values() for reason in one.dropped or ("",)} == {"foreign_version"}:
+        if {reason for outcome in outcomes.values() for reason in outcome.dropped or ("",)} == {"foreign_version"}:
             raise UsageError(
-                f"nothing of the buffer was trained: {self.stack.serving()}, which answered, is not of this trainer's "
-                "lineage (a job's version, or one of another base). Roll it back, or begin a stack with its files as "
-                "base: `headrace models export`"
+                f"no record of the buffer was trained: the serving version {self.stack.serving()} does not belong to "
+                "this trainer's lineage (a version of a job, or of another base); roll it back, or start a stack with "
+                "its files as base (`headrace models export`)"
             )
-        counts = {"trained": float(sum(one.trained for one in found.values()))}
-        counts["dropped"] = float(sum(len(one.dropped) for one in found.values()))
+        counts = {"trained": float(sum(outcome.trained for outcome in outcomes.values()))}
+        counts["dropped"] = float(sum(len(outcome.dropped) for outcome in outcomes.values()))
         return {**self._watch.metrics, **counts}
 
 
 class RLRuntime:
-    """Training inside of the runtime. `trainer_config`: `algorithm`; `train_interval`, runs of the agent between two
-    steps; `update_interval`, steps between two versions; `checkpoint_dir`, where a private stack keeps its data; and
-    `model_config`, `reward_function`, `settings` as `TrinityRFT` and `OnlineTrainer` take them."""
+    """Continuous training of a running agent.
+
+    Args:
+        trainer_config: `algorithm`; `train_interval`, runs of the agent between two steps; `update_interval`, steps
+            between two versions; `checkpoint_dir`, data directory of a private stack; and `model_config`,
+            `reward_function` and `settings` as for `TrinityRFT` and `OnlineTrainer`.
+    """
 
     def __init__(self, agent: Any, trainer_config: Mapping[str, Any]) -> None:
-        given = dict(trainer_config)
-        if wrong := next((name for name in ("batch_size", "gradient_accumulation_steps") if name in given), None):
-            raise UsageError(f"trainer_config.{wrong}: train_interval sets the runs of a step; leave {wrong} out")
-        self.agent, self._rate = agent, given.pop("reward_function", None)
-        names = {setting: name for setting, name in _INTERVALS.items() if name.partition(".")[2] in given}
-        runs = whole_number("trainer_config.train_interval", given.pop("train_interval", 10))
-        steps = whole_number("trainer_config.update_interval", given.pop("update_interval", 100))
-        intervals = {_BATCH: runs, "trainer.batch_experiences_min": runs, "trainer.steps_per_version": steps}
-        settings = merge_settings(intervals, given.pop("settings", {}), names)
-        algorithm, model = str(given.pop("algorithm", "ppo")), given.pop("model_config", {})
-        self.framework = TrinityRFT(algorithm, model, given, settings)
+        config = dict(trainer_config)
+        if conflicting := next(
+            (name for name in ("batch_size", "gradient_accumulation_steps") if name in config), None
+        ):
+            raise UsageError(
+                f"trainer_config.{conflicting}: train_interval already sets the runs of a step; leave {conflicting} out"
+            )
+        self.agent, self._rate = agent, config.pop("reward_function", None)
+        names = {setting: name for setting, name in _INTERVALS.items() if name.partition(".")[2] in config}
+        runs = whole_number("trainer_config.train_interval", config.pop("train_interval", 10))
+        steps = whole_number("trainer_config.update_interval", config.pop("update_interval", 100))
+        intervals = {_BATCH_SETTING: runs, "trainer.batch_experiences_min": runs, "trainer.steps_per_version": steps}
+        settings = merge_settings(intervals, config.pop("settings", {}), names)
+        algorithm, model = str(config.pop("algorithm", "ppo")), config.pop("model_config", {})
+        self.framework = TrinityRFT(algorithm, model, config, settings)
         self.trainer: OnlineTrainer | None = None
 
     def start(self) -> Self:
-        """From now on each `agent.run(text)` is a session that is captured, rewarded and trained."""
+        """Make each `agent.run(text)` a session that is captured, rewarded and trained."""
         self.trainer = OnlineTrainer(self.agent, self.framework, self._rate)
-        answer = self.agent.run
+        original_run = self.agent.run
 
         def run(text: Any) -> Any:
-            self.agent.run = answer
+            self.agent.run = original_run
             try:
-                return collected(self.agent, text, reward_function=self._rate)[1]
+                return collect_run(self.agent, text, reward_function=self._rate)[1]
             finally:
-                self.agent.run = replaced
+                self.agent.run = replacement
 
         async def run_async(text: Any) -> Any:
             return await asyncio.to_thread(run, text)
 
-        replaced = self.agent.run = run_async if asyncio.iscoroutinefunction(answer) else run
+        replacement = self.agent.run = run_async if asyncio.iscoroutinefunction(original_run) else run
         return self
 
     def stop(self) -> None:
-        """The agent is as it was, but for `run_and_collect`; a private stack stops."""
+        """Restore the agent's `run` and stop a private stack. The agent keeps `run_and_collect`."""
         self.agent.__dict__.pop("run", None)
         self.framework.close()

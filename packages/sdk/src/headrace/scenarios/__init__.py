@@ -1,4 +1,5 @@
-"""Trainers for three kinds of agents, under the names of AgentScope's article: maths, tool use, a game of several."""
+"""Trainers for three kinds of agents, under the names of AgentScope's article: maths, tool use and multi-agent
+games."""
 
 from __future__ import annotations
 

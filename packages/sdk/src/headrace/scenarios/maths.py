@@ -1,4 +1,4 @@
-"""`MathAgentTrainer`: problems with one answer, rewarded for being right, brief and in form."""
+"""`MathAgentTrainer`: problems with one right answer, rewarded for correctness, brevity and format."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.practice.agents import asked, plugged, text_of
+from headrace.practice.agents import call_agent, plugged, text_of
 from headrace.practice.arguments import whole_number
 from headrace.practice.blocking import blocking
-from headrace.practice.practising import practise
 from headrace.practice.runs import Run, worth_of
 from headrace.practice.steps import Step
+from headrace.practice.training import train_on_tasks
 from headrace.rl.training import TrinityRFT
 
 PARTS = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
@@ -21,8 +21,14 @@ _ANSWER = re.compile(r"^[^\S\n]*+(?:final\s++)?answer\s*+[:=]\s*+(\S.*)", re.IGN
 
 
 class MathAgentTrainer:
-    """`reward_function`: what a right answer, each numbered step and the right form are worth. The form is one line
-    `Thought`, numbered steps, and one line `Answer:`. `epochs` of the training config go over all problems."""
+    """Trainer for an agent that solves maths problems.
+
+    The expected format is one line `Thought`, numbered steps, and one line `Answer:`.
+
+    Args:
+        reward_function: value of a right answer, of each numbered step, and of the expected format.
+        training_config: as for `TrinityRFT`; `epochs` counts passes over all problems.
+    """
 
     def __init__(
         self,
@@ -36,14 +42,13 @@ class MathAgentTrainer:
         self.framework = TrinityRFT(algorithm, model_config, training_config, settings)
 
     def parts(self, answer: str, expected: str) -> dict[str, float]:
-        """What one answer is worth, by part. Their sum is the reward."""
+        """Return the reward of one answer by part. Their sum is the reward."""
         counts = measured(answer, expected)
         counted = zip(PARTS, (counts["accuracy"], counts["steps"], counts["format"]), strict=True)
         return {name: self.worth[name] * count for name, count in counted}
 
     def train(self, agent: Any, problems: Sequence[Mapping[str, Any]], group_size: int = 8) -> list[Step]:
-        """Practise problems {"question", "answer"} until the epochs are over. The agent plays one run after the
-        other."""
+        """Train on problems {"question", "answer"} until the epochs are over. The agent plays one run at a time."""
         stack = self.framework.stack
         batch = int(stack.settings()["trainer.batch_experiences"])
         group_size = whole_number("group_size", group_size)
@@ -52,26 +57,26 @@ class MathAgentTrainer:
 
         async def play(task: Mapping[str, Any], run: Run) -> None:
             with plugged(agent, stack.base_url, run.session().headers, run.model, stack.api_key):
-                answer = text_of(await asked(agent, str(task["question"])))
+                answer = text_of(await call_agent(agent, str(task["question"])))
             run.reward(parts=self.parts(answer, str(task["answer"])), metrics=measured(answer, str(task["answer"])))
 
         async def all_steps() -> list[Step]:
             sizes = {"group_size": group_size, "tasks_per_step": tasks_per_step, "steps": steps, "at_once": 1}
-            return [step async for step in practise(stack, problems, play, **sizes)]
+            return [step async for step in train_on_tasks(stack, problems, play, **sizes)]
 
         return blocking(all_steps())
 
 
 def measured(answer: str, expected: str) -> dict[str, float]:
-    """`accuracy`, `steps` and `format` of one answer."""
-    said = _ANSWER.findall(answer)
-    form = len(said) == 1 and len(_THOUGHT.findall(answer)) == 1 and bool(_STEP.search(answer))
-    right = bool(said) and _same(said[-1], expected)
-    return {"accuracy": float(right), "steps": float(len(_STEP.findall(answer))), "format": float(form)}
+    """Return `accuracy`, `steps` and `format` of one answer."""
+    answer_lines = _ANSWER.findall(answer)
+    has_format = len(answer_lines) == 1 and len(_THOUGHT.findall(answer)) == 1 and bool(_STEP.search(answer))
+    is_right = bool(answer_lines) and _same_answer(answer_lines[-1], expected)
+    return {"accuracy": float(is_right), "steps": float(len(_STEP.findall(answer))), "format": float(has_format)}
 
 
-def _same(said: str, expected: str) -> bool:
+def _same_answer(answer: str, expected: str) -> bool:
     try:
-        return float(said) == float(expected)
+        return float(answer) == float(expected)
     except ValueError:
-        return " ".join(said.split()).lower() == " ".join(expected.split()).lower()
+        return " ".join(answer.split()).lower() == " ".join(expected.split()).lower()

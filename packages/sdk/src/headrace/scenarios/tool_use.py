@@ -1,5 +1,4 @@
-"""`ToolUseTrainer` and `ToolUseEvaluator`: is the right tool called, with the right arguments, and does the call
-work?"""
+"""`ToolUseTrainer` and `ToolUseEvaluator`: rewards for the right tool, the right arguments and a successful call."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.arguments import score
-from headrace.practice.collecting import run_and_collect, say
+from headrace.practice.collecting import run_and_collect, send_reward
 from headrace.practice.runs import worth_of
 from headrace.rl.training import OnlineTrainer, TrinityRFT
 from headrace.stack.offline import train_rows
@@ -19,11 +18,16 @@ PARTS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid
 
 
 class ToolUseTrainer:
-    """`reward_function`: what each part of a tool call is worth. `expected(record)` returns {"tool", "args"} for a
-    record, or None; a record may have `expected` itself. `tools`: names that exist; None takes every name for one.
+    """Trainer for tool calls.
 
-    With the algorithm `dpo`, `train` compares runs of one prompt in pairs. With others the services train by
-    themselves, and `train` waits for it.
+    With the algorithm `dpo`, `train` compares runs of one prompt in pairs. With other algorithms the services train
+    continuously, and `train` waits for them.
+
+    Args:
+        reward_function: value of each part of a tool call.
+        expected: function that returns {"tool", "args"} for a record, or None. A record may also have `expected`
+            itself.
+        tools: names of existing tools; None accepts every name.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class ToolUseTrainer:
         self._online: OnlineTrainer | None = None
 
     def connect(self, agent: Any) -> None:
-        """Give the agent `run_and_collect`, on this trainer's stack."""
+        """Give the agent the method `run_and_collect`, bound to this trainer's stack."""
         if self.algorithm == "dpo":
             _ = self.framework.stack
             agent.run_and_collect = partial(run_and_collect, agent)
@@ -53,34 +57,42 @@ class ToolUseTrainer:
             self._online = OnlineTrainer(agent, self.framework)
 
     def parts(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """The reward by part: of the first call, which shows whether the model knew what to do. No call earns
-        nothing."""
-        wanted = record.get("expected") or (self._expected(record) if self._expected else None)
+        """Return the reward of a record by part.
+
+        Only the first call counts, because it shows whether the model knew what to do. A record without a call has
+        reward 0.
+        """
+        expected_call = record.get("expected") or (self._expected(record) if self._expected else None)
         call = next(iter(record["tool_calls"]), None)
         if call is None:
             return dict.fromkeys(PARTS, 0.0)
-        known = self.tools is None or call["tool"] in self.tools
-        right = known and (wanted is None or call["tool"] == wanted["tool"])
+        is_known = self.tools is None or call["tool"] in self.tools
+        is_right = is_known and (expected_call is None or call["tool"] == expected_call["tool"])
         hits = {
-            "correct_tool": right,
-            "correct_args": right and wanted is not None and call["args"] == wanted.get("args"),
-            "tool_success": known and call["result"] is not None and not failed(call["result"]),
-            "invalid_tool": not known,
+            "correct_tool": is_right,
+            "correct_args": is_right and expected_call is not None and call["args"] == expected_call.get("args"),
+            "tool_success": is_known and call["result"] is not None and not is_error(call["result"]),
+            "invalid_tool": not is_known,
         }
         return {name: self.worth[name] * hit for name, hit in hits.items()}
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
-        """Reward the record, send the total as feedback about its session, and keep it for `train`."""
+        """Compute the reward of a record, send the total as feedback about its session, and store the record for
+        `train`."""
         parts = self.parts(trajectory)
         record = {**trajectory, "rewards": parts, "total_reward": sum(parts.values())}
         self.records.append(record)
         if self._online is not None:
             self._online.add_trajectory(record)
         else:
-            say(self.framework.stack, record)
+            send_reward(self.framework.stack, record)
 
     def train(self) -> str | None:
-        """Returns the version that serves then. With `dpo`, raises `UsageError` when no two runs of a prompt differ."""
+        """Train on the added records and return the version that serves afterwards.
+
+        Raises:
+            UsageError: with `dpo`, if no two runs of one prompt have different rewards.
+        """
         stack = self.framework.stack
         if self._online is not None:
             self._online.train_step()
@@ -91,41 +103,44 @@ class ToolUseTrainer:
 
 
 class ToolUseEvaluator:
-    """Shares of right tools and right argument sets, in percent."""
+    """Evaluator that returns the shares of right tools and right argument sets, in percent."""
 
     def evaluate(self, agent: Any, test_cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Each case is {"input", "tool", "args"}. Nothing of it is trained."""
+        """Run the agent on test cases {"input", "tool", "args"}. The runs are not trained."""
         if not test_cases:
-            raise UsageError("there are no test cases")
-        right = {"tool_accuracy": 0, "arg_accuracy": 0}
+            raise UsageError("test_cases: must not be empty")
+        counts = {"tool_accuracy": 0, "arg_accuracy": 0}
         for case in test_cases:
             record = run_and_collect(agent, str(case["input"]), purpose="eval")
             call = next(iter(record["tool_calls"]), {"tool": None, "args": None})
-            right["tool_accuracy"] += call["tool"] == case["tool"]
-            right["arg_accuracy"] += call["tool"] == case["tool"] and call["args"] == case.get("args")
-        return {name: 100.0 * count / len(test_cases) for name, count in right.items()}
+            counts["tool_accuracy"] += call["tool"] == case["tool"]
+            counts["arg_accuracy"] += call["tool"] == case["tool"] and call["args"] == case.get("args")
+        return {name: 100.0 * count / len(test_cases) for name, count in counts.items()}
 
 
 def pairs(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the runs of each prompt the best against each that is worse, as whole conversations."""
+    """Return preference pairs as whole conversations: for each prompt the best run against each worse run."""
     by_prompt: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
-        asked = next(one["content"] for one in record["messages"] if one["role"] == "user")
-        by_prompt[asked].append(record)
-    found = []
-    for same in by_prompt.values():
-        best = max(same, key=lambda one: score("total_reward", one["total_reward"]))
-        worse = [one for one in same if one["total_reward"] < best["total_reward"]]
-        found += [{"chosen": first_answer(best), "rejected": first_answer(one)} for one in worse]
-    if not found:
-        raise UsageError("no two runs of one prompt have different rewards, so there is no pair to learn from")
-    return found
+        prompt = next(message["content"] for message in record["messages"] if message["role"] == "user")
+        by_prompt[prompt].append(record)
+    result = []
+    for runs in by_prompt.values():
+        best = max(runs, key=lambda run: score("total_reward", run["total_reward"]))
+        worse_runs = [run for run in runs if run["total_reward"] < best["total_reward"]]
+        result += [{"chosen": first_answer(best), "rejected": first_answer(run)} for run in worse_runs]
+    if not result:
+        raise UsageError(
+            "records: no two runs of one prompt have different rewards, so there is no pair; add further runs"
+        )
+    return result
 
 
 def first_answer(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation up to the model's first answer, its tool call included: what two runs of a prompt differ in."""
-    at = next(place for place, one in enumerate(record["messages"]) if one["role"] == "assistant")
-    messages = [dict(one) for one in record["messages"][: at + 1]]
+    """Return the conversation up to the model's first answer, including its tool call, in which two runs of a prompt
+    differ."""
+    index = next(index for index, message in enumerate(record["messages"]) if message["role"] == "assistant")
+    messages = [dict(message) for message in record["messages"][: index + 1]]
     if record["tool_calls"] and not messages[-1]["content"]:
         call = record["tool_calls"][0]
         function = {"name": call["tool"], "arguments": call["args"]}
@@ -133,5 +148,6 @@ def first_answer(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def failed(result: str) -> bool:
+def is_error(result: str) -> bool:
+    """Return whether the result of a tool call is an error."""
     return result.strip().lower().startswith(("error", '{"error'))

@@ -1,12 +1,12 @@
-"""Training copies: a share of what users ask is played again by a copy of the agent, and the copy's runs are trained.
+"""Training copies: a copy of the agent plays a share of the users' requests again, and the copy's runs are trained.
 
-    runner = TrainingRunner(HeadraceDoor("http://127.0.0.1:8000", "my-agent"), make_agent, reward, repeat=4)
-    with runner:
-        ask = runner.watched(agent.run)
-        print(ask("Where is my order?"))
+    sink = HeadraceSink("http://127.0.0.1:8000", "my-agent")
+    with TrainingRunner(sink, make_agent, reward, repeat=4) as runner:
+        answer_user = runner.watched(agent.run)
+        print(answer_user("Where is my order?"))
 
-Users are answered by their agent alone: nothing here slows or fails what they asked. What AgentScope's Java training
-extension calls a shadow is a training copy here; the registry's shadow is an evaluation, and no part of this.
+Only the user's own agent answers the user, and training copies cannot delay or fail a user's request. AgentScope's Java
+training extension calls a training copy a shadow. The registry's shadow is an evaluation and unrelated.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.practice.copies import ServedRequest, TrainingCopy
     from headrace.practice.doors import Door, HeadraceDoor, TrinityDoor
     from headrace.practice.read_only_tools import WriteRefused, read_only
+    from headrace.practice.sinks import HeadraceSink, TrajectorySink, TrinitySink
     from headrace.shadow.runner import CopyCounts, TrainingRunner
     from headrace.shadow.selection import (
         ExplicitMarkingStrategy,
@@ -31,6 +32,7 @@ else:
         "headrace.practice.copies": ("ServedRequest", "TrainingCopy"),
         "headrace.practice.doors": ("Door", "HeadraceDoor", "TrinityDoor"),
         "headrace.practice.read_only_tools": ("WriteRefused", "read_only"),
+        "headrace.practice.sinks": ("HeadraceSink", "TrajectorySink", "TrinitySink"),
         "headrace.shadow.runner": ("CopyCounts", "TrainingRunner"),
         "headrace.shadow.selection": (
             "ExplicitMarkingStrategy", "SamplingRateStrategy", "SelectionStrategy", "mark",
@@ -39,6 +41,7 @@ else:
     __getattr__, __dir__ = lazily(__name__, names)
 
 __all__ = [
-    "CopyCounts", "Door", "ExplicitMarkingStrategy", "HeadraceDoor", "SamplingRateStrategy", "SelectionStrategy",
-    "ServedRequest", "TrainingCopy", "TrainingRunner", "TrinityDoor", "WriteRefused", "mark", "read_only",
+    "CopyCounts", "Door", "ExplicitMarkingStrategy", "HeadraceDoor", "HeadraceSink", "SamplingRateStrategy",
+    "SelectionStrategy", "ServedRequest", "TrainingCopy", "TrainingRunner", "TrajectorySink", "TrinityDoor",
+    "TrinitySink", "WriteRefused", "mark", "read_only",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which of the requests that users made are played again. A strategy is any object with `should_select`."""
+"""Strategies that select which requests of users are played again. A strategy is any object with `should_select`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from headrace.practice.copies import ServedRequest
 
 
 class SelectionStrategy(Protocol):
-    """Called once for each request, by one thread, after the user has the answer. What it raises selects nothing. It
-    keeps other copies waiting while it decides, and never a user."""
+    """Strategy that selects requests for training copies.
+
+    One thread calls it once for each request, after the user got the answer. An exception selects nothing. A slow
+    decision delays other training copies, but never a user.
+    """
 
     def should_select(self, request: ServedRequest) -> bool: ...
 
 
 @dataclass(frozen=True)
 class SamplingRateStrategy:
-    """Each request with this probability. Raises `ValueError` for a rate outside of 0 to 1."""
+    """Select each request with probability `rate`. Raises `ValueError` for a rate outside of 0 to 1."""
 
     rate: float = 0.1
     draw: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate = {self.rate}: a rate is a probability, 0 to 1")
+            raise ValueError(f"rate = {self.rate}: must be a probability from 0 to 1")
 
     def should_select(self, request: ServedRequest) -> bool:
         return self.draw() < self.rate
 
 
 class ExplicitMarkingStrategy:
-    """Requests that were asked inside of `with mark(...)`: of these labels, or of any."""
+    """Select requests that were made within `with mark(...)`: with one of these labels, or with any label if there are
+    none."""
 
     def __init__(self, *labels: str) -> None:
         self.labels = frozenset(labels)
@@ -46,7 +50,7 @@ class ExplicitMarkingStrategy:
 
 @dataclass(frozen=True, slots=True)
 class OpenMarks:
-    """What the `mark`s say that the present code is in."""
+    """Labels and task id of the active `mark` contexts."""
 
     labels: frozenset[str] = frozenset()
     task_id: str | None = None
@@ -57,10 +61,16 @@ _MARKS: ContextVar[OpenMarks] = ContextVar("headrace_marks", default=OpenMarks()
 
 @contextmanager
 def mark(*labels: str, task_id: str | None = None) -> Iterator[None]:
-    """Mark what is asked in the body, in this thread or asyncio task: `with mark("user-feedback"): ask(...)`. Without
-    `with` it does nothing. `task_id` names the task, so that other requests may be of the same one."""
+    """Mark the requests that the body makes in this thread or asyncio task.
+
+    For example `with mark("user-feedback"): ask(...)`. A call without `with` has no effect.
+
+    Args:
+        labels: reasons why the requests are worth training on.
+        task_id: id of the task, so that other requests can belong to the same task.
+    """
     if not labels:
-        raise ValueError("mark() without a label marks nothing; say why the request is worth training on")
+        raise ValueError("labels: must not be empty; pass the reason why the request is worth training on")
     outer = _MARKS.get()
     token = _MARKS.set(OpenMarks(outer.labels | frozenset(labels), task_id or outer.task_id))
     try:
@@ -70,4 +80,5 @@ def mark(*labels: str, task_id: str | None = None) -> Iterator[None]:
 
 
 def open_marks() -> OpenMarks:
+    """Return the active marks of this thread or asyncio task."""
     return _MARKS.get()

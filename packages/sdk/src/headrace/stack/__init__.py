@@ -1,10 +1,10 @@
-"""A Headrace to work with from a program: one that runs, or a private one that ends with its `with`.
+"""Attach a program to a Headrace stack: a running stack, or a private stack that ends with its `with` statement.
 
     with attach(base="models/base", settings={"trainer.algorithm": "grpo"}) as stack:
         ...
 
-What is below (`headrace.practice`, `headrace.evaluation`, the adapters) takes a `Stack`, or uses the innermost one that
-was entered (`current`).
+`headrace.practice`, `headrace.evaluation` and the adapters take a `Stack`, or use the innermost entered stack
+(`current`).
 """
 
 from __future__ import annotations

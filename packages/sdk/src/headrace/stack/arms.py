@@ -1,4 +1,4 @@
-"""What the sessions of an A/B test were like, arm by arm, from the bus. Needs the extra `headrace[topics]`."""
+"""Metrics of the sessions of an A/B test by arm, read from the bus. Needs the extra `headrace[topics]`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from headrace_schemas import Reward, Turn
 
 ARMS = {"control": "a", "candidate": "b"}
 SUCCESS = 0.5
-"""A session with a mean reward of at least this is a success."""
+"""Mean reward from which a session counts as a success."""
 RATERS = ("user", "feedback")
 
 
 async def arm_means(bus: str, rollout: str) -> dict[str, dict[str, float]]:
-    """Means over the sessions of each arm: `accuracy`, the share of successes among those with a reward; `latency` of
-    their calls in seconds; `user_satisfaction`, the mean of what people said. What nobody said is left out."""
+    """Return means over the sessions of each arm.
+
+    `accuracy` is the share of successes among the sessions with a reward, `latency` the duration of their calls in
+    seconds, and `user_satisfaction` the mean of people's rewards. A metric without values is left out.
+    """
     arm_of: dict[str, str] = {}
     latency: dict[str, list[float]] = defaultdict(list)
     newest: dict[tuple[str, str, str], Reward] = {}
@@ -32,21 +35,21 @@ async def arm_means(bus: str, rollout: str) -> dict[str, dict[str, float]]:
         async for entry in topics.read(Range(Reward.topic, keys=list(arm_of) or ["-"])):
             reward = entry.event
             if isinstance(reward, Reward):
-                place = reward.session_key, reward.source, reward.turn_id or ""
-                if place not in newest or newest[place].revision <= reward.revision:
-                    newest[place] = reward
-    successes, people = _judged(newest.values(), arm_of)
-    found = {"accuracy": successes, "latency": latency, "user_satisfaction": people}
+                reward_key = reward.session_key, reward.source, reward.turn_id or ""
+                if reward_key not in newest or newest[reward_key].revision <= reward.revision:
+                    newest[reward_key] = reward
+    successes, people = _rewards_by_arm(newest.values(), arm_of)
+    values = {"accuracy": successes, "latency": latency, "user_satisfaction": people}
     return {
-        arm: {name: math.fsum(by_arm[arm]) / len(by_arm[arm]) for name, by_arm in found.items() if by_arm[arm]}
+        arm: {name: math.fsum(by_arm[arm]) / len(by_arm[arm]) for name, by_arm in values.items() if by_arm[arm]}
         for arm in ARMS.values()
     }
 
 
-def _judged(
+def _rewards_by_arm(
     rewards: Iterable[Reward], arm_of: Mapping[str, str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By arm: whether each session with a reward was a success, and what people said."""
+    """Return by arm whether each session with a reward was a success, and the rewards from people."""
     by_session: dict[str, list[float]] = defaultdict(list)
     people: dict[str, list[float]] = defaultdict(list)
     for reward in rewards:

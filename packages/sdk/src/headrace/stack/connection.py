@@ -1,4 +1,4 @@
-"""`Stack`: where the parts of one Headrace are, and what programs ask of them."""
+"""`Stack`: the addresses of one Headrace, and the requests that programs send to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from headrace.async_client import AsyncClient
 from headrace.client import Client
 from headrace.errors import ApiError, UsageError
-from headrace.retries import Retries, answered
+from headrace.retries import Retries, send_with_retries
 from headrace_schemas.catalog import ServeRequest
 from headrace_schemas.registry_api import ModelState
 from headrace_schemas.stack_access import key_for
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from headrace_schemas import Trajectory
 
 ENTERED: ContextVar[Stack | None] = ContextVar("headrace_stack", default=None)
-"""The innermost stack whose `with` the program is in."""
+"""The innermost stack whose `with` statement is active."""
 _DECIDED = ("promoted", "rejected", "withdrawn", "skipped", "held")
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the parts are; what is not said is where `headrace up` puts it on this machine."""
+    """Addresses of the services. The defaults are those of `headrace up` on this machine."""
 
     gateway: str = "http://127.0.0.1:8000"
     bus: str = "127.0.0.1:9092"
@@ -42,7 +42,7 @@ class Addresses:
 
 
 class Services(Protocol):
-    """The processes of a private Headrace (`headrace_cli.private_stack`)."""
+    """Processes of a private Headrace, as `headrace_cli.private_stack` starts them."""
 
     data_dir: Path
 
@@ -50,10 +50,10 @@ class Services(Protocol):
 
 
 class Stack:
-    """One Headrace. `model` is the name that its trained model is called by. Close it, or use `with`.
+    """One Headrace, with the name of its trained model. The caller must close it, or use it in a `with` statement.
 
-    A private one stops with its `with`, or when the program ends, and its data goes with it. Methods raise as
-    `headrace.Client` and `ModelRegistry` do.
+    A private stack stops with its `with` statement or at the end of the program, and its data is removed. Methods raise
+    the exceptions of `headrace.Client` and `ModelRegistry`.
     """
 
     tenant = "default"
@@ -71,12 +71,12 @@ class Stack:
         self.addresses = addresses
         self.model = model
         self.base_url = f"{addresses.gateway}/v1"
-        """For `OpenAI(base_url=...)`."""
+        """URL for `OpenAI(base_url=...)`."""
         self.bus = addresses.bus
         self.api_key = api_key
         self._internal_key = internal_key
         self.data_dir = services.data_dir if services else data_dir
-        """Where its files are, when they are on this machine and known."""
+        """Data directory of the stack, if it is known and on this machine."""
         self.is_private = services is not None
         self._stop = weakref.finalize(self, services.stop) if services else None
         self._entered: list[Token[Stack | None]] = []
@@ -92,11 +92,12 @@ class Stack:
         return ModelRegistry(self.addresses.registry, key=self._internal_key)
 
     def async_client(self) -> AsyncClient:
-        """A new one; whoever asks closes it."""
+        """Open an asynchronous client. The caller must close it."""
         return AsyncClient(self.addresses.gateway, api_key=self.api_key)
 
     def openai(self, headers: Mapping[str, str], *, blocking: bool = False) -> Any:
-        """An `openai.AsyncOpenAI` (`blocking`: an `OpenAI`) whose calls carry these headers: those of a session."""
+        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`, whose calls carry the `headers` of a
+        session."""
         try:
             openai = import_module("openai")
         except ImportError:
@@ -107,70 +108,84 @@ class Stack:
             base_url=self.base_url,
             api_key=self.api_key or "-",
             default_headers=dict(headers),
-            http_client=http(trust_env=False),  # a proxy of the environment is not for a Headrace's own address
+            http_client=http(trust_env=False),  # proxies from the environment do not apply to Headrace's own address
         )
 
     def settings(self) -> dict[str, Any]:
-        """What the trainer is set to, by dotted name; secrets are hidden."""
-        found = self._page(f"{self.addresses.trainer}/settings", self._internal_key or key_for(self.addresses.trainer))
-        return flat(found["settings"], "trainer.")
+        """Return the settings of the trainer by dotted name. Secrets are hidden."""
+        page = self._page(f"{self.addresses.trainer}/settings", self._internal_key or key_for(self.addresses.trainer))
+        return flat(page["settings"], "trainer.")
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:
-        """Raises `UsageError` for the first of these that is not so in this Headrace: nothing is silently ignored."""
-        wanted: dict[str, object] = {"trainer.base": str(base)} if base else {}
-        wanted |= {**({"trainer.model": model} if model else {}), **settings}
-        known = self.settings() if wanted else {}
-        for name, value in wanted.items():
-            if name not in known:
-                why = "no such setting" if name.startswith("trainer.") else "only the trainer tells its settings"
-                raise UsageError(f"{name} = {value!r}: {why}; set it where Headrace was started, and leave it out here")
-            if not _same(name, value, known):
+        """Verify that the running Headrace has the given base, model and settings, so that none is silently ignored.
+
+        Raises:
+            UsageError: names the first difference.
+        """
+        requested: dict[str, object] = {"trainer.base": str(base)} if base else {}
+        requested |= {**({"trainer.model": model} if model else {}), **settings}
+        actual = self.settings() if requested else {}
+        for name, value in requested.items():
+            if name not in actual:
+                problem = (
+                    "no such setting" if name.startswith("trainer.") else "only settings of the trainer can be compared"
+                )
                 raise UsageError(
-                    f"{name} = {value!r}, and the running trainer has {known[name]!r}; start it with this setting, or "
+                    f"{name} = {value!r}: {problem}; set it where Headrace is started, and leave it out here"
+                )
+            if not _has_value(name, value, actual):
+                raise UsageError(
+                    f"{name} = {value!r}: the running trainer has {actual[name]!r}; start it with this setting, or "
                     "leave the setting out here"
                 )
 
     def serving(self, name: str | None = None) -> str | None:
-        """The version that the gateway means now by the model's name, or by another one; None: it has none."""
+        """Return the version that the gateway serves under a name, by default the model's name, or None."""
         try:
-            found = self._page(f"{self.base_url}/models/{name or self.model}", self.api_key)
+            page = self._page(f"{self.base_url}/models/{name or self.model}", self.api_key)
         except ApiError as error:
             if error.status == 404:
                 return None
             raise
-        version: str | None = found["version"]
+        version: str | None = page["version"]
         return version
 
     def decision(self, version: str) -> str | None:
-        """What the registry decided about a version, once that is in force at the gateway; None while it is not. A
-        model that is paused or pinned decides nothing: `waits`."""
+        """Return the registry's decision about a version once the gateway applies it, or None before.
+
+        The result is `waits` if the model is paused or pinned, because the registry then decides nothing.
+        """
         model = self.registry.model(self.model)
-        found = next((one.state for one in self.registry.versions(self.model, limit=200) if one.id == version), None)
-        if found in _DECIDED:
-            return found if found != "promoted" or self.serving() == model.champion else None
-        return "waits" if found == "registered" and (model.paused or model.pinned) else None
+        versions = self.registry.versions(self.model, limit=200)
+        state = next((entry.state for entry in versions if entry.id == version), None)
+        if state in _DECIDED:
+            return state if state != "promoted" or self.serving() == model.champion else None
+        return "waits" if state == "registered" and (model.paused or model.pinned) else None
 
     async def until_decided(self, version: str, timeout_s: float) -> str:
-        """Returns the decision when clients see it. Raises `UsageError` when that takes longer."""
+        """Wait until a decision about a version is visible to clients and return it. Raises `UsageError` after
+        `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (found := await asyncio.to_thread(self.decision, version)) is None:
+        while (decision := await asyncio.to_thread(self.decision, version)) is None:
             if loop.time() > deadline:
-                raise UsageError(f"{version} is not decided after {timeout_s:g} s; `headrace models show` says why")
+                raise UsageError(f"{version} has no decision after {timeout_s:g} s; see `headrace models show`")
             await asyncio.sleep(_POLL_S)
-        return found
+        return decision
 
     async def until_serving(self, version: str, timeout_s: float) -> None:
-        """Returns when clients get this version by the model's name. Raises `UsageError` when that takes longer."""
+        """Wait until clients get this version under the model's name. Raises `UsageError` after `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while await asyncio.to_thread(self.serving) != version:
             if loop.time() > deadline:
-                raise UsageError(f"{version} does not serve after {timeout_s:g} s; `headrace models show` says why")
+                raise UsageError(
+                    f"{version} is not the served version after {timeout_s:g} s; see `headrace models show`"
+                )
             await asyncio.sleep(_POLL_S)
 
     async def hold(self, version: str, timeout_s: float = 120.0) -> None:
-        """Have replicas keep a version ready, and return when the gateway knows it."""
+        """Request that replicas keep a version loaded, and return once the gateway serves it."""
         if await asyncio.to_thread(self.serving, version) is None:
             model, body = version.partition("@")[0], ServeRequest(version=version, why="asked for by a program")
             path = f"/v1/models/{model}/serve"
@@ -179,21 +194,22 @@ class Stack:
         deadline = loop.time() + timeout_s
         while await asyncio.to_thread(self.serving, version) is None:
             if loop.time() > deadline:
-                raise UsageError(f"{version} is not served after {timeout_s:g} s; `headrace models show` says why")
+                raise UsageError(f"{version} is not loaded after {timeout_s:g} s; see `headrace models show`")
             await asyncio.sleep(_POLL_S)
 
     def trajectory(self, session_id: str, *, timeout_s: float = 30.0) -> Trajectory:
-        """The newest trajectory of a session that has ended."""
+        """Return the newest trajectory of an ended session."""
         return self.client.trajectory(session_id, bus=self.bus, timeout_s=timeout_s)
 
     def export(self, version: str, folder: str | Path, *, merge: bool = False) -> Path:
-        """Write a version as a folder that transformers, PEFT and vLLM load. On the machine that holds its files."""
+        """Write a version as a folder that transformers, PEFT and vLLM load. The files of the version must be on this
+        machine."""
         writer = support("headrace_cli.private_stack", "headrace-cli")
         writer.export(self.registry, version, Path(folder), merge, self.data_dir)
         return Path(folder)
 
     def stop(self) -> None:
-        """Stop what was started here; a Headrace that ran before goes on."""
+        """Stop a private stack. A Headrace that was running before keeps running."""
         if self._stop is not None:
             self._stop()
 
@@ -209,13 +225,13 @@ class Stack:
         import httpx2
 
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return answered(
+        return send_with_retries(
             lambda: httpx2.get(url, headers=headers, timeout=30.0, trust_env=False), Retries(attempts=3), url
         ).json()
 
 
 def support(module: str, distribution: str) -> Any:
-    """A module of a package that only some programs need. Raises `UsageError` that names the package to install."""
+    """Import a module of an optional package. Raises `UsageError` with the package to install if it is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -225,24 +241,31 @@ def support(module: str, distribution: str) -> Any:
 
 
 def flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """A table of tables by dotted names. A mapping that is a setting's value is found whole, and by its parts."""
-    found: dict[str, Any] = {}
+    """Return the settings of nested tables by dotted name. A setting whose value is a mapping is returned as a whole
+    and by its parts."""
+    settings: dict[str, Any] = {}
     for name, value in table.items():
-        found[f"{prefix}{name}"] = value
+        settings[f"{prefix}{name}"] = value
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-    return found
+            settings |= flat(value, f"{prefix}{name}.")
+    return settings
 
 
 def model_name(path: str | Path) -> str:
-    """What a model folder or a path such as `Qwen/Qwen3-0.6B` is called here: names of models have no slash."""
+    """Return the model name of a model folder or a path such as `Qwen/Qwen3-0.6B`, because model names have no
+    slash."""
     last = str(path).rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-_") or "model"
 
 
-def _same(name: str, wanted: object, known: Mapping[str, Any]) -> bool:
-    """A base may also be named as the model is: who attaches need not know where the folder lies."""
-    there = known[name]
-    if name == "trainer.base" and isinstance(wanted, str):
-        return Path(wanted).absolute() == Path(there).absolute() or model_name(wanted) == str(known["trainer.model"])
-    return bool((list(wanted) if isinstance(wanted, tuple) else wanted) == there)
+def _has_value(name: str, requested: object, actual: Mapping[str, Any]) -> bool:
+    """Return whether a setting of the running trainer has the requested value.
+
+    A base may also be given by the model's name, because a program may not know the folder on the trainer's machine.
+    """
+    value = actual[name]
+    if name == "trainer.base" and isinstance(requested, str):
+        return Path(requested).absolute() == Path(value).absolute() or model_name(requested) == str(
+            actual["trainer.model"]
+        )
+    return bool((list(requested) if isinstance(requested, tuple) else requested) == value)

@@ -1,4 +1,4 @@
-"""Offline training beside a stack: rows become a version of its model, which the registry then probes and gates."""
+"""Offline training jobs of a stack: rows become a version of its model, which the registry then probes and gates."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ def train_rows(
     settings: Mapping[str, object] | None = None,
     timeout_s: float = 600.0,
 ) -> str:
-    """Train rows with the algorithm `kind` (`sft`, `dpo`, ...), offer the version, and return it when the registry has
-    decided. `rows` have the columns of a data set (docs/guides/offline-training.md).
+    """Train on rows, offer the version to the registry, and return the version once the registry has decided.
 
-    Raises `UsageError` for rows or settings that cannot be used, `HeadraceError` for what fails.
+    Args:
+        kind: algorithm of the job, for example `sft` or `dpo`.
+        rows: rows with the columns of a data set (docs/guides/offline-training.md).
+
+    Raises:
+        UsageError: rows or settings are invalid.
+        HeadraceError: the job failed.
     """
     if stack.data_dir is None:
         raise UsageError(
-            "an offline job needs the data directory: attach to that of `headrace up`, or use `headrace train`"
+            "data_dir: an offline job needs it; attach to the data directory of `headrace up`, or use `headrace train`"
         )
     jobs = support("headrace_cli.jobs", "headrace-cli")
-    known = stack.settings()
-    chosen = {"trainer.model": stack.model, **(settings or {})}
+    trainer_settings = stack.settings()
+    job_settings = {"trainer.model": stack.model, **(settings or {})}
     with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text(
@@ -45,9 +50,9 @@ def train_rows(
         job = jobs.Job(
             kind=kind,
             source=path,
-            base=known["trainer.base"],
+            base=trainer_settings["trainer.base"],
             lineage=f"{kind}-{new_id()[-12:]}",
-            settings=chosen,
+            settings=job_settings,
             epochs=epochs,
             bus=stack.bus,
             data_dir=stack.data_dir,

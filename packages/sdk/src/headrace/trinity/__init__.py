@@ -1,9 +1,9 @@
-"""Trinity-RFT's workflow interface over Headrace. Nothing of Trinity is imported.
+"""Trinity-RFT's workflow interface on Headrace. Trinity itself is not imported.
 
-    from headrace.trinity import ModelWrapper, Task, Workflow  # in place of trinity.common.workflows
+    from headrace.trinity import ModelWrapper, Task, Workflow  # replaces trinity.common.workflows
 
-A workflow of theirs runs unchanged: it asks its `model` for an OpenAI client, calls it, and returns experiences with a
-reward. `run_workflow` trains with it. `headrace trinity convert` turns Trinity's YAML files into settings.
+A Trinity workflow runs unchanged: it gets an OpenAI client from its `model`, calls it, and returns experiences with a
+reward. `run_workflow` trains with it, and `headrace trinity convert` converts Trinity's YAML files to settings.
 """
 
 from __future__ import annotations

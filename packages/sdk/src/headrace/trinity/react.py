@@ -1,4 +1,4 @@
-"""A ReAct agent of AgentScope as a Trinity workflow. AgentScope is imported when an agent is made; it is the user's."""
+"""A ReAct agent of AgentScope as a Trinity workflow. The user's AgentScope is imported when an agent is created."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from headrace.trinity.wrappers import ModelWrapper, TrinityTask
 
 
 class AgentScopeReActAgent:
-    """An agent whose model calls through `openai_client`. `reply` returns the agent's message, or with
-    `response_structure` the fields of its structured answer."""
+    """ReAct agent whose model calls go through `openai_client`.
+
+    `reply` returns the agent's message, or the fields of its structured answer if `response_structure` is set.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class AgentScopeReActAgent:
 
 
 class AgentScopeReActWorkflow(Workflow):
-    """Override `calculate_reward`: a number, or parts whose sum is the reward. `make_agent` may be overridden, too."""
+    """Workflow with a ReAct agent. Override `calculate_reward`, and optionally `make_agent`."""
 
     is_async = True
 
@@ -60,21 +62,22 @@ class AgentScopeReActWorkflow(Workflow):
         return AgentScopeReActAgent(openai_client=client)
 
     async def calculate_reward(self, response: Any) -> float | Mapping[str, float]:
+        """Return the reward of a response: a number, or parts whose sum is the reward."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Any]:
         query = self.task.raw_task[self.task.format_args.prompt_key]
         response = await self.agent.reply(query)
-        found = await self.calculate_reward(response)
-        if not isinstance(found, Mapping):
-            return self.construct_experiences(score("calculate_reward", found))
-        parts = {name: score(f"calculate_reward.{name}", part) for name, part in found.items()}
+        reward = await self.calculate_reward(response)
+        if not isinstance(reward, Mapping):
+            return self.construct_experiences(score("calculate_reward", reward))
+        parts = {name: score(f"calculate_reward.{name}", part) for name, part in reward.items()}
         return self.construct_experiences(sum(parts.values()), parts)
 
     def construct_experiences(self, reward: float, metrics: Mapping[str, float] | None = None) -> list[Any]:
-        """An experience for each call, all with the run's reward."""
-        found = self.model.extract_experience_from_history()
-        for one in found:
-            one.reward = reward
-            one.metrics |= dict(metrics or {})
-        return found
+        """Return an experience for each call of the model, all with the reward of the run."""
+        experiences = self.model.extract_experience_from_history()
+        for experience in experiences:
+            experience.reward = reward
+            experience.metrics |= dict(metrics or {})
+        return experiences

@@ -1,4 +1,4 @@
-"""`Workflow`, and training with one: its runs, the reward of its experiences, the services' step."""
+"""`Workflow`, the base class of workflows, and `run_workflow`, which trains with one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.arguments import score
-from headrace.practice.practising import practise
 from headrace.practice.runs import Run, task_id_of
 from headrace.practice.steps import Step
+from headrace.practice.training import train_on_tasks
 from headrace.stack import Stack
 from headrace.trinity.wrappers import FormatArgs, ModelWrapper, TrinityTask
 
 
 class Workflow:
-    """What a workflow of yours derives from. `auxiliary_models` become OpenAI clients, the wrappers are in
-    `auxiliary_model_wrappers`. Override `run`, or `run_async` with `is_async = True`."""
+    """Base class of workflows. Override `run`, or `run_async` with `is_async = True`.
+
+    `auxiliary_models` are OpenAI clients, and `auxiliary_model_wrappers` are their wrappers.
+    """
 
     is_async = False
     can_reset = False
@@ -31,12 +33,13 @@ class Workflow:
         self.model = model
         self.auxiliary_model_wrappers = list(auxiliary_models or ())
         clients = (
-            one.get_openai_async_client if self.is_async else one.get_openai_client for one in auxiliary_models or ()
+            wrapper.get_openai_async_client if self.is_async else wrapper.get_openai_client
+            for wrapper in auxiliary_models or ()
         )
         self.auxiliary_models = [client() for client in clients]
 
     def run(self) -> list[Any]:
-        """Experiences with their reward."""
+        """Return the experiences of a run, with their reward."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Any]:
@@ -55,11 +58,16 @@ async def run_workflow(
     steps: int = 1,
     enable_history: bool = True,
 ) -> AsyncIterator[Step]:
-    """Steps of `batch_size` tasks, `repeat_times` runs each. `workflow` is a class (or a function) of task, model and
-    auxiliary models, which are named as the gateway calls them.
+    """Train with a workflow and yield each step.
 
-    The reward of a run is that of its experiences, which have to agree. A workflow that raises, or gives no reward, is
-    an error of that run.
+    All experiences of a run must have the same reward. A workflow that raises or returns no reward makes its run fail.
+
+    Args:
+        workflow: class or function of task, model and auxiliary models.
+        rows: rows or tasks of the data set.
+        auxiliary_models: names of models at the gateway.
+        repeat_times: runs of each task.
+        batch_size: tasks of each step.
     """
     for row in rows:
         if isinstance(row, TrinityTask):
@@ -68,58 +76,69 @@ async def run_workflow(
 
     async def play(task: Any, run: Run) -> None:
         model = ModelWrapper(run, enable_history=enable_history)
-        others = [ModelWrapper(run, f"auxiliary-{at}", model=name) for at, name in enumerate(auxiliary_models)]
-        made = workflow(task=task, model=model, auxiliary_models=others or None)
-        found = await _experiences(made)
-        run.result = found
-        run.reward(reward_of(found), role="agent", metrics=metrics_of(found))
+        wrappers = [
+            ModelWrapper(run, f"auxiliary-{number}", model=name) for number, name in enumerate(auxiliary_models)
+        ]
+        experiences = await _experiences(workflow(task=task, model=model, auxiliary_models=wrappers or None))
+        run.result = experiences
+        run.reward(reward_of(experiences), role="agent", metrics=metrics_of(experiences))
 
     sizes = {"group_size": repeat_times, "tasks_per_step": min(batch_size, len(tasks)), "steps": steps}
-    async for step in practise(stack, tasks, play, **sizes):
+    async for step in train_on_tasks(stack, tasks, play, **sizes):
         yield step
 
 
 def reward_of(experiences: Sequence[Any]) -> float:
-    """The one reward of a run. Raises `UsageError` where there is none, or where its calls have different ones: turns
-    with rewards of their own are told by feedback about the turn."""
-    rewards = {None if one.reward is None else score("reward", one.reward) for one in experiences}
+    """Return the single reward of a run.
+
+    Raises:
+        UsageError: an experience has no reward, or the rewards differ. Rewards of single turns are sent as feedback
+            about turns.
+    """
+    rewards = {None if experience.reward is None else score("reward", experience.reward) for experience in experiences}
     if not rewards or None in rewards:
-        raise UsageError(f"the workflow returned {len(experiences)} experiences, and not all of them have a reward")
+        raise UsageError(
+            f"the workflow returned {len(experiences)} experiences, not all of them with a reward; set `reward` on each"
+        )
     if len(rewards) > 1:
-        raise UsageError(f"the experiences of one run have the rewards {sorted(map(str, rewards))}; a run has one")
+        raise UsageError(
+            f"the experiences of one run have the rewards {sorted(map(str, rewards))}; all must have the same reward"
+        )
     (reward,) = rewards
     assert reward is not None
     return reward
 
 
 def metrics_of(experiences: Sequence[Any]) -> dict[str, float]:
-    """Of all experiences; the last one's count where several say something."""
-    found: dict[str, float] = {}
-    for one in experiences:
-        found |= {name: score(f"metrics.{name}", value) for name, value in (one.metrics or {}).items()}
-    return found
+    """Return the metrics of all experiences. For a metric of several experiences, the last value counts."""
+    metrics: dict[str, float] = {}
+    for experience in experiences:
+        metrics |= {name: score(f"metrics.{name}", value) for name, value in (experience.metrics or {}).items()}
+    return metrics
 
 
-async def _experiences(made: Any) -> list[Any]:
-    if getattr(made, "is_async", False) or "run_async" in type(made).__dict__:
-        return list(await made.run_async())
-    if inspect.isawaitable(made):
-        return list(await made)
-    return list(await asyncio.to_thread(made.run))
+async def _experiences(workflow: Any) -> list[Any]:
+    """Run a workflow object, or await the result of a workflow function, and return its experiences."""
+    if getattr(workflow, "is_async", False) or "run_async" in type(workflow).__dict__:
+        return list(await workflow.run_async())
+    if inspect.isawaitable(workflow):
+        return list(await workflow)
+    return list(await asyncio.to_thread(workflow.run))
 
 
 def _check_task(task: TrinityTask, workflow: Any, repeat_times: int, format_args: FormatArgs | None) -> None:
-    """Raise `UsageError` for what a task says of its runs and `run_workflow` does otherwise."""
+    """Raise `UsageError` for fields of a task that contradict the arguments of `run_workflow`."""
     if task.workflow is not None and task.workflow is not workflow:
         raise UsageError(f"workflow = {task.workflow!r}: run_workflow plays {workflow!r}; leave one of them out")
     if task.repeat_times is not None and task.repeat_times != repeat_times:
         raise UsageError(
-            f"repeat_times = {task.repeat_times}: run_workflow plays each task {repeat_times} times; leave it out"
+            f"repeat_times = {task.repeat_times}: run_workflow plays each task {repeat_times} times; "
+            "leave repeat_times of the task out"
         )
     if task.is_eval:
-        raise UsageError("is_eval = True: run_workflow trains; play it with headrace.evaluation.evaluate")
+        raise UsageError("is_eval = True: run_workflow trains; use headrace.evaluation.evaluate")
     if format_args is not None:
-        raise UsageError("format_args: the rows are tasks, which have their own; leave it out")
+        raise UsageError("format_args: the rows are tasks with their own format_args; leave it out")
 
 
 def _task(row: Mapping[str, Any], format_args: FormatArgs | None) -> TrinityTask:

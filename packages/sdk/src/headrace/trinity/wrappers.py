@@ -1,4 +1,4 @@
-"""`ModelWrapper`, `Task` and `Experience` as a Trinity workflow sees them. What a call cost in tokens comes from the
+"""`ModelWrapper`, `Task` and `Experience` with the interface of a Trinity workflow. Tokens of calls are read from the
 bus."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headrace_schemas import Turn, ids
 
 @dataclass(slots=True)
 class EID:
-    """Where an experience belongs: `task` and `run` are those of the run, `step` counts its calls, `suffix` is the
-    response id."""
+    """Id of an experience: `task` and `run` are those of the run, `step` counts its calls, `suffix` is the response
+    id."""
 
     batch: int | str = ""
     task: int | str = ""
@@ -28,8 +28,14 @@ class EID:
 
 @dataclass(slots=True)
 class TrinityExperience:
-    """One call of the model: `tokens` of prompt and answer, `prompt_length` of them the prompt's, `logprobs` of the
-    answer's. The same reward is on every call of a run. Setting any other attribute is an error: nothing would read it.
+    """One call of the model.
+
+    Every call of a run has the same reward. Setting any other attribute is an error, because nothing would read it.
+
+    Attributes:
+        tokens: tokens of prompt and answer.
+        prompt_length: number of prompt tokens.
+        logprobs: logprobs of the answer tokens.
     """
 
     eid: EID
@@ -44,13 +50,13 @@ class TrinityExperience:
 
     @property
     def action_mask(self) -> list[bool]:
-        """Every token after the prompt was sampled."""
+        """Mask of the sampled tokens: all tokens after the prompt."""
         return [True] * (len(self.tokens) - self.prompt_length)
 
 
 @dataclass
 class FormatArgs:
-    """Which columns of a row hold the query and the truth."""
+    """Names of the columns with the query and the truth."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -58,7 +64,7 @@ class FormatArgs:
 
 @dataclass
 class TrinityTask:
-    """A row of a data set with what a workflow may ask of it."""
+    """A row of a data set with the options of a workflow."""
 
     raw_task: Mapping[str, Any]
     format_args: FormatArgs = field(default_factory=FormatArgs)
@@ -81,7 +87,7 @@ class TrinityTask:
 
 
 class ModelWrapper:
-    """The model of one run. Its clients' calls are the run's session and carry `model_path`, the name to call."""
+    """Model of one run. The calls of its clients belong to the run's session; `model_path` is the model name to use."""
 
     def __init__(self, run: Run, role: str = SOLO, *, model: str | None = None, enable_history: bool = True) -> None:
         self.model_path = self.model_name = model or run.model
@@ -92,31 +98,35 @@ class ModelWrapper:
         self._turns: list[Turn] = []
 
     def get_openai_client(self) -> Any:
-        """An `openai.OpenAI`."""
-        return self._led(self._run.openai(self._role, blocking=True))
+        """Return an `openai.OpenAI`."""
+        return self._with_model_path(self._run.openai(self._role, blocking=True))
 
     def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI`."""
-        return self._led(self._run.openai(self._role))
+        """Return an `openai.AsyncOpenAI`."""
+        return self._with_model_path(self._run.openai(self._role))
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[TrinityExperience]:
-        """An experience for each answer that ended, in order. A turn is durable before its answer ends, so it is there.
+        """Return an experience for each finished answer, in order.
 
-        Raises `ValueError` where history is off."""
+        The gateway publishes a turn before the answer ends, so that every finished answer is included. Raises
+        `ValueError` if `enable_history` is False.
+        """
         if not self.enable_history:
-            raise ValueError("this model keeps no history: enable_history is false")
+            raise ValueError("enable_history = False: this model keeps no history; create it with enable_history=True")
         blocking(self._read())
-        found = [one for step, turn in enumerate(self._turns) for one in self._experiences(turn, step)]
+        experiences = [
+            experience for step, turn in enumerate(self._turns) for experience in self._experiences(turn, step)
+        ]
         if clear_history:
             self._turns.clear()
-        return found
+        return experiences
 
     @property
     def model_version(self) -> str | None:
-        """The version that the model's name means now."""
+        """The version that the gateway serves under the model's name."""
         return self._run.stack.serving(self.model_path)
 
-    def _led(self, client: Any) -> Any:
+    def _with_model_path(self, client: Any) -> Any:
         client.model_path = self.model_path
         return client
 
@@ -124,10 +134,10 @@ class ModelWrapper:
         stack, session = self._run.stack, self._run.session(self._role).session_id
         key = ids.session_key(stack.tenant, session)
         async with connected(stack.bus) as topics:
-            async for turn in self._new(topics, key):
+            async for turn in self._new_turns(topics, key):
                 self._turns.append(turn)
 
-    async def _new(self, topics: Any, key: str) -> AsyncIterator[Turn]:
+    async def _new_turns(self, topics: Any, key: str) -> AsyncIterator[Turn]:
         async for turn in self._follow.events(topics, Turn, keys=[key]):
             yield turn
 

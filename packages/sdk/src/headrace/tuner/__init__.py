@@ -1,7 +1,7 @@
-"""AgentScope's tuner over Headrace: `from headrace.tuner import tune` in place of `from agentscope.tuner import tune`.
+"""AgentScope's tuner on Headrace: `from headrace.tuner import tune` replaces `from agentscope.tuner import tune`.
 
-Functions, signatures and configuration objects are those of agentscope.tuner 1.0.21, whose objects are taken, too. A
-private stack trains, or the one that was entered (`headrace.stack`).
+Functions, signatures and configuration objects are those of agentscope.tuner 1.0.21, whose own objects are accepted as
+well. Training uses the entered stack (`headrace.stack`), or a private one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace.choosing.models import avg_time_judge, avg_token_consumption_judge, select_model
-    from headrace.choosing.prompts import tune_prompt
+    from headrace.selection.models import avg_time_judge, avg_token_consumption_judge, select_model
+    from headrace.selection.prompts import tune_prompt
     from headrace.tuner.configs import (
         AlgorithmConfig,
         DatasetConfig,
@@ -33,8 +33,8 @@ else:
                 "TunerModelConfig", "WorkflowOutput",
             ),
             "headrace.tuner.functions": ("check_judge_function", "check_workflow_function"),
-            "headrace.choosing.prompts": ("tune_prompt",),
-            "headrace.choosing.models": ("avg_time_judge", "avg_token_consumption_judge", "select_model"),
+            "headrace.selection.prompts": ("tune_prompt",),
+            "headrace.selection.models": ("avg_time_judge", "avg_token_consumption_judge", "select_model"),
             "headrace.tuner.tuning": ("tune",),
         },
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The tuner's configuration objects. AgentScope's own do as well: they are read by attribute."""
+"""Configuration objects of the tuner. AgentScope's own objects work as well, because only attributes are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.practice.data_sets import rows_of
 
 @dataclass(frozen=True, kw_only=True)
 class TunerModelConfig:
-    """The model to train. `temperature`, `top_p` and `max_tokens` are what the workflow's model is called with."""
+    """The model to train. The workflow calls it with `temperature`, `top_p` and `max_tokens`."""
 
     model_path: str
     max_model_len: int | None = None
@@ -30,7 +30,7 @@ class TunerModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerConfig:
-    """Somebody else's training service; refused here."""
+    """Configuration of the training service Tinker, which Headrace refuses."""
 
     rank: int = 16
     seed: int | None = None
@@ -42,7 +42,7 @@ class TinkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """`group_size` runs of each of `batch_size` tasks make a step."""
+    """Algorithm of training. A step has `group_size` runs of each of `batch_size` tasks."""
 
     algorithm_type: str = "multi_step_grpo"
     learning_rate: float = 1e-6
@@ -54,7 +54,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """A folder with `<split>.jsonl`, a file of rows, or a name that the package datasets loads."""
+    """A data set: a folder with `<split>.jsonl`, a file of rows, or a name that the package datasets loads."""
 
     path: str
     name: str | None = None
@@ -63,15 +63,15 @@ class DatasetConfig:
     total_steps: int | None = None
 
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
-        """The first rows, which are also printed as a JSON list."""
-        found = rows_of(self)[:n]
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False, default=str) + "\n")
-        return found
+        """Print the first `n` rows as a JSON list and return them."""
+        rows = rows_of(self)[:n]
+        sys.stdout.write(json.dumps(rows, indent=2, ensure_ascii=False, default=str) + "\n")
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowOutput:
-    """What a workflow returns: a response for the judge, or the reward itself."""
+    """Result of a workflow: a response for the judge, or the reward itself."""
 
     reward: float | None = None
     response: Any = None
@@ -80,7 +80,7 @@ class WorkflowOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeOutput:
-    """What a judge returns."""
+    """Result of a judge."""
 
     reward: float
     metrics: Mapping[str, float] | None = None
@@ -88,7 +88,7 @@ class JudgeOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuneConfig:
-    """How `tune_prompt` searches. `lm_model_name` proposes prompts; it is named as litellm names models."""
+    """Search of `tune_prompt`. `lm_model_name` is the model that proposes prompts, as litellm names models."""
 
     lm_model_name: str = "dashscope/qwen-plus"
     optimization_level: str = "light"

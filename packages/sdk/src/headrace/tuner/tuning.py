@@ -1,4 +1,4 @@
-"""`tune`: a workflow, a judge and a data set become steps of training, evaluations and a folder of results."""
+"""`tune`: train with a workflow, a judge and a data set, evaluate, and write a folder of results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from headrace.practice.arguments import check_unchanged, real_number, whole_numb
 from headrace.practice.blocking import blocking
 from headrace.practice.chat_models import auxiliary, chat_model, check_engines, sampling_options
 from headrace.practice.data_sets import check_schedule, rows_of
-from headrace.practice.practising import practise
 from headrace.practice.runs import Run
 from headrace.practice.steps import Step
+from headrace.practice.training import train_on_tasks
 from headrace.stack import Stack, stack_for
 from headrace.stack.connection import support
 from headrace.tuner.configs import AlgorithmConfig, DatasetConfig, TunerModelConfig
@@ -27,7 +27,7 @@ from headrace.tuner.functions import check_judge_function, check_workflow_functi
 
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 ALGORITHMS = {"reinforceplusplus": "reinforce++"}
-"""What is called differently here."""
+"""Algorithms of AgentScope whose names differ in Headrace."""
 _LABELS = {
     "data.tasks": "the data set has no other name",
     "data.prompt_key": "a workflow gets whole rows",
@@ -50,27 +50,34 @@ def tune(
     monitor_type: str | None = None,
     config_path: str | None = None,
 ) -> None:
-    """Train `model` with the workflow's runs; returns when all steps are over.
+    """Train `model` on runs of a workflow and return when all steps are over.
 
-    `config_path` is a Trinity YAML; what is given beside it wins. A warning lists its keys that have no effect here.
-    `auxiliary_models` are chat models, or names (as text or in a `TunerModelConfig`) of models that the gateway serves;
-    they are not trained. Results are in `checkpoints/<project>/<experiment>/`. Raises `UsageError` for what cannot be
-    honoured, by name.
+    Results are written to `checkpoints/<project>/<experiment>/`.
+
+    Args:
+        auxiliary_models: chat models, or names (as text or in a `TunerModelConfig`) of models at the gateway. They are
+            not trained.
+        config_path: a Trinity YAML file. Arguments override it, and a warning lists its keys that have no effect.
+
+    Raises:
+        UsageError: names an option that cannot be honoured.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
         check_judge_function(judge_func)
     plan = _plan(train_dataset, eval_dataset, model, algorithm, config_path)
     if monitor_type not in (None, "tensorboard"):
-        raise UsageError(f"monitor_type = {monitor_type!r}: results are written for tensorboard")
+        raise UsageError(f"monitor_type = {monitor_type!r}: must be tensorboard, for which results are written")
     stamp = datetime.now().strftime("%Y%m%d%H%M%S")  # noqa: DTZ005 (a folder's name, in the user's own time)
     project = project_name or plan.names.get("project") or "AgentScope"
     experiment = experiment_name or plan.names.get("experiment") or f"Experiment-{stamp}"
     folder = Path(plan.names.get("root") or "checkpoints") / project / plan.names.get("group", "") / experiment
 
     async def play(task: Any, run: Run) -> float:
-        others = {name: auxiliary(run, name, one) for name, one in (auxiliary_models or {}).items()}
-        reward, metrics = await outcome(workflow_func, judge_func, others, task, chat_model(run, plan.model))
+        models = {
+            name: auxiliary(run, name, auxiliary_model) for name, auxiliary_model in (auxiliary_models or {}).items()
+        }
+        reward, metrics = await outcome(workflow_func, judge_func, models, task, chat_model(run, plan.model))
         run.reward(reward, role="agent", metrics=metrics)
         return reward
 
@@ -81,7 +88,7 @@ def tune(
 
 @dataclass
 class Plan:
-    """What is to be done. `private` are settings that only a private stack can be given."""
+    """Parsed arguments of `tune`. `private` are settings that only a private stack accepts."""
 
     model: Any
     algorithm: Any
@@ -92,7 +99,7 @@ class Plan:
     private: dict[str, object]
     tasks_per_step: int
     names: Mapping[str, str]
-    """Parts of the folder of results that a Trinity YAML names."""
+    """Parts of the results folder that a Trinity YAML names."""
 
 
 def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: str | None) -> Plan:
@@ -101,7 +108,7 @@ def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: st
         train, model, algorithm = train or file.dataset(), model or file.model(), algorithm or file.algorithm()
         file.check()
     if train is None or model is None:
-        raise UsageError("train_dataset and model are needed, or a config_path that has them")
+        raise UsageError("train_dataset and model: must be given, or a config_path that has them")
     algorithm = algorithm or AlgorithmConfig()
     _check(model, algorithm, held_out)
     rows = rows_of(train)
@@ -115,7 +122,7 @@ def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: st
     }
     if file is not None and file.settings.get("trainer.batch_experiences", per_step * group) != per_step * group:
         raise UsageError(
-            f"buffer.train_batch_size = {file.settings['trainer.batch_experiences']}: a step is on {per_step} tasks, "
+            f"buffer.train_batch_size = {file.settings['trainer.batch_experiences']}: a step has {per_step} tasks with "
             f"{group} runs each; set it to {per_step * group}, or leave it out"
         )
     if group > 1:
@@ -143,7 +150,7 @@ def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: st
 def _check(model: Any, algorithm: Any, held_out: Any) -> None:
     check_engines(model)
     sampling_options(model)
-    sampled = "answers that are not sampled from the whole distribution are not trained"
+    sampled = "answers must be sampled from the whole distribution to be trained"
     if real_number("temperature", model.temperature) <= 0:
         raise UsageError(f"temperature = {model.temperature}: {sampled}; set a temperature above 0")
     check_unchanged(model, {"top_p": (1.0, f"{sampled}; leave it at 1")})
@@ -152,25 +159,25 @@ def _check(model: Any, algorithm: Any, held_out: Any) -> None:
     if held_out is None:
         every = AlgorithmConfig().eval_interval_steps
         check_unchanged(
-            algorithm, {"eval_interval_steps": (every, "there is no eval_dataset; name one, or leave it out")}
+            algorithm, {"eval_interval_steps": (every, "has no effect without eval_dataset; pass one, or leave it out")}
         )
     else:
         check_schedule(held_out, "eval_dataset")
 
 
 class _TrinityFile:
-    """A Trinity YAML as the tuner's configuration. What nothing of it reads is refused by `check`."""
+    """Configuration of the tuner from a Trinity YAML file. `check` refuses the keys that nothing reads."""
 
     def __init__(self, path: Path) -> None:
         conversion = support("headrace_cli.trinity_yaml.conversion", "headrace-cli")
-        found = conversion.convert(conversion.read(path))
-        if found.refused:
-            raise UsageError(f"{path}: {'; '.join(found.refused)}")
-        self._path, self._keys = path, found.keys
-        self._left = {**found.settings, **found.data}
+        converted = conversion.convert(conversion.read(path))
+        if converted.refused:
+            raise UsageError(f"{path}: {'; '.join(converted.refused)}")
+        self._path, self._keys = path, converted.keys
+        self._unread = {**converted.settings, **converted.data}
         labels = [(self._keys[name], _LABELS[name]) for name in _LABELS if self._take(name) is not None]
-        if idle := [f"{key}: {reason}" for key, reason in (*found.idle, *labels)]:
-            log.warning("%s: these keys have no effect here: %s", path, "; ".join(idle))
+        if unused_keys := [f"{key}: {reason}" for key, reason in (*converted.idle, *labels)]:
+            log.warning("%s: these keys have no effect here: %s", path, "; ".join(unused_keys))
         parts = {"root": "data_dir", "project": "data.project", "group": "data.group", "experiment": "data.name"}
         self.names = {part: str(value) for part, name in parts.items() if (value := self._take(name)) is not None}
         base = self._take("trainer.base")
@@ -178,7 +185,7 @@ class _TrinityFile:
             "trainer.model",
             "trainer.lineage",
             "gateway.model_aliases",
-        ):  # of the base's name; `attach` makes them
+        ):  # derived from the base's name; `attach` sets them
             self._take(name)
         self._model = {"model_path": base} if base else None
         fields = {
@@ -197,8 +204,8 @@ class _TrinityFile:
             "path": "data.path", "name": "data.subset", "split": "data.split", "total_epochs": "data.epochs",
             "total_steps": "data.steps",
         })  # fmt: skip
-        wanted = ("trainer.", "inference.torch.")
-        self.settings = {name: self._take(name) for name in list(self._left) if name.startswith(wanted)}
+        prefixes = ("trainer.", "inference.torch.")
+        self.settings = {name: self._take(name) for name in list(self._unread) if name.startswith(prefixes)}
         if "buffer.train_batch_size" not in self._keys.values():
             self.settings.pop("trainer.batch_experiences", None)
 
@@ -212,30 +219,30 @@ class _TrinityFile:
         return DatasetConfig(**{"split": "train", **self._rows}) if "path" in self._rows else None
 
     def check(self) -> None:
-        """Raise `UsageError` for the first key that sets what a program's own Headrace does not take from a file."""
-        for name, value in self._left.items():
+        """Raise `UsageError` for the first key that a private Headrace does not read from the file."""
+        for name, value in self._unread.items():
             raise UsageError(
-                f"{self._path}: {self._keys.get(name, name)} = {value!r}: a private Headrace does not take it from "
-                "here; leave it out, or attach to one that was started with it"
+                f"{self._path}: {self._keys.get(name, name)} = {value!r}: a private Headrace does not read it from "
+                "this file; leave it out, or attach to a Headrace that was started with it"
             )
 
     def _take(self, name: str) -> Any:
-        return self._left.pop(name, None)
+        return self._unread.pop(name, None)
 
     def _fields(self, names: Mapping[str, str]) -> dict[str, Any]:
-        found = {field: self._take(name) for field, name in names.items()}
-        return {field: value for field, value in found.items() if value is not None}
+        values = {field: self._take(name) for field, name in names.items()}
+        return {field: value for field, value in values.items() if value is not None}
 
 
 async def _train(stack: Stack, plan: Plan, play: Callable[[Any, Run], Any], folder: Path) -> None:
     (folder / "monitor" / "tensorboard").mkdir(parents=True, exist_ok=True)
     sizes = {"group_size": int(plan.algorithm.group_size), "tasks_per_step": plan.tasks_per_step, "steps": plan.steps}
-    async for step in practise(stack, plan.rows, play, **sizes):
+    async for step in train_on_tasks(stack, plan.rows, play, **sizes):
         numbers = _numbers(step)
         last = step.number == plan.steps
         if plan.held_out and (last or step.number % plan.algorithm.eval_interval_steps == 0):
-            found = await evaluate(stack, plan.held_out, play, {"reward": lambda _task, reward: reward})
-            numbers |= {"eval/reward": found.means["reward"].mean, "eval/errors": float(len(found.errors))}
+            evaluation = await evaluate(stack, plan.held_out, play, {"reward": lambda _task, reward: reward})
+            numbers |= {"eval/reward": evaluation.means["reward"].mean, "eval/errors": float(len(evaluation.errors))}
         with (folder / "monitor" / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step.number, **numbers}) + "\n")
         if step.champion and (last or step.number % plan.algorithm.save_interval_steps == 0):
@@ -243,12 +250,12 @@ async def _train(stack: Stack, plan: Plan, play: Callable[[Any, Run], Any], fold
 
 
 def _numbers(step: Step) -> dict[str, float | None]:
-    own = {"rollout/reward": step.reward_mean, "rollout/errors": float(len(step.errors))}
-    return {**own, **{f"rollout/{name}": one for name, one in step.run_metrics.items()}, **step.metrics}
+    rollout = {"rollout/reward": step.reward_mean, "rollout/errors": float(len(step.errors))}
+    return {**rollout, **{f"rollout/{name}": value for name, value in step.run_metrics.items()}, **step.metrics}
 
 
 def _save(stack: Stack, version: str, folder: Path) -> None:
-    """Where the files of versions are on this machine they are written; elsewhere the name of the version is."""
+    """Write the name of a version, and also its files if they are on this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "version").write_text(f"{version}\n", encoding="utf-8")
     if stack.data_dir is not None:
@@ -257,5 +264,5 @@ def _save(stack: Stack, version: str, folder: Path) -> None:
 
 def _monitor(stack: Stack, folder: Path) -> None:
     if stack.data_dir is not None:
-        written = stack.data_dir / "trainer/tensorboard"
-        shutil.copytree(written, folder / "monitor" / "tensorboard", dirs_exist_ok=True)
+        tensorboard = stack.data_dir / "trainer/tensorboard"
+        shutil.copytree(tensorboard, folder / "monitor" / "tensorboard", dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""`tune_prompt`: the system prompt is tuned in place of the weights, by the search of the package dspy."""
+"""`tune_prompt`: tune the system prompt instead of the weights, with the search of the package dspy."""
 
 from __future__ import annotations
 
@@ -31,27 +31,32 @@ def tune_prompt(
     eval_dataset: Any = None,
     config: Any = None,
 ) -> tuple[str, dict[str, float]]:
-    """The best system prompt found, and with `compare_performance` the mean rewards before and after on `eval_dataset`
-    (or the training rows) and `valset_improvement` in percent. `workflow(task, system_prompt)` is async. The comparison
-    plays `eval_num_threads` samples at a time; `eval_display_progress` counts them on standard error, and
-    `eval_display_table` prints the rewards of so many rows.
+    """Search for the best system prompt and return it with its comparison to the initial prompt.
 
-    A sample that fails is in no mean. Raises `UsageError` without dspy, and for a level that there is not.
+    With `compare_performance`, the comparison has the mean rewards before and after on `eval_dataset` (by default the
+    training rows), and `valset_improvement` in percent. A sample that fails is excluded from the means.
+
+    Args:
+        workflow: async function `workflow(task, system_prompt)`.
+        config: a `PromptTuneConfig`. `eval_num_threads` samples are compared concurrently, `eval_display_progress`
+            prints their number to standard error, and `eval_display_table` is the number of rows whose rewards are
+            printed.
+
+    Raises:
+        UsageError: dspy is not installed, or the level is unknown.
     """
     check_prompt_workflow(workflow)
     check_judge_function(judge_func)
     options = config or PromptTuneConfig()
     if options.optimization_level not in LEVELS:
-        raise UsageError(f"optimization_level = {options.optimization_level!r}: it is one of {', '.join(LEVELS)}")
+        raise UsageError(f"optimization_level = {options.optimization_level!r}: must be one of {', '.join(LEVELS)}")
     try:
         dspy = import_module("dspy")
     except ImportError:
         raise UsageError("tune_prompt needs the package dspy: pip install dspy") from None
     whole_number("eval_num_threads", options.eval_num_threads)
     if yes_or_no("compare_performance", options.compare_performance) is False and eval_dataset is not None:
-        raise UsageError(
-            "eval_dataset: compare_performance is False, so that nothing is evaluated; leave one of them out"
-        )
+        raise UsageError("eval_dataset: has no effect, because compare_performance is False; leave one of them out")
     check_schedule(train_dataset, "train_dataset")
     rows = rows_of(train_dataset)
     held_out = rows
@@ -76,10 +81,13 @@ def tune_prompt(
 
 
 def _search(dspy: Any, rows: list[dict[str, Any]], prompt: str, reward: Callable[..., float], options: Any) -> str:
-    """dspy tunes the instructions of a module; ours hands them to the workflow as its system prompt."""
+    """Return the best prompt that dspy finds.
+
+    dspy tunes the instructions of a module. This module passes its instructions to the workflow as the system prompt.
+    """
 
     class Prompted(dspy.Module):  # type: ignore[misc]
-        """The workflow, with the instructions as its system prompt."""
+        """dspy module that runs the workflow with the module's instructions as the system prompt."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -101,29 +109,30 @@ def _search(dspy: Any, rows: list[dict[str, Any]], prompt: str, reward: Callable
         max_labeled_demos=0,
     )
     examples = [dspy.Example(task=row).with_inputs("task") for row in rows]
-    found = search.compile(Prompted(), trainset=examples)
-    return str(found.predict.signature.instructions)
+    optimized = search.compile(Prompted(), trainset=examples)
+    return str(optimized.predict.signature.instructions)
 
 
 def _mean(reward: Callable[..., float], rows: list[dict[str, Any]], prompt: str, options: Any) -> float:
-    """Return the mean reward of a prompt over the rows that have one, displayed as `options` say."""
-    counts = yes_or_no("eval_display_progress", options.eval_display_progress)
-    shown = whole_number("eval_display_table", options.eval_display_table or 0, least=0)
+    """Return the mean reward of a prompt over the rows that have one, and print progress and rows as `options`
+    request."""
+    prints_progress = yes_or_no("eval_display_progress", options.eval_display_progress)
+    rows_to_print = whole_number("eval_display_table", options.eval_display_table or 0, least=0)
 
     def sample(row: dict[str, Any]) -> float | None:
         try:
             return reward(row, prompt)
-        except Exception:  # noqa: BLE001 (a user's functions may raise anything; the sample is in no mean)
+        except Exception:  # noqa: BLE001 (a user's functions may raise anything; the sample is excluded from the mean)
             return None
 
     rewards: list[float | None] = []
-    contexts = [copy_context() for _ in rows]  # the stack that was entered is the caller's
+    contexts = [copy_context() for _ in rows]  # threads use the stack that the caller entered
     with ThreadPoolExecutor(whole_number("eval_num_threads", options.eval_num_threads)) as threads:
         for value in threads.map(lambda context, row: context.run(sample, row), contexts, rows):
             rewards.append(value)
-            if counts:
+            if prints_progress:
                 sys.stderr.write(f"{len(rewards)} of {len(rows)} samples\n")
-    for row, value in zip(rows[:shown], rewards, strict=False):
+    for row, value in zip(rows[:rows_to_print], rewards, strict=False):
         sys.stdout.write(f"{'failed' if value is None else format(value, '.4g')}  {_line(row)}\n")
     values = [value for value in rewards if value is not None]
     if not values:
