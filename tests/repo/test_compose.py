@@ -1,4 +1,4 @@
-"""docker-compose.yml: what each container must have, and that its settings exist (`make compose-test` runs it)."""
+"""docker-compose.yml: required parts of each container, and existing settings (`make check NAME=compose` runs it)."""
 
 from __future__ import annotations
 

@@ -69,24 +69,24 @@ def needed(roots: Iterable[str]) -> set[str]:
 def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
     lock = pins(ROOT / LOCKS.get(path.stem, "requirements/workspace.lock"))
     for pin, (_, hashes) in pins(path).items():
-        assert hashes == lock[pin][1], f"{pin}: run `make lock-images`"
+        assert hashes == lock[pin][1], f"{pin}: run `make lock`"
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> None:
     roots = ("headrace-schemas", "headrace-runtime", f"headrace-{service}")
-    assert installed_here(FOLDER / f"{service}.txt") == needed(roots), "run `make lock-images`"
+    assert installed_here(FOLDER / f"{service}.txt") == needed(roots), "run `make lock`"
 
 
 def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> None:
     found, lock = (installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements/vllm.lock"))
-    assert lock - found <= needed(["hatchling", "editables"]), "run `make lock-images`"
+    assert lock - found <= needed(["hatchling", "editables"]), "run `make lock`"
     assert found >= needed(["headrace-schemas", "headrace-runtime", "headrace-inference"]) | {"vllm"}
 
 
 def test_the_image_with_trinity_gets_a_trainer_that_can_hand_over() -> None:
     roots = ("headrace-schemas", "headrace-runtime", "headrace-trainer[trinity]")
-    assert installed_here(FOLDER / "trainer-trinity.txt") == needed(roots), "run `make lock-images`"
+    assert installed_here(FOLDER / "trainer-trinity.txt") == needed(roots), "run `make lock`"
     theirs = installed_here(ROOT / "requirements/trinity.lock")
     assert {"trinity-rft", "verl", "ray", "torch"} <= theirs
 

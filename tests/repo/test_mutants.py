@@ -1,4 +1,4 @@
-"""`make mutants` can do its work: what it plants and names is there, and a trial tells alive from dead."""
+"""`make check NAME=mutants` can do its work: what it plants and names is there, and a trial tells alive from dead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
 def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
-    """`make mutants` tries all of them."""
+    """`make check NAME=mutants` tries all of them."""
     verdict = tried(fault.mutant(), 300)
     assert verdict.outcome == "killed", verdict.said
 

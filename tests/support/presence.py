@@ -36,9 +36,9 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "jq": _program("jq"),
     "kafkajs": node_client.missing,
     "agentscope-java": java_agent.missing,
-    "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install-clients",
-    "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make test-vllm has it",
-    "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install-helm",
+    "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install GROUP=clients",
+    "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make check NAME=vllm has it",
+    "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install GROUP=helm",
 }
 used: set[str] = set()
 absent: dict[str, str] = {}

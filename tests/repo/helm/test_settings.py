@@ -102,7 +102,7 @@ def test_every_selector_finds_pods(variant: str) -> None:
 
 
 def test_images_are_those_that_are_built() -> None:
-    """By the compose file, and the broker's by the list of `make lock-images`."""
+    """By the compose file, and the broker's by the list of `make lock`."""
     composed = {container["image"] for container in ours().values()}
     named = re.search(r"^IMAGES := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     built = {f"headrace-{name}" for name in named[1].split()} if named else set()

@@ -1,4 +1,4 @@
-"""`configs/headrace.toml` is what the services say, and they read it."""
+"""`deploy/headrace.toml` is what the services say, and they read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_runtime.main import Service
 from headrace_runtime.reference import SettingDoc, describe
 from headrace_runtime.settings import Common, complete, load
 
-CONFIG = Path(__file__).parents[3] / "configs" / "headrace.toml"
+CONFIG = Path(__file__).parents[3] / "deploy" / "headrace.toml"
 NEEDED = {
     "HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://127.0.0.1:8000/v1",
     "HEADRACE_JUDGE__ENDPOINT__MODEL": "judge",
@@ -41,14 +41,14 @@ def uncommented(text: str) -> str:
 
 def test_the_common_settings_are_all_there() -> None:
     assert as_toml({"common": described(Common)}, only="common") in CONFIG.read_text(), (
-        "regenerate: headrace config reference -o configs/headrace.toml"
+        "regenerate: headrace config reference -o deploy/headrace.toml"
     )
 
 
 @pytest.mark.parametrize("name", installed())
 def test_a_services_settings_are_all_there(name: str) -> None:
     expected = as_toml({name: described(complete(service(name).settings), f"{name}.")}, only=name)
-    assert expected in CONFIG.read_text(), "regenerate: headrace config reference -o configs/headrace.toml"
+    assert expected in CONFIG.read_text(), "regenerate: headrace config reference -o deploy/headrace.toml"
 
 
 @pytest.mark.parametrize("name", installed())

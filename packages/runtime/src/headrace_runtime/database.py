@@ -22,7 +22,7 @@ from headrace_schemas.redaction import HIDDEN
 _BUSY_TIMEOUT_MS = 30_000
 _CHECKPOINT_PAGES = 200
 """SQLite copies its log into the database within some commit. At its own 1,000 pages such a transaction of a
-large database takes 28 ms; at 200 none takes 20, and the work in all is the same (`make bench-state`)."""
+large database takes 28 ms; at 200 none takes 20, and the work in all is the same (`make bench NAME=state`)."""
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",

@@ -189,7 +189,7 @@ def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) ->
 @pytest.mark.parametrize("registry", [TOOL_PARSERS, REASONING_PARSERS])
 def test_a_family_without_its_package_says_what_to_install(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "find_spec", lambda _name: None)
-    with pytest.raises(PluginError, match=r"parser 'vllm:hermes' needs the package vllm.*make install-vllm"):
+    with pytest.raises(PluginError, match=r"parser 'vllm:hermes' needs the package vllm.*make install GROUP=vllm"):
         registry.get("vllm:hermes")
 
 

@@ -144,7 +144,7 @@ def _installed(kind: str, name: str) -> None:
     if find_spec("vllm") is None:
         raise PluginError(
             f"the {kind} parser 'vllm:{name}' needs the package vllm, which is not installed in this environment: "
-            "`make install-vllm` makes one for CPUs; for GPUs: pip install -r requirements/vllm.lock"
+            "`make install GROUP=vllm` makes one for CPUs; for GPUs: pip install -r requirements/vllm.lock"
         )
 
 

