@@ -159,12 +159,12 @@ OWN_TARGET := $(BIN)/pytest -m own_target
 
 #: NAME=algorithms     each loss and advantage beside an independent result, promises with edits and preferences, planted faults
 define check_algorithms
-$(PROGRAM) algorithms $(ARGS)
+$(PROGRAM) algorithms $(SEED_OPTION) $(ARGS)
 $(OWN_TARGET) tests/unit/trainer/test_signals_crash.py
 endef
 
 #: NAME=architectures  some 80 kinds of model: equal to their own eager attention, or refused by name
-check_architectures = $(PROGRAM) architectures $(ARGS)
+check_architectures = $(PROGRAM) architectures $(SEED_OPTION) $(ARGS)
 
 #: NAME=attack         attacks on running stacks, each with its figure (ONLY="name ...")
 check_attack = $(PROGRAM) attack $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
@@ -198,18 +198,18 @@ $(PROGRAM) jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS))
 endef
 
 #: NAME=learning       what a correction leaves undone, what is no full step, and planted faults; a few minutes
-check_learning = $(PROGRAM) learning $(ARGS)
+check_learning = $(PROGRAM) learning $(SEED_OPTION) $(ARGS)
 
 #: NAME=mutants        core modules with one line changed at a time; the unit tests must fail (SAMPLE=20, ONLY=path)
 needs_check_mutants = .venv-mutants/installed
 check_mutants = $(PROGRAM) mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(ONLY_OPTION) $(ARGS)
 
 #: NAME=parity         every item of the systems that people come from, used as they use it (ONLY="loop wire")
-check_parity = $(PROGRAM) parity $(ONLY_OPTION) $(ARGS)
+check_parity = $(PROGRAM) parity $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
 
 #: NAME=ray            two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points
 POINTS ?= 10
-check_ray = $(PROGRAM) ray --points $(POINTS) $(ARGS)
+check_ray = $(PROGRAM) ray --points $(POINTS) $(SEED_OPTION) $(ARGS)
 
 #: NAME=rollouts       kill -9 in each state of a rollout on each database, 1,000 invalid versions (ONLY="sqlite/gateway faults")
 check_rollouts = $(PROGRAM) rollouts $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
@@ -222,7 +222,7 @@ check_simulate = $(PROGRAM) simulation --seeds $(SEEDS) --first $(FIRST) $(ARGS)
 #: NAME=trinity        our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
 needs_check_trinity = .venv-trinity/installed
 define check_trinity
-$(PROGRAM) trinity $(ARGS)
+$(PROGRAM) trinity $(SEED_OPTION) $(ARGS)
 $(OWN_TARGET) tests/unit/trainer/test_trinity.py
 endef
 
@@ -231,7 +231,7 @@ check_tutorials = $(BIN)/pytest tests/docs/test_tutorials.py $(ARGS)
 
 #: NAME=vllm           the engine vllm: the contract of engines, swaps under streams, killed processes (ONLY=part of a name)
 needs_check_vllm = .venv-vllm/installed
-check_vllm = REQUIRED_SERVERS=vllm .venv-vllm/bin/python -m tests.system vllm $(if $(ONLY),--only "$(ONLY)") $(ARGS)
+check_vllm = REQUIRED_SERVERS=vllm .venv-vllm/bin/python -m tests.system vllm $(if $(ONLY),--only "$(ONLY)") $(SEED_OPTION) $(ARGS)
 
 BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
 
