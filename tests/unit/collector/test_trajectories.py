@@ -83,9 +83,9 @@ def test_what_a_grammar_held_is_context_and_says_so() -> None:
     (branch,) = found.branches
     assert branch.turn_ids == (first.turn_id, last.turn_id)
     assert branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "the answer is there, and not trained"
-    assert [(one.turn_id, one.why) for one in found.left_out] == [(held.turn_id, "truncated_sampling (grammar)")]
+    assert [(one.turn_id, one.full_reason) for one in found.left_out] == [(held.turn_id, "truncated_sampling (grammar)")]
     narrow = ask([user("q")], sampling=Sampling(top_p=0.5))
-    assert [one.why for one in made(narrow).left_out] == ["truncated_sampling"]
+    assert [one.full_reason for one in made(narrow).left_out] == ["truncated_sampling"]
 
 
 def test_a_run_with_nothing_to_train_still_has_its_dialogue_and_version() -> None:

@@ -93,7 +93,8 @@ async def test_json_is_refused_where_the_event_that_records_it_would_be_too_deep
     target: Any = body
     for name in place[:-1]:
         target = target[name]
-    target[place[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), 1)
+    leaf: Any = 1
+    target[place[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), leaf)
     replica = FakeReplica(grammars=("response_format",))
     async with replica.running(), gateway(tmp_path, replica) as served:
         await ready(served)

@@ -72,7 +72,7 @@ async def test_feedback_on_a_turn_that_is_left_out_is_told_so_and_all_other_is_n
         await stream.deliver(turns[0])
         await pass_time(stream, 3000)
         (trajectory,) = stream.sent(Trajectory)
-    left_out = [item.why for item in trajectory.left_out]
+    left_out = [item.full_reason for item in trajectory.left_out]
     assert (left_out or [trajectory.purpose]) == [reason if reason not in (None, "eval") else trajectory.purpose]
     assert untrained_reason(turns[0]) == reason
 
