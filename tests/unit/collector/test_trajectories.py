@@ -83,7 +83,8 @@ def test_what_a_grammar_held_is_context_and_says_so() -> None:
     (branch,) = found.branches
     assert branch.turn_ids == (first.turn_id, last.turn_id)
     assert branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "the answer is there, and not trained"
-    assert [(one.turn_id, one.full_reason) for one in found.left_out] == [(held.turn_id, "truncated_sampling (grammar)")]
+    reasons = [(turn.turn_id, turn.full_reason) for turn in found.left_out]
+    assert reasons == [(held.turn_id, "truncated_sampling (grammar)")]
     narrow = ask([user("q")], sampling=Sampling(top_p=0.5))
     assert [one.full_reason for one in made(narrow).left_out] == ["truncated_sampling"]
 

@@ -132,7 +132,7 @@ class OutcomeWatch:
         reasons, account, last = [], -1, None
         for last in closed.values():
             if last.untrained is not None or not last.branches:
-                reasons.append(last.untrained or next((turn.why for turn in last.left_out), "empty"))
+                reasons.append(last.untrained or next((turn.full_reason for turn in last.left_out), "empty"))
             for branch in range(0 if last.untrained else len(last.branches)):
                 outcome = self._outcomes.get(Experience.id_of(last.trajectory_id, branch))
                 if outcome is None:
