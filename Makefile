@@ -274,8 +274,8 @@ lock: $(UV) ## resolve every dependency group again, with hashes for every platf
 	for group in $(GROUPS); do \
 	  $(COMPILE) --group $$group $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
 	  || exit 1; done
-	$(foreach name,$(IMAGES),$(call cut,./schemas ./packages/runtime $(patsubst ./services/gateway,./gateway,./services/$(name)),workspace,$(name)) &&) true
-	$(call cut,./schemas ./packages/runtime './services/trainer[trinity]',workspace,trainer-trinity)
+	$(foreach name,$(IMAGES),$(call cut,./schemas ./packages/statistics ./packages/runtime $(patsubst ./services/gateway,./gateway,./services/$(name)),workspace,$(name)) &&) true
+	$(call cut,./schemas ./packages/statistics ./packages/runtime './services/trainer[trinity]',workspace,trainer-trinity)
 	$(call cut,./schemas ./packages/runtime ./services/inference vllm,vllm,inference-vllm)
 	$(call cut,torch transformers peft safetensors numpy,workspace,torch)
 	$(call cut,hatchling,workspace,build)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace_statistics import student_t
+
 from benchmarks._algorithms_arms import PER_TURN, RL_ALONE, SFT_RL, TERMINAL, base
 from benchmarks._algorithms_found import Arm, Found
 from headrace_cli.controls.statistics import difference, mean
-from headrace_schemas import student
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Interval:
         if len(by_seed) < 2:
             raise ValueError(f"{len(by_seed)} seeds: an interval needs 2 or more")
         value = statistics.fmean(by_seed)
-        half = student.mean_margin(by_seed, 0.975)
+        half = student_t.mean_margin(by_seed, 0.975)
         return cls(value, value - half, value + half, tuple(by_seed))
 
     def report(self) -> dict[str, object]:

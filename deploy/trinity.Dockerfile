@@ -12,10 +12,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-cache-dir --root-user-action=ignore --no-deps --require-hashes -r build.txt
 COPY schemas schemas
 COPY packages/runtime runtime
+COPY packages/statistics statistics
 ARG FOLDER
 COPY ${FOLDER} service
 RUN pip install --no-cache-dir --root-user-action=ignore --no-index --no-deps --no-build-isolation \
-    --target /opt/headrace ./schemas ./runtime ./service
+    --target /opt/headrace ./schemas ./statistics ./runtime ./service
 
 FROM python:3.11-slim
 WORKDIR /opt

@@ -133,14 +133,14 @@ def test_all_adapters_together_are_imported_in_no_time() -> None:
     assert min(times) < IMPORTS_S_MAX, times
 
 
-def test_it_needs_pydantic_httpx_and_the_schemas() -> None:
+def test_it_needs_pydantic_httpx_schemas_and_statistics() -> None:
     direct = {canonicalize_name(Requirement(one).name) for one in requires("headrace") or [] if "extra ==" not in one}
-    assert direct == {"headrace-schemas", "httpx2", "pydantic"}
+    assert direct == {"headrace-schemas", "headrace-statistics", "httpx2", "pydantic"}
 
 
 def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
     """And what reads topics says what is missing."""
-    there = needed(["headrace"]) | {"headrace", "headrace-schemas"}
+    there = needed(["headrace"]) | {"headrace", "headrace-schemas", "headrace-statistics"}
     installed = packages_distributions().items()
     absent = {name for name, owners in installed if not there.intersection(map(canonicalize_name, owners))}
     members = [
@@ -148,7 +148,7 @@ def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
         *ROOT.glob("packages/*/src/headrace_*"),
         *ROOT.glob("services/*/src/headrace_*"),
     ]
-    absent |= {path.name for path in members} - {"headrace_schemas"}
+    absent |= {path.name for path in members} - {"headrace_schemas", "headrace_statistics"}
     assert {"headrace_runtime", "headrace_cli", "torch", "faust", "typer", "aiokafka", "fsspec"} <= absent
     arguments = json.dumps(sorted(absent)), json.dumps(modules())
     done = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=False)

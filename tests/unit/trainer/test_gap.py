@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from headrace_statistics import student_t
 
-from headrace_schemas import student
 from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettings, refusal
 from headrace_trainer.algorithms.gap import BLOCK, DEALS, GapEstimate, ReplyBlock
 
@@ -87,9 +87,9 @@ def test_what_is_not_a_number_is_not_believed() -> None:
 @pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
 def test_the_guard_s_interval_is_student_s(count: int, quantile: float) -> None:
     values = np.random.default_rng(count).normal(0.3, 2.0, count)
-    found = student.lower_bound(list(values), 0.025)
+    found = student_t.lower_bound(list(values), 0.025)
     assert found == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
-    assert student.lower_bound([1.0], 0.025) == -math.inf
+    assert student_t.lower_bound([1.0], 0.025) == -math.inf
 
 
 def read_nothing(draw: np.random.Generator, count: int) -> ReplyBlock:
@@ -144,7 +144,7 @@ def test_it_decides_earlier_than_student_s_interval() -> None:
     """Batches of five runs."""
     blocks = [read_a_little(np.random.default_rng(seed), 5) for seed in range(STREAMS)]
     dealt = np.mean([refusal(GapEstimate().plus([one]), SETTINGS) is None for one in blocks])
-    mean = np.mean([student.lower_bound(one.gaps.tolist(), 0.025) > 0 for one in blocks])
+    mean = np.mean([student_t.lower_bound(one.gaps.tolist(), 0.025) > 0 for one in blocks])
     print(f"deals {dealt:.2f}, Student {mean:.2f}")
     assert dealt > 0.8 > mean
 

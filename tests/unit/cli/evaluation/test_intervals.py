@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from headrace_statistics.intervals import wilson
 
-from headrace.evaluation.intervals import wilson
 from headrace_cli.evaluation.intervals import bootstrap, measured
 
 

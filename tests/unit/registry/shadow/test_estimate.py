@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from headrace_statistics import student_t
 from numpy.typing import NDArray
 
 from benchmarks._shadow_worlds import far, near, sample
@@ -18,7 +19,6 @@ from headrace_registry.shadow.calibration import Line, fit
 from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estimate
 from headrace_registry.shadow.overlap import Overlap, overlap, weight
-from headrace_schemas import student
 
 ANY = Demands.model_construct(pairs_min=1, spoke_min=1, effective_min=1.0, effective_share_min=0.01)
 
@@ -124,7 +124,7 @@ def test_a_second_implementation_says_the_same(seed: int) -> None:
     found = estimate(pairs, ANY)
     difference, error = again(pairs)
     assert found.difference == pytest.approx(difference, abs=1e-9)
-    half = student.quantile(0.975, found.overlap.effective - 1) * error
+    half = student_t.quantile(0.975, found.overlap.effective - 1) * error
     assert found.lower == pytest.approx(difference - half)
     assert found.upper == pytest.approx(difference + half)
 

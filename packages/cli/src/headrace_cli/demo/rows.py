@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Self
 
+from headrace_statistics import student_t
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_cli.demo.measures import ROUNDING, DemoMeasure, MeasuredPlays, PromisedLine
-from headrace_schemas import student
 
 
 class RowsRecipe(BaseModel):
@@ -81,4 +81,4 @@ def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]
 
 
 def _margin(numbers: Sequence[float]) -> float:
-    return student.mean_margin(numbers, 0.975) if len(numbers) > 1 else 0.0
+    return student_t.mean_margin(numbers, 0.975) if len(numbers) > 1 else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from headrace.evaluation.intervals import wilson
+from headrace_statistics.intervals import wilson
 
 RESAMPLES = 2000
 

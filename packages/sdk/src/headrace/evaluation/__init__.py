@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
+    from headrace_statistics.intervals import interval
+
     from headrace.evaluation.evaluating import EvaluatedVersion, MetricMean, evaluate
     from headrace.evaluation.gate_program import serve_gate
-    from headrace.evaluation.intervals import interval
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "headrace.evaluation.evaluating": ("EvaluatedVersion", "MetricMean", "evaluate"),
             "headrace.evaluation.gate_program": ("serve_gate",),
-            "headrace.evaluation.intervals": ("interval",),
+            "headrace_statistics.intervals": ("interval",),
         },
     )
 

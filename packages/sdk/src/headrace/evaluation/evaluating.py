@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_statistics.intervals import interval
+
 from headrace.errors import UsageError
-from headrace.evaluation.intervals import interval
 from headrace.practice.agents import run_in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack

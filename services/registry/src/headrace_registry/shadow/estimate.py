@@ -29,10 +29,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace_statistics import student_t
+
 from headrace_registry.shadow import calibration
 from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.overlap import Overlap, overlap, weight
-from headrace_schemas import student
 
 _LEVEL = 0.975
 
@@ -83,7 +84,7 @@ def estimate(pairs: Sequence[ShadowPair], demands: Demands) -> ShadowEstimate:
         return ShadowEstimate(len(pairs), len(known), found, judged, refused=refused)
     difference, error = _doubly_robust(pairs, known, found.mean)
     freedom = max(1.0, found.effective - 1.0)
-    half = student.quantile(_LEVEL, freedom) * error
+    half = student_t.quantile(_LEVEL, freedom) * error
     return ShadowEstimate(
         len(pairs), len(known), found, judged, difference, max(-1.0, difference - half), min(1.0, difference + half)
     )

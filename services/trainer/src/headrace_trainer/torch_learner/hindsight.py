@@ -15,11 +15,11 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from headrace_statistics import student_t
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
-from headrace_schemas import student
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, refusal
 from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row, passes
@@ -82,7 +82,7 @@ class HindsightTeacher:
         if len(guard) > 1:
             before, after = self._base(guard), self._logprobs(guard, reference=False)
             drops = [float((one - other).mean()) for one, other in zip(before, after, strict=True)]
-            self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": student.lower_bound(drops, 0.025)}
+            self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": student_t.lower_bound(drops, 0.025)}
         return {}
 
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:

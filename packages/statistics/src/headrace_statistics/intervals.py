@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from headrace_schemas import student
+from headrace_statistics import student_t
 
 Z = 1.959963984540054
 """Quantile of the standard normal distribution for a two-sided interval of 95 %."""
@@ -25,7 +25,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
         return wilson(math.fsum(values), count, z)
     if count < 2:
         return None
-    margin = student.mean_margin(values, 0.5 + confidence / 2)
+    margin = student_t.mean_margin(values, 0.5 + confidence / 2)
     mean = statistics.fmean(values)
     return mean - margin, mean + margin
 
