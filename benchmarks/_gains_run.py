@@ -171,7 +171,7 @@ class _Training:
             if lineage.health.stopped is not None:
                 await asyncio.to_thread(lineage.give_up)
                 break
-        await asyncio.to_thread(lambda: lineage.save(publish=lineage.unpublished))
+        await asyncio.to_thread(lambda: lineage.save(publish=lineage.has_unpublished_steps))
         return lineage.health.stopped is None and not enough
 
 

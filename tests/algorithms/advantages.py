@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace_runtime.settings import complete
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.estimators import Rewarded
+from headrace_trainer.algorithms.estimators import AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.torch_learner import critic
 from tests.algorithms import oracle
@@ -82,8 +82,8 @@ def _group(kind: str, rewards: Sequence[float], settings: AdvantageSettings) -> 
 
 def _batch(
     places: Sequence[tuple[int, int]], rewards: Sequence[Sequence[float]], turns: Sequence[Sequence[float | None]]
-) -> Rewarded:
-    return Rewarded(
+) -> AdvantageInputs:
+    return AdvantageInputs(
         [rewards[group][run] for group, run in places],
         [1.0] * len(places),
         [f"{group}/{run}" for group, run in places],

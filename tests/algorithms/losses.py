@@ -11,7 +11,7 @@ import torch
 
 from headrace_runtime.settings import complete
 from headrace_trainer.algorithms.divergences import DIVERGENCES
-from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.torch_learner.model import forward
@@ -120,7 +120,7 @@ def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) ->
         torch.tensor(np.concatenate([getattr(one, name) for one in told])) for name in ("current", "start", "reference")
     )
     current_N.requires_grad_()
-    sampled = Sampled(
+    sampled = LossInputs(
         current_N,
         start_N,
         pack.behaviour_N.double(),

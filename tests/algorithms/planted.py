@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 
 from headrace_trainer.batches import batch, prepare, rows
-from headrace_trainer.experiences import due, examples, pairing
-from headrace_trainer.lineage import taken
+from headrace_trainer.experiences import examples, pairing, pending_updates
+from headrace_trainer.lineage import step_result
 from headrace_trainer.torch_learner import critic
 from headrace_trainer.torch_learner.model import forward
 from tests.algorithms import advantages, losses, stream, weights
@@ -65,44 +65,44 @@ def _by_tokens() -> contextlib.AbstractContextManager[Any]:
 
 
 def _swapped() -> contextlib.AbstractContextManager[Any]:
-    own = examples._compared
+    own = examples._preference_examples
 
     def compared(*given: Any) -> Iterator[examples.Example]:
         return (replace(one, value=-(one.value or 0.0)) for one in own(*given))
 
-    return mock.patch.object(examples, "_compared", compared)
+    return mock.patch.object(examples, "_preference_examples", compared)
 
 
 def _unmasked() -> contextlib.AbstractContextManager[Any]:
-    own = rows._answer
+    own = rows._answer_row
 
     def answer(row: Any, *rest: Any) -> Any:
         found = own(row, *rest)
         return replace(found, loss_mask_T=np.arange(found.length) > 0)
 
-    return mock.patch.object(rows, "_answer", answer)
+    return mock.patch.object(rows, "_answer_row", answer)
 
 
 def _nameless() -> contextlib.AbstractContextManager[Any]:
-    own = examples._compared
+    own = examples._preference_examples
 
     def compared(*given: Any) -> Iterator[examples.Example]:
         return (replace(one, pair=one.pair.rpartition("/")[2]) for one in own(*given))
 
-    return mock.patch.object(examples, "_compared", compared)
+    return mock.patch.object(examples, "_preference_examples", compared)
 
 
 def _slopeless() -> contextlib.AbstractContextManager[Any]:
-    own = taken.as_taken
+    own = step_result.apply_result
 
-    def as_taken(prepared: Any, result: Any) -> Any:
+    def apply_result(prepared: Any, result: Any) -> Any:
         return own(prepared, replace(result, slopes={}))
 
-    return mock.patch.object(weights, "as_taken", as_taken)
+    return mock.patch.object(weights, "apply_result", apply_result)
 
 
 def _forgets_edits() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(due, "_gone", return_value=examples.BRANCH)
+    return mock.patch.object(pending_updates, "_withdrawn_example", return_value=examples.BRANCH)
 
 
 def _alone() -> contextlib.AbstractContextManager[Any]:
@@ -114,10 +114,13 @@ def _alone() -> contextlib.AbstractContextManager[Any]:
 
 
 def _first_of_all() -> contextlib.AbstractContextManager[Any]:
-    def met(answers: Any) -> dict[tuple[str, str], str]:
+    def match_answers(answers: Any) -> dict[tuple[str, str], str]:
         return {(name, one.part): "one" for name, one in answers}
 
-    return _both(mock.patch.object(pairing, "met", met), mock.patch.object(prepare, "met", met))
+    return _both(
+        mock.patch.object(pairing, "match_answers", match_answers),
+        mock.patch.object(prepare, "match_answers", match_answers),
+    )
 
 
 def _undiscounted() -> contextlib.AbstractContextManager[Any]:

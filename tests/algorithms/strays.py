@@ -26,7 +26,7 @@ from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
-from headrace_trainer.experiences.due import Terms
+from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import CriticSettings, MemorySettings
 from headrace_trainer.torch_learner.critic import Critic
@@ -96,8 +96,8 @@ def train(runs: Sequence[Run], batch: int = BATCH, **settings: Any) -> Trained:
     """Train a stream in batches, as a lineage does."""
     chosen = Settings.model_validate({**settings, "kind": settings.get("kind", "reinforce++")})
     critic = _StandInCritic() if chosen.kind == "ppo" else None
-    terms = Terms(chosen.limit, chosen.correction_min, credit=_credit(chosen))
-    limits = AdmissionLimits(320, 99, 2, 1e6, chosen.limit, chosen.correction_min, terms=terms,
+    terms = CorrectionRules(chosen.limit, chosen.correction_min, credit=_credit(chosen))
+    limits = AdmissionLimits(320, 99, 2, 1e6, chosen.limit, chosen.correction_min, correction_rules=terms,
                              ranges=chosen.range_limits)  # fmt: skip
     trained = Trained(state=LineageState(chain(0), limits, MemorySettings()))
     state = trained.state
@@ -114,7 +114,7 @@ def train(runs: Sequence[Run], batch: int = BATCH, **settings: Any) -> Trained:
             trained.advantages += critic.step([one.advantage for one in values])
         else:
             trained.advantages += [fmean(one.turns) if one.turns else one.advantage for one in values]
-        state.stepped(prepared.trained, prepared.baselines)
+        state.record_step(prepared.trained, prepared.baselines)
     return trained
 
 

@@ -12,12 +12,12 @@ from headrace_schemas import Experience
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.algorithms.signals import Signals
-from headrace_trainer.batches.prepare import Prepared, prepare
+from headrace_trainer.batches.prepare import PreparedBatch, prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
-from headrace_trainer.experiences.due import Terms
 from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.pairing import parties
+from headrace_trainer.experiences.pairing import form_parties
+from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
 from tests.algorithms.told import WORDS, edit, side, told, turn
@@ -51,26 +51,28 @@ class Stream:
             correction_min=1e-3,
             signals=self.signals,
             logprobs=False,
-            terms=Terms(10.0, 1e-3),
+            correction_rules=CorrectionRules(10.0, 1e-3),
             write=EditWriter(self.base),
         )
         self.state = LineageState(self.history or chain(0), limits, MemorySettings())
         self.settings = AdvantageSettings(kind=self.kind)
         self.place = 0
-        self.batches: list[Prepared] = []
+        self.batches: list[PreparedBatch] = []
 
     def send(self, *events: Experience) -> None:
         for event in events:
             self.state.admit(event, (0, self.place), START)
             self.place += 1
 
-    def train(self, waited_s: float = 0.0) -> Prepared | None:
+    def train(self, waited_s: float = 0.0) -> PreparedBatch | None:
         """All that can be."""
         self.state.sweep()
         items = self.state.waiting
         if self.signals.paired:
             now = START + timedelta(seconds=waited_s)
-            found = parties(items, timedelta(seconds=300), now, self.state.open_answers, self.state.has_corrections)
+            found = form_parties(
+                items, timedelta(seconds=300), now, self.state.open_answers, self.state.has_corrections
+            )
             for item in found.unpaired:
                 self.state.drop(item, "singleton", "unpaired")
             items = found.ready
@@ -81,7 +83,7 @@ class Stream:
         self.batches.append(prepared)
         # Slopes as a loss would have them, so that what is taken back has to come with its own.
         trained = [replace(one, factor=self.draw.uniform(0.1, 1)) for one in prepared.trained]
-        self.state.stepped(trained, prepared.baselines, 0.01)
+        self.state.record_step(trained, prepared.baselines, 0.01)
         return prepared
 
     def held(self) -> dict[tuple[str, str], float]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.batches.prepare import Prepared
+from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.learner import GRADIENT_FACTOR
-from headrace_trainer.lineage.taken import as_taken
+from headrace_trainer.lineage.step_result import apply_result
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings, TrainerSettings
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -42,7 +42,7 @@ def opened(base: Path) -> Policy:
     return policy
 
 
-def prepared_for(base: Path, algorithm: str) -> Prepared:
+def prepared_for(base: Path, algorithm: str) -> PreparedBatch:
     """Two answers that were compared, and an edit."""
     signals, kind = KINDS[algorithm]
     stream = Stream(base, signals, kind)
@@ -71,7 +71,7 @@ def left_by_a_withdrawal(base: Path, algorithm: str) -> float:
     prepared = prepared_for(base, algorithm)
     batch = replace(prepared.batch, agg_mode=settings.loss.agg_mode)
     first, taken = gradients(policy, batch, settings)
-    trained = as_taken(replace(prepared, batch=batch), taken)
+    trained = apply_result(replace(prepared, batch=batch), taken)
     weight = batch.token_weight
     back = [
         replace(row, advantage=-row.advantage, correction=True, token_weight=weight * one.factor, together="")

@@ -19,7 +19,7 @@ from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Branch, Experience, Span, TrainingMetrics, Turn
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.experiences.history import Published
+from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore
@@ -60,9 +60,9 @@ class Retraining:
         """The base, opened as the trainer opens it."""
         return Policy.open(Path(self.settings.base), self.settings.compute, self.settings.lora, self.settings.seed)
 
-    def load(self, published: Published, policy: Policy) -> dict[str, torch.Tensor]:
+    def load(self, published: PublishedVersion, policy: Policy) -> dict[str, torch.Tensor]:
         """Make the weights of `policy` those in a version's files, and return them by parameter."""
-        with versions.unpacked(self.blobs, files.read_manifest(self.blobs, published.manifest).files) as folder:
+        with versions.open_files(self.blobs, files.read_manifest(self.blobs, published.manifest).files) as folder:
             policy.load_files(folder)
         return policy.tensors()
 

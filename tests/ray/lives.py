@@ -82,7 +82,7 @@ def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     store = LineageStore(blobs, lineage)
     saved = store.read()
     assert saved is not None
-    with store.unpacked(saved.present) as unpacked:
+    with store.open_tensors(saved.present) as unpacked:
         weights = (unpacked / WEIGHTS).read_bytes()
     lines = (folder / SENT).read_text(encoding="utf-8").splitlines()
     accounts = list({one.event_id: one for one in map(TrainingMetrics.model_validate_json, lines)}.values())

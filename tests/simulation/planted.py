@@ -63,7 +63,7 @@ async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
 
 
 _FEEDBACK_FOR, _TARGETS = feedback_matching.feedback_for, feedback_matching.target_trajectories
-_PUBLISH, _STATE, _VALUES = Publisher.publish, opening._state, RewardPolicy._values
+_PUBLISH, _STATE, _VALUES = Publisher.publish, opening._restore_state, RewardPolicy._values
 
 
 def _remembered_elsewhere(*given: Any) -> LineageState:
@@ -120,7 +120,8 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})
     ),
     "offsets outside the checkpoint": Planted(
-        _bug("headrace_trainer.lineage.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
+        _bug("headrace_trainer.lineage.opening._restore_state", _remembered_elsewhere),
+        frozenset({"liveness", "account"}),
     ),
     "outbox in memory": Planted(
         _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
@@ -149,7 +150,11 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_trainer.experiences.state.LineageState.undo", lambda *_: None), frozenset({"p4_once"})
     ),
     "staleness unbounded": Planted(
-        _bug("headrace_trainer.experiences.admission.stale", lambda *_: None, "headrace_trainer.batches.prepare.stale"),
+        _bug(
+            "headrace_trainer.experiences.admission.staleness_reason",
+            lambda *_: None,
+            "headrace_trainer.batches.prepare.staleness_reason",
+        ),
         frozenset({"p5_staleness"}),
     ),
 }

@@ -40,7 +40,7 @@ def batch_of(draw: random.Random) -> Batch:
         made = experience(number, _VERSION, length=length, prompt=draw.randint(1, 8), versions=[_VERSION] * spans)
         weight = draw.uniform(1e-4, 1) if draw.random() < 0.3 else None
         rows.append(Row.of(made, draw.uniform(-9, 9), _VERSION, weight))
-    return Batch(tuple(rows), whole=draw.randint(1, 64))
+    return Batch(tuple(rows), full_rows=draw.randint(1, 64))
 
 
 def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:

@@ -188,7 +188,7 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
         assert saved is not None
         for ref in saved.blobs().values():
             final.get(ref)
-        with final.unpacked(saved.present) as unpacked:
+        with final.open_tensors(saved.present) as unpacked:
             lessons = {one.experience_id for one in learner.read_frozen((unpacked / WEIGHTS).read_bytes())}
         found.lost = len(found.acknowledged - lessons)
     except (CorruptBlob, Unavailable) as error:
@@ -220,7 +220,7 @@ def _trainer(url: str, seed: int, number: int, which: int) -> Overlap:
 
 def _opened(blobs: BlobStore) -> Lineage:
     store = LineageStore(blobs, "main")
-    while not store.take():
+    while not store.take_over():
         pass
     settings = TrainerSettings(
         base=str(learner.BASE), model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1

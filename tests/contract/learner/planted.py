@@ -67,7 +67,7 @@ class PassesOverCorrections(RememberingLearner):
     """Trains what is new alone."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        return super().step(Batch(batch.first or batch.rows, batch.whole), stop, from_base=from_base)
+        return super().step(Batch(batch.first or batch.rows, batch.full_rows), stop, from_base=from_base)
 
 
 class Unmeasured(RememberingLearner):

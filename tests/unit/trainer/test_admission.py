@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
-from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, due_of
+from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, pending_updates_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Contribution, Entry
 from tests.unit.trainer.test_history import chain, name, publish
@@ -130,8 +130,8 @@ class TestCorrections:
         return self.missing_of(reward, known, HISTORY)
 
     def missing_of(self, reward: float | None, known: Entry, history: History) -> float:
-        found = due_of(self.revised(reward), known, history, 5, replace(LIMITS, correction_min=0.0))
-        return math.fsum(one.missing or 0.0 for one in found)
+        found = pending_updates_of(self.revised(reward), known, history, 5, replace(LIMITS, correction_min=0.0))
+        return math.fsum(one.advantage or 0.0 for one in found)
 
     def revised(self, reward: float | None) -> Experience:
         return experience(1, name(5), revision=1, reward=reward)
@@ -161,7 +161,7 @@ class TestCorrections:
         assert self.missing(1.0, twice) == pytest.approx(2.0)
 
     def test_what_an_abandoned_version_learned_counts_as_never_trained(self) -> None:
-        abandoned = publish(chain(3), 4, 4).moved(name(3), 4)  # step 4 is undone
+        abandoned = publish(chain(3), 4, 4).rewound(name(3), 4)  # step 4 is undone
         old = entry(0, trained=1.0, step=4)
         assert self.missing_of(0.0, old, abandoned) == pytest.approx(-1.0)
         assert self.missing_of(None, old, abandoned) == 0.0

@@ -54,7 +54,7 @@ def read(folder: Path, text: str) -> TrainerSettings:
 def test_each_algorithm_says_what_it_needs_and_torch_has_it(name: str, tmp_path: Path) -> None:
     settings = read(tmp_path, f'algorithm = "{name}"\n{TEACHER}')
     assert set(NEEDS[name].split()) == {one for one in settings.needs.__slots__ if getattr(settings.needs, one)}
-    assert settings.needs.beyond(OFFERED | TORCH.offers) == ()
+    assert settings.needs.missing_from(OFFERED | TORCH.offers) == ()
 
 
 def test_no_algorithm_is_left_out() -> None:

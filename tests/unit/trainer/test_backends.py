@@ -88,8 +88,8 @@ def test_what_a_back_end_offers_is_compared_with_what_is_asked(tmp_path: Path) -
             'algorithm = "with-critic"',
             r"trainer\.algorithm = 'with-critic': .* need critic, which the back end plain does not have",
         ),
-        ("loss.kl = 0.1", r"trainer\.backend = 'plain': cannot ask the base"),
-        ("health.kl_base_interval_steps = 5", r"trainer\.backend = 'plain': cannot ask the base"),
+        ("loss.kl = 0.1", r"trainer\.backend = 'plain': cannot compute logprobs of the base"),
+        ("health.kl_base_interval_steps = 5", r"trainer\.backend = 'plain': cannot compute logprobs of the base"),
         ("lora.rank = 4", r"trainer\.lora\.rank = 4: the back end plain trains no adapters"),
     ):
         with pytest.raises(SettingError, match=said):
@@ -220,7 +220,7 @@ async def test_a_failure_is_said_and_ends_the_process_while_nothing_is_trained(t
 
 async def test_a_learner_is_closed_when_its_lineage_does_not_open(tmp_path: Path) -> None:
     world, fragile = World(tmp_path), Fragile(None)
-    broken = mock.patch.object(opening, "_state", side_effect=ZeroDivisionError)
+    broken = mock.patch.object(opening, "_restore_state", side_effect=ZeroDivisionError)
     with as_torch(Backend(fragile.open)), broken, pytest.raises(ZeroDivisionError):
         opening.open_lineage(settings(), world.blobs, world.clock)
     assert [one.closed for one in fragile.opened] == [1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_trainer.lineage.control import Course, follow
+from headrace_trainer.lineage.control import ControlPlan, plan_control
 from headrace_trainer.trainer import Trainer
 from tests.support.torch_learners import optimizer_of, policy_of
 from tests.unit.trainer.conftest import Make
@@ -15,14 +15,14 @@ from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import World, decision, experience
 
 
-def course(what: str, number: int, *, head: int = 5, previous: int | None = None, promoted: str = "20") -> Course:
+def course(what: str, number: int, *, head: int = 5, previous: int | None = None, promoted: str = "20") -> ControlPlan:
     history = chain(head)
     event = decision(name(number), what, None if previous is None else name(previous))  # type: ignore[arg-type]
-    return follow(event, history, tuple(name(int(digit)) for digit in promoted))
+    return plan_control(event, history, tuple(name(int(digit)) for digit in promoted))
 
 
-def of(promoted: str, rewind: int | None = None) -> Course:
-    return Course(tuple(name(int(digit)) for digit in promoted), None if rewind is None else name(rewind))
+def of(promoted: str, rewind: int | None = None) -> ControlPlan:
+    return ControlPlan(tuple(name(int(digit)) for digit in promoted), None if rewind is None else name(rewind))
 
 
 @pytest.mark.parametrize("what", ["registered", "probed", "evaluated", "skipped"])
@@ -67,13 +67,13 @@ def test_the_base_has_nothing_to_go_back_to() -> None:
 
 
 def test_a_refused_version_that_the_weights_do_not_hold_changes_nothing() -> None:
-    history = publish(chain(3), 4, 4).moved(name(3), 4)
-    assert follow(decision(name(4), "rejected"), history, (name(3),)).rewind is None
+    history = publish(chain(3), 4, 4).rewound(name(3), 4)
+    assert plan_control(decision(name(4), "rejected"), history, (name(3),)).rewind_to is None
 
 
 def test_another_lines_champion_is_followed() -> None:
-    history = publish(chain(3), 4, 4).moved(name(3), 4)
-    assert follow(decision(name(4), "promoted"), history, (name(3),)) == Course((name(4), name(3)), name(4))
+    history = publish(chain(3), 4, 4).rewound(name(3), 4)
+    assert plan_control(decision(name(4), "promoted"), history, (name(3),)) == ControlPlan((name(4), name(3)), name(4))
 
 
 def test_versions_of_others_are_nobody_here() -> None:

@@ -90,11 +90,11 @@ async def test_a_withdrawal_whose_tokens_are_gone_is_dropped_and_said(world: Wor
     trainer = world.trainer(make())
     asked: list[tuple[int, int]] = []
 
-    async def expired(places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+    async def find_expiry(places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         asked.extend(places)
         return {}
 
-    world.source.fetch = expired  # type: ignore[method-assign]
+    world.source.fetch = find_expiry  # type: ignore[method-assign]
     with pytest.raises(Idle):
         await trainer.run()
     first = next(r for r in world.bus.records if r.topic == "experiences" and b'"e1"' in (r.value or b""))
@@ -170,7 +170,7 @@ async def test_a_correction_of_what_an_earlier_release_trained_is_trained_with_i
 ) -> None:
     version = await begin(world, make)
     store = LineageStore(world.blobs, "main")
-    store.take()
+    store.take_over()
     saved = store.load()
     assert saved is not None
     entry = saved.window["e1"]

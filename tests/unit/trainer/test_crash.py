@@ -220,9 +220,9 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
         ledger.offsets = outside
         return ledger
 
-    make_ledger = opening._state
+    make_ledger = opening._restore_state
     expected, _, points = await tell(tmp_path / "calm", make(), plain_story)
-    monkeypatch.setattr(opening, "_state", forgetful)
+    monkeypatch.setattr(opening, "_restore_state", forgetful)
     caught = 0
     for at in range(points // 2, points, 4):
         outside.clear()

@@ -14,7 +14,7 @@ from headrace_schemas.replay import BATCH_HEADER
 from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, marks_of
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
 from tests.algorithms.told import side, told, turn
 from tests.unit.trainer.conftest import Make
@@ -56,7 +56,7 @@ def waiting(*rewards: float, group: int = 99, **memory: int) -> LineageState:
     return state
 
 
-def named(batch: Sequence[Waiting]) -> list[str]:
+def named(batch: Sequence[WaitingExperience]) -> list[str]:
     return [item.experience.experience_id for item in batch]
 
 

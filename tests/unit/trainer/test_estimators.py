@@ -11,8 +11,8 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import load
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.estimators import ESTIMATORS, Rewarded
-from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.estimators import ESTIMATORS, AdvantageInputs
+from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.needs import OFFERED, Needs
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.settings import TrainerSettings
@@ -20,7 +20,7 @@ from headrace_trainer.torch_learner.backend import TORCH
 from tests.support import plugins
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
-BATCH = Rewarded([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
+BATCH = AdvantageInputs([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
 FOREIGN = """
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.advantages import Advantages
@@ -86,7 +86,7 @@ def test_a_package_adds_an_algorithm_without_a_change_here(tmp_path: Path) -> No
     assert found.values_B == [0.75, -0.25, 2.75]
     assert past == Baselines()
     two_N = torch.tensor([-1.0, -2.0], requires_grad=True)
-    sampled = Sampled(two_N, two_N.detach(), two_N.detach(), torch.tensor([3.0, -1.0]), torch.tensor([0, 1]))
+    sampled = LossInputs(two_N, two_N.detach(), two_N.detach(), torch.tensor([3.0, -1.0]), torch.tensor([0, 1]))
     assert settings.loss.function.load()(sampled, settings.loss).loss_N.tolist() == [3.0, -2.0]
 
 
@@ -119,8 +119,8 @@ def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
 def test_needs_add_up() -> None:
     both = Needs(groups=True) | Needs(critic=True)
     assert (both.groups, both.critic, both.reference) == (True, True, False)
-    assert both.beyond(OFFERED) == ("critic",)
-    assert Needs(reference=True, logprobs=True).beyond(OFFERED | TORCH.offers) == ()
+    assert both.missing_from(OFFERED) == ("critic",)
+    assert Needs(reference=True, logprobs=True).missing_from(OFFERED | TORCH.offers) == ()
 
 
 @pytest.mark.parametrize(

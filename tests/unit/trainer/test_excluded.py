@@ -29,7 +29,7 @@ def held(trainer: Trainer, number: int) -> float:
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
     assert entry is not None
-    return math.fsum(one.advantage for one in entry.held(state.history, state.steps))
+    return math.fsum(one.advantage for one in entry.held_contributions(state.history, state.steps))
 
 
 async def beside(world: World, make: Make) -> tuple[str, str]:

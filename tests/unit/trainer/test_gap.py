@@ -11,7 +11,7 @@ import pytest
 from headrace_statistics import student_t
 
 from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettings, refusal
-from headrace_trainer.algorithms.gap import BLOCK, DEALS, GapEstimate, ReplyBlock
+from headrace_trainer.algorithms.gap import BLOCK, PERMUTATIONS, GapEstimate, ReplyBlock
 
 SETTINGS = HindsightSettings()
 STREAMS = 400
@@ -20,9 +20,9 @@ World = Callable[[np.random.Generator, int], ReplyBlock]
 
 def chance_of(block: ReplyBlock) -> float:
     """Independent: each deal once."""
-    runs = range(len(block.untold_B))
-    worth = [sum(float(block.told_BB[one]) for one in enumerate(deal)) for deal in itertools.permutations(runs)]
-    own = float(block.told_BB.trace())
+    runs = range(len(block.without_reply_B))
+    worth = [sum(float(block.with_reply_BB[one]) for one in enumerate(deal)) for deal in itertools.permutations(runs)]
+    own = float(block.with_reply_BB.trace())
     return sum(one >= own - 1e-9 for one in worth) / math.factorial(len(runs))
 
 
@@ -30,8 +30,8 @@ def chance_of(block: ReplyBlock) -> float:
 def test_chance_is_the_share_of_all_deals(count: int) -> None:
     for seed in range(6):
         block = read_a_little(np.random.default_rng([count, seed]), count)
-        error = 4 * math.sqrt(0.25 / DEALS)
-        assert GapEstimate().plus([block]).chance == pytest.approx(chance_of(block), abs=error)
+        error = 4 * math.sqrt(0.25 / PERMUTATIONS)
+        assert GapEstimate().plus([block]).p_value == pytest.approx(chance_of(block), abs=error)
 
 
 def test_gaps_by_hand() -> None:
@@ -40,14 +40,14 @@ def test_gaps_by_hand() -> None:
     assert block.gaps.tolist() == [1.5, 0.5, -2.0], "others' mean, no reply, and a reply that is worse than others'"
     found = GapEstimate().plus([block, block])
     assert (found.count, found.mean) == (6, 0.0)
-    assert (GapEstimate().mean, GapEstimate().chance) == (0.0, 1.0)
+    assert (GapEstimate().mean, GapEstimate().p_value) == (0.0, 1.0)
 
 
 def test_blocks_add_up_and_are_dealt_alike_again() -> None:
     blocks = [read_a_little(np.random.default_rng(n), 6) for n in range(3)]
     at_once, one_by_one = GapEstimate().plus(blocks), GapEstimate().plus(blocks[:1]).plus(blocks[1:])
     assert at_once == one_by_one
-    assert at_once.chance < min(GapEstimate().plus([one]).chance for one in blocks)
+    assert at_once.p_value < min(GapEstimate().plus([one]).p_value for one in blocks)
 
 
 def test_what_two_passes_round_differently_is_no_gap() -> None:
@@ -55,8 +55,8 @@ def test_what_two_passes_round_differently_is_no_gap() -> None:
     noise_BB = np.random.default_rng(3).normal(-1.0, 1e-8, (6, 6))
     np.fill_diagonal(noise_BB, -1.0 + 1e-7)
     found = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
-    assert found.chance == 1.0
-    assert not found.positive
+    assert found.p_value == 1.0
+    assert not found.is_positive
 
 
 def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
@@ -73,7 +73,7 @@ def test_replies_that_are_worse_than_none_are_no_teacher_however_well_they_match
     told_BB = np.full((6, 6), -3.0)
     np.fill_diagonal(told_BB, -1.5)
     estimate = GapEstimate().plus([ReplyBlock(told_BB, np.full(6, -1.0))])
-    assert estimate.chance < 0.01
+    assert estimate.p_value < 0.01
     found = refusal(estimate, SETTINGS)
     assert found is not None
     assert "is -0.5 nats a token over 6 runs" in found.why
@@ -103,7 +103,7 @@ def read_nothing(draw: np.random.Generator, count: int) -> ReplyBlock:
 def read_nothing_and_hate_silence(draw: np.random.Generator, count: int) -> ReplyBlock:
     """The hardest case: any reply is better than none, and none is better for its own answer than another."""
     block = read_nothing(draw, count)
-    return ReplyBlock(block.told_BB, block.untold_B - 50.0)
+    return ReplyBlock(block.with_reply_BB, block.without_reply_B - 50.0)
 
 
 def read_a_little(draw: np.random.Generator, count: int) -> ReplyBlock:
@@ -156,7 +156,7 @@ def test_planted_an_error_that_is_not_spent_is_seen() -> None:
         draw, estimate = np.random.default_rng(seed), GapEstimate()
         for _ in range(24):
             estimate = estimate.plus([read_nothing_and_hate_silence(draw, 4)])
-            if estimate.positive and estimate.chance <= ERROR:
+            if estimate.is_positive and estimate.p_value <= ERROR:
                 hits += 1
                 break
     assert hits / (STREAMS // 4) > ERROR + 0.1

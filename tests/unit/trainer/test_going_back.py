@@ -6,7 +6,7 @@ import pytest
 
 from headrace_schemas import Experience
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.window import Contributed, Contribution, Entry
+from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.settings import MemorySettings
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_state import ledger_on, step
@@ -27,7 +27,7 @@ def trained(state: LineageState, *words: Experience) -> None:
     admitted(state, *words)
     step(state)
     state.history = publish(state.history, state.history.next_number, state.steps)
-    state.hand_over()
+    state.take_report()
 
 
 def two_words() -> LineageState:
@@ -47,21 +47,21 @@ def test_what_the_weights_lost_is_told_and_the_last_word_is_queued() -> None:
     lost = state.go_back(name(1))
     assert lost == {"e1": (1,)}
     assert state.restored == []
-    assert state.places(lost) == {(0, 0): "e1"}
+    assert state.bus_positions(lost) == {(0, 0): "e1"}
     state.undo(lost, {"e1": word(1)}, START)
     assert undone(state) == [(1, True)]
     assert [item.experience.revision for item in state.waiting] == [1]
-    assert state.moved
+    assert state.has_reversals
 
 
 def test_weights_that_come_forward_restore_it_and_it_waits_no_more() -> None:
     state = two_words()
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
-    state.hand_over()
-    before = state.moved
+    state.take_report()
+    before = state.has_reversals
     assert state.go_back(name(2)) == {}
     assert [(one.experience_id, one.revision) for one in state.restored] == [("e1", 1)]
-    assert (before, state.moved) == (False, True)
+    assert (before, state.has_reversals) == (False, True)
     assert state.waiting == ()
 
 
@@ -96,7 +96,7 @@ def test_it_is_queued_once() -> None:
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
     step(state)
     state.history = publish(state.history, 3, state.steps)
-    state.hand_over()
+    state.take_report()
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
     assert undone(state) == [(1, False)]
     assert state.waiting == ()
@@ -104,7 +104,7 @@ def test_it_is_queued_once() -> None:
 
 def test_a_word_that_was_dropped_is_queued_with_what_is_undone() -> None:
     state = two_words()
-    state.window.see("e1", 2, (name(0),), (0, 7), START)
+    state.window.record_arrival("e1", 2, (name(0),), (0, 7), START)
     state.undo(state.go_back(name(1)), {"e1": word(2)}, START)
     assert undone(state) == [(1, False), (2, True)]
 
@@ -117,7 +117,7 @@ def test_a_full_queue_takes_nothing_back() -> None:
     )
     admitted(full, word(0, number=5))
     assert full.room == 0
-    assert full.places(lost) == {}
+    assert full.bus_positions(lost) == {}
     full.undo(lost, {"e1": word(1)}, START)
     assert undone(full) == [(1, False)]
 
@@ -130,7 +130,7 @@ def test_what_can_be_trained_again_is_fresh_known_and_not_waiting() -> None:
     waits = word(0, of=4, number=4)
     admitted(state, waits)
     names = ["unknown", "e4", "no place", "e1", "e2", "e3"]
-    assert state.places(names) == {(0, 1): "e2", (0, 2): "e3"}, "two versions back is fresh, three is not"
+    assert state.bus_positions(names) == {(0, 1): "e2", (0, 2): "e3"}, "two versions back is fresh, three is not"
 
 
 def entry(*contributions: Contribution) -> Entry:
@@ -140,7 +140,7 @@ def entry(*contributions: Contribution) -> Entry:
 def gave(
     revision: int, advantage: float, *, step: int = 1, part: str = "", turns: tuple[float, ...] = ()
 ) -> Contribution:
-    what = Contributed(part=part, turns=turns) if part or turns else None
+    what = ContributionDetail(part=part, turns=turns) if part or turns else None
     return Contribution(revision=revision, step=step, advantage=advantage, what=what)
 
 

@@ -26,7 +26,7 @@ from tests.unit.trainer.world import Idle, World, experience
 def after(limits: HealthSettings, *steps: dict[str, float]) -> Health:
     health = Health()
     for measured in steps:
-        health = health.after(measured, limits)
+        health = health.with_step(measured, limits)
     return health
 
 
@@ -72,8 +72,8 @@ def test_a_limit_of_zero_is_off_and_a_changed_limit_lifts_its_stop() -> None:
     assert after(off, measured).stopped is None
     low = HealthSettings(entropy_min=0.5, patience_steps=1)
     stopped = after(low, LOW)
-    assert stopped.under(low) is stopped
-    assert stopped.under(HealthSettings(entropy_min=0.05)).stopped is None
+    assert stopped.with_limits(low) is stopped
+    assert stopped.with_limits(HealthSettings(entropy_min=0.05)).stopped is None
 
 
 def test_a_limit_that_nothing_measures_is_refused(make: Make) -> None:

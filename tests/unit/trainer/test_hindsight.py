@@ -24,8 +24,8 @@ from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
 from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.batches.cutting import decay
-from headrace_trainer.batches.prepare import Prepared, prepare
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.batches.prepare import PreparedBatch, prepare
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import StepRefused
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
@@ -201,7 +201,7 @@ def _letters(base: Path, event: Experience) -> tuple[str, str, str]:
     return text.split("assistant\n")[1][0], text.split("assistant\n")[2][0], text.split("it is ")[1][0]
 
 
-def prepared_of(lineage: Lineage, items: Sequence[Waiting]) -> Prepared:
+def prepared_of(lineage: Lineage, items: Sequence[WaitingExperience]) -> PreparedBatch:
     """What a step on these would train."""
     settings = lineage._settings
     return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
@@ -255,7 +255,7 @@ def _own_context(row: Row) -> Row:
 
 
 def _shifted(self: HindsightTeacher, rows: Sequence[Row]) -> list[ReplyBlock]:
-    return [ReplyBlock(np.roll(one.told_BB, 1, axis=1), one.untold_B) for one in BLOCKS(self, rows)]
+    return [ReplyBlock(np.roll(one.with_reply_BB, 1, axis=1), one.without_reply_B) for one in BLOCKS(self, rows)]
 
 
 GRADED, BLOCKS = HindsightTeacher._graded, HindsightTeacher.blocks
@@ -289,7 +289,7 @@ def test_a_base_that_cannot_read_is_refused_and_nothing_is_trained(tmp_path: Pat
     assert "nats a token over 12 runs, and not surely positive" in lineage.health.stopped.reason
     assert learner.freeze().weights == before
     assert (lineage.state.steps, len(lineage.state.waiting), lineage.next_batch()) == (0, 16, ())
-    again = lineage.health.under(lineage._settings.health)
+    again = lineage.health.with_limits(lineage._settings.health)
     assert again.stopped == lineage.health.stopped, "a restart changes nothing"
     lineage.resume()
     assert len(lineage.next_batch()) == 16
@@ -317,11 +317,11 @@ def test_a_guard_set_that_drops_stops_the_version(tmp_path: Path, believing: Mak
     assert measured["guard_drop"] > 0.05
     assert lineage.health.stopped is not None
     assert lineage.health.stopped.reason.startswith("guard_drop is ")
-    assert not lineage.version_due
+    assert not lineage.is_version_due
     careful = {"batch_experiences": 20, "optimizer": {"learning_rate": 1e-6}, "health": health, "lineage": "careful"}
     lineage = opened(world, believing, events, **careful)
     assert abs(lineage.step(lineage.next_batch(), GOING_ON)["guard_drop_mean"]) < 0.01
-    assert lineage.version_due
+    assert lineage.is_version_due
 
 
 def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Make, base: Path) -> None:
@@ -332,8 +332,8 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
     lineage.step(lineage.next_batch(), GOING_ON)
     lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
     (item,) = lineage.state.waiting
-    (due,) = lineage.state.due(item)
-    assert due.missing == -1.0
+    (due,) = lineage.state.pending_updates(item)
+    assert due.advantage == -1.0
     policy, prepared = policy_of(lineage), prepared_of(lineage, (item,))
     _, (back,) = teacher_of(lineage).appraise(policy, [], [policy.collate(list(prepared.batch.rows))], GOING_ON)
     assert back.advantage_N.numpy() == pytest.approx(-first[event.experience_id], abs=1e-6), "the teacher stays"

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience
 from headrace_trainer.batches.batch import Row
-from headrace_trainer.batches.prepare import Prepared
+from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
@@ -45,7 +45,7 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
 
 
-def graded(lineage: Lineage, prepared: Prepared) -> tuple[Pack, Pack]:
+def graded(lineage: Lineage, prepared: PreparedBatch) -> tuple[Pack, Pack]:
     """The pass of a step on these, with what the teacher says, and that of the answers to the replies."""
     policy = policy_of(lineage)
     rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]

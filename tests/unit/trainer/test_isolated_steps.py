@@ -208,7 +208,7 @@ def test_the_search_takes_few_steps() -> None:
     """One of 64 rows: halves of halves, and not each row."""
     tried: list[int] = []
 
-    class Prepared:
+    class PreparedBatch:
         def __init__(self, items: Any) -> None:
             self.batch = items
 
@@ -217,7 +217,7 @@ def test_the_search_takes_few_steps() -> None:
         if 37 in items:
             raise ValueError("37")
 
-    trials = culprits.Trials(take, Prepared, lambda: None)  # type: ignore[arg-type]
+    trials = culprits.Trials(take, PreparedBatch, lambda: None)  # type: ignore[arg-type]
     ((item, error),) = trials.find_culprits(culprits.StepFailed(range(64), ValueError()))  # type: ignore[arg-type]
     number: Any = item
     assert number == 37

@@ -13,7 +13,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.lineage.saved import Pointer, ShortPointer
+from headrace_trainer.lineage.saved import LegacyPointer, Pointer
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_store import pointer_of, saved_of, stored, trained
@@ -34,11 +34,11 @@ def blobs(tmp_path: Path) -> BlobStore:
 
 def owner(blobs: BlobStore, name: str = "elsewhere") -> LineageStore:
     store = LineageStore(blobs, "main", name)
-    assert store.take()
+    assert store.take_over()
     return store
 
 
-class Waiting:
+class WaitingProcess:
     """Somebody who wants the lineage; `looks` is called between two looks."""
 
     def __init__(self, blobs: BlobStore, looks: Callable[[], object] = lambda: None, **options: Any) -> None:
@@ -58,20 +58,20 @@ class Waiting:
 
 
 async def test_a_lineage_of_nobody_is_taken_at_once(blobs: BlobStore) -> None:
-    assert await Waiting(blobs).acquire() < 1
+    assert await WaitingProcess(blobs).acquire() < 1
 
 
 async def test_an_owner_that_shows_nothing_is_waited_for_as_long_as_its_lease(blobs: BlobStore) -> None:
     owner(blobs)
-    assert LEASE_S <= await Waiting(blobs).acquire() < LEASE_S + 5
+    assert LEASE_S <= await WaitingProcess(blobs).acquire() < LEASE_S + 5
 
 
 async def test_signs_of_life_are_waited_for_and_the_waiter_ends_by_name(blobs: BlobStore) -> None:
     living = owner(blobs, "host|boot|space|17|4|x")
-    waiting = Waiting(blobs, living.beat)
+    waiting = WaitingProcess(blobs, living.beat)
     with pytest.raises(LineageTaken, match=r"process 17 on host trains this lineage.*owner_wait_s.*Stop one of them"):
         await waiting.acquire()
-    assert waiting.lease.waits
+    assert waiting.lease.is_waiting
     living.beat()
 
 
@@ -79,19 +79,19 @@ async def test_a_lineage_that_was_given_up_is_taken_at_once(blobs: BlobStore) ->
     living = owner(blobs)
     living.beat()
     living.release()
-    assert await Waiting(blobs).acquire() < 1
+    assert await WaitingProcess(blobs).acquire() < 1
 
 
 async def test_a_death_that_can_be_seen_is_not_waited_for(blobs: BlobStore) -> None:
     owner(blobs)
-    assert await Waiting(blobs, died=lambda name: name == "elsewhere").acquire() < 1
+    assert await WaitingProcess(blobs, died=lambda name: name == "elsewhere").acquire() < 1
 
 
 async def test_who_was_taken_over_from_hears_it_with_its_next_sign_and_its_next_save(
     world: World, make: Make, blobs: BlobStore
 ) -> None:
     first = open_lineage(make(), blobs, world.clock)
-    await Waiting(blobs).acquire()
+    await WaitingProcess(blobs).acquire()
     with pytest.raises(LineageTaken, match=r"lineage main belongs to process \d+ on .*can save nothing any more"):
         first._store.beat()
     with pytest.raises(LineageTaken):
@@ -100,10 +100,10 @@ async def test_who_was_taken_over_from_hears_it_with_its_next_sign_and_its_next_
 
 async def test_of_several_who_wait_one_alone_gets_it(blobs: BlobStore) -> None:
     owner(blobs)
-    waiting = [Waiting(blobs) for _ in range(4)]
+    waiting = [WaitingProcess(blobs) for _ in range(4)]
     stores = [one.store for one in waiting]
     await asyncio.gather(waiting[0].acquire(), *(one.acquire() for one in waiting[1:]))
-    found = LineageStore(blobs, "main").sign()
+    found = LineageStore(blobs, "main").read_owner_sign()
     for store in stores:
         if store.owner == found.owner:
             store.beat()
@@ -118,11 +118,11 @@ async def test_a_take_over_between_look_and_take_is_noticed(blobs: BlobStore, mo
 
     def beaten(self: BlobStore, name: str, data: bytes) -> bool:
         monkeypatch.undo()
-        assert second.take()
+        assert second.take_over()
         return create(self, name, data)
 
     monkeypatch.setattr(BlobStore, "create", beaten)
-    assert not first.take()
+    assert not first.take_over()
     second.beat()
 
 
@@ -147,7 +147,7 @@ async def test_a_living_owner_is_not_swept_by_one_who_looks(world: World, make: 
     lineage.save(publish=False)
     draft = lineage._store._area(lineage._store._epoch).put(b"on its way to the next save")
     LineageStore(world.blobs, "main").read()
-    LineageStore(world.blobs, "main").sign()
+    LineageStore(world.blobs, "main").read_owner_sign()
     assert draft.sha256 in stored(world)
 
 
@@ -195,7 +195,7 @@ async def test_a_state_of_an_earlier_release_goes_on(world: World, make: Make) -
         world.blobs.remove_area(f"lineages/main/{name}")
     for name in world.blobs.pointers("records/lineages/main"):
         world.blobs.remove_pointer(f"records/lineages/main/{name}")
-    world.blobs.set_pointer("lineages/main", ShortPointer(state=pointer.state).model_dump_json().encode())
+    world.blobs.set_pointer("lineages/main", LegacyPointer(state=pointer.state).model_dump_json().encode())
 
     assert LineageStore(world.blobs, "main").read() == saved
     again = open_lineage(make(), world.blobs, world.clock)
@@ -236,7 +236,7 @@ async def test_a_trainer_that_loses_its_lineage_ends_by_name(
 
 async def test_a_trainer_that_stops_gives_the_lineage_up(world: World, make: Make) -> None:
     await world.run(make())
-    assert LineageStore(world.blobs, "main").sign().free
+    assert LineageStore(world.blobs, "main").read_owner_sign().free
 
 
 def test_waiting_must_be_longer_than_the_lease(make: Make) -> None:

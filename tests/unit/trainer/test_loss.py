@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace_trainer.algorithms.loss import k3, left_out, likelihood, plain, row_counts, row_sums, token_loss
-from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 
 GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 0.7]))
@@ -123,9 +123,9 @@ def test_k3_estimates_the_divergence() -> None:
     torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
 
 
-def sampled(left_out_N: torch.Tensor | None = None) -> Sampled:
+def sampled(left_out_N: torch.Tensor | None = None) -> LossInputs:
     current_N, start_N, behaviour_N, advantage_N = tensors()
-    return Sampled(current_N, start_N, behaviour_N, advantage_N, torch.zeros(len(GRID)).long(), left_out_N)
+    return LossInputs(current_N, start_N, behaviour_N, advantage_N, torch.zeros(len(GRID)).long(), left_out_N)
 
 
 def test_a_likelihood_is_minus_advantage_times_logprob_whoever_sampled() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_trainer.batches.prepare import poisoned, prepare
+from headrace_trainer.batches.prepare import find_poisoned, prepare
 from headrace_trainer.experiences import admission
 from headrace_trainer.lineage import lineage
 from tests.unit.trainer.conftest import Make
@@ -31,7 +31,7 @@ def test_the_items_at_fault_are_named(bad: set[int], kind: str) -> None:
         if bad.intersection(some):
             raise ERRORS[kind]()
 
-    found = poisoned(items, ready)
+    found = find_poisoned(items, ready)
     names: set[Any] = {item for item, _ in found}
     assert names == bad
     assert all(kind in reason for _, reason in found)
@@ -43,7 +43,7 @@ def test_a_batch_that_no_item_is_at_fault_for_blames_nobody() -> None:
             raise ValueError("only together, and whoever is left out")
 
     items: Any = [0, 1, 2, 3]
-    assert poisoned(items, ready) == []
+    assert find_poisoned(items, ready) == []
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -38,7 +38,7 @@ def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(b
     found = reader(base).read(branch, branch.spans[0])
     assert found is not None
     assert found.prompt + found.reply == encoder(base)(ASKED + said(text) + OPENING)
-    assert found.next == branch.spans[1]
+    assert found.next_span == branch.spans[1]
     assert branch.token_ids[branch.spans[1].start - len(found.reply) : branch.spans[1].start] == found.reply
 
 

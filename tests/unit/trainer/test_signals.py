@@ -140,7 +140,7 @@ async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make
     entry = trainer.lineage.state.window.get("e3")
     assert entry is not None
     assert [one.step for one in entry.contributions] == [1, 1, 2, 2]
-    assert [one.advantage for one in entry.held(trainer.lineage.state.history, 2)] == [1.0, -1.0]
+    assert [one.advantage for one in entry.held_contributions(trainer.lineage.state.history, 2)] == [1.0, -1.0]
     assert world.bus.fates == {("e3", 0): "trained"}
 
 

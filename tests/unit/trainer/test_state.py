@@ -16,9 +16,9 @@ from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
-from headrace_trainer.experiences.history import History, Published
+from headrace_trainer.experiences.history import History, PublishedVersion
 from headrace_trainer.experiences.state import LineageState, Unreported
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
 from tests.support.seeds import draw_seed
 from tests.unit.trainer.test_history import chain, name, publish
@@ -40,7 +40,7 @@ def step(state: LineageState) -> None:
     state.sweep()
     prepared = prepare(state.waiting, state, AdvantageSettings(), DECAY)
     if prepared.trained:
-        state.stepped(prepared.trained, prepared.baselines)
+        state.record_step(prepared.trained, prepared.baselines)
 
 
 def test_a_late_lower_revision_does_not_touch_the_higher_one_that_waits() -> None:
@@ -108,7 +108,7 @@ def test_what_became_of_revisions_is_counted() -> None:
 
 
 def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
-    saved = [Waiting(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
+    saved = [WaitingExperience(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
 
     def room(**memory: int) -> int:
         return LineageState(chain(0), LIMITS, MemorySettings(**memory), waiting=saved).room
@@ -124,7 +124,7 @@ def test_what_was_read_is_noted_by_stretches_and_the_next_place_of_every_partiti
         ("experiences", 0, 3, True), ("experiences", 0, 4, True), ("experiences", 1, 7, True), ("other", 0, 9, False),
         ("experiences", 1, 8, True), ("experiences", 0, 5, True),
     ):  # fmt: skip
-        state.passed(topic, partition, offset, noted=noted)
+        state.record_offset(topic, partition, offset, noted=noted)
     assert state.offsets == {"experiences": {0: 6, 1: 9}, "other": {0: 10}}
     assert [(read.partition, read.until) for read in state.read] == [(0, 5), (1, 9), (0, 6)]
 
@@ -144,12 +144,12 @@ def test_what_a_save_that_failed_reports_comes_before_what_was_said_since() -> N
     first, second, third, last = state.waiting
     state.drop(first, "stale")
     state.drop(second, "stale")
-    reported = state.hand_over()
+    reported = state.take_report()
     assert [one.experience_id for one in reported.outcomes] == ["e0", "e1"]
     state.drop(third, "stale")
     state.drop(last, "stale")
     assert [one.experience_id for one in state.outcomes] == ["e2", "e3"]
-    state.take_back(reported)
+    state.put_back(reported)
     assert [one.experience_id for one in state.outcomes] == ["e0", "e1", "e2", "e3"]
 
 
@@ -204,7 +204,7 @@ class Life:
                 self.publish()
             else:
                 target = self.draw.choice(self.state.history.versions[-3:]).version
-                self.state.history = self.state.history.moved(target, self.state.steps)
+                self.state.history = self.state.history.rewound(target, self.state.steps)
                 self.state.sweep()
 
     def arrive(self, turn: int) -> None:
@@ -216,7 +216,7 @@ class Life:
 
     def publish(self) -> None:
         if self.state.current is None:
-            published = Published(
+            published = PublishedVersion(
                 version=name(self.state.history.next_number),
                 parent=self.state.history.head,
                 number=self.state.history.next_number,
@@ -224,7 +224,7 @@ class Life:
                 first_step=self.state.history.head_step + 1,
                 last_step=self.state.steps,
             )
-            self.state.history = self.state.history.published(published, {name(0)}, 100)
+            self.state.history = self.state.history.with_version(published, {name(0)}, 100)
 
 
 @pytest.mark.parametrize("refusals", [False, True])
@@ -272,8 +272,8 @@ def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int,
     state.restored += [Restored(experience_id=f"r{n}", revision=0) for n in range(restored)]
     events: list[str] = []
     accounts = 0
-    while state.moved or state.outcomes:
-        account = state.hand_over()
+    while state.has_reversals or state.outcomes:
+        account = state.take_report()
         accounts += 1
         TrainingMetrics(
             time=START,

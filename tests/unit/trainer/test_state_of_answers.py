@@ -14,8 +14,8 @@ from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.experiences.examples import BRANCH, Example
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.trained_experience import TrainedExperience
-from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.experiences.window import Contributed, Contribution, Entry
+from headrace_trainer.experiences.waiting import WaitingExperience
+from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.settings import MemorySettings
 from tests.algorithms.told import side, told, turn
 from tests.unit.trainer.test_history import chain, name
@@ -31,15 +31,17 @@ def word(revision: int, reward: float | None, which: Literal["chosen", "rejected
     return told(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 
-def waits(state: LineageState, one: Experience) -> Waiting:
+def waits(state: LineageState, one: Experience) -> WaitingExperience:
     state.admit(one, (0, one.revision), START)
     return state.waiting[-1]
 
 
-def train(state: LineageState, item: Waiting, values: Sequence[tuple[Example, float]], *, anew: bool = False) -> None:
+def train(
+    state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, anew: bool = False
+) -> None:
     """With the value as the baseline, too."""
-    trained = [TrainedExperience(item, value, value, 2.0, example=one, anew=anew) for one, value in values]
-    state.stepped(trained, Baselines(), 0.5)
+    trained = [TrainedExperience(item, value, value, 2.0, example=one, reappraised=anew) for one, value in values]
+    state.record_step(trained, Baselines(), 0.5)
 
 
 @pytest.fixture
@@ -55,32 +57,34 @@ def test_where_rewards_alone_are_trained_a_later_word_is_a_correction() -> None:
     state = LineageState(chain(0), LIMITS, MemorySettings())
     first = waits(state, experience(1, name(0)))
     assert not state.is_correction(first)
-    assert not state.is_correction(Waiting(experience=experience(2, name(0)), since_ms=0)), "nothing is known of it"
+    assert not state.is_correction(WaitingExperience(experience=experience(2, name(0)), since_ms=0)), (
+        "nothing is known of it"
+    )
     train(state, first, [(BRANCH, 1.0)])
     assert state.is_correction(waits(state, experience(1, name(0), 5.0, revision=1)))
 
 
 def test_what_was_never_trained_corrects_nothing(state: LineageState) -> None:
     assert not state.is_correction(waits(state, word(0, None)))
-    assert not state.is_correction(Waiting(experience=word(0, None), since_ms=0))
+    assert not state.is_correction(WaitingExperience(experience=word(0, None), since_ms=0))
 
 
 def test_a_reward_that_comes_after_its_answer_was_trained_is_compared_for_the_first_time(state: LineageState) -> None:
     train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
     late = waits(state, word(1, 1.0))
-    assert parts([one.example for one in state.due(late)]) == [""]
+    assert parts([one.example for one in state.pending_updates(late)]) == [""]
     assert not state.is_correction(late)
 
 
 def test_another_reward_is_a_correction_and_what_the_weights_hold_is_none(state: LineageState) -> None:
     """Baseline 1 and scale 2: the advantage of 1 that was trained is that of a reward of 3."""
     train(state, waits(state, word(0, 1.0)), [(BRANCH, 1.0), (Example(PART, 1.0), 1.0)])
-    assert state.is_correction(Waiting(experience=word(1, 5.0), since_ms=0))
-    assert not state.is_correction(Waiting(experience=word(1, 3.0), since_ms=0))
+    assert state.is_correction(WaitingExperience(experience=word(1, 5.0), since_ms=0))
+    assert not state.is_correction(WaitingExperience(experience=word(1, 3.0), since_ms=0))
 
 
 def test_an_answer_waits_for_the_other_one_and_the_branch_for_none(state: LineageState) -> None:
-    both, answer = waits(state, word(0, 1.0)), Waiting(experience=word(0, None), since_ms=0)
+    both, answer = waits(state, word(0, 1.0)), WaitingExperience(experience=word(0, None), since_ms=0)
     assert parts(state.open_answers(both)) == [PART]
     assert parts(state.open_answers(answer)) == [PART]
     assert state.has_corrections(both)
@@ -90,7 +94,7 @@ def test_an_answer_waits_for_the_other_one_and_the_branch_for_none(state: Lineag
 def test_an_answer_that_was_trained_is_corrected_and_waits_for_none(state: LineageState) -> None:
     train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
     turned = waits(state, word(1, None, "rejected"))
-    assert [(one.example.part, one.missing) for one in state.due(turned)] == [(PART, -2.0)]
+    assert [(one.example.part, one.advantage) for one in state.pending_updates(turned)] == [(PART, -2.0)]
     assert state.open_answers(turned) == ()
     assert state.has_corrections(turned)
 
@@ -115,22 +119,22 @@ def test_baselines_are_of_the_first_training_of_the_branch_unless_it_is_trained_
 def test_what_a_token_counted_is_remembered_and_a_correction_counts_the_same(state: LineageState) -> None:
     item = waits(state, word(0, 1.0))
     usual = TrainedExperience(item, 1.0, 0.0, 1.0)
-    state.stepped(
+    state.record_step(
         [usual, replace(usual, example=Example(PART), factor=4.0), replace(usual, token_weight=3.0)], Baselines(), 0.5
     )
     assert [one.token_weight for one in trained(state).contributions] == [0.5, 2.0, 3.0]
-    assert (usual.correction, usual.anew) == (False, False)
+    assert (usual.correction, usual.reappraised) == (False, False)
 
 
 def test_a_row_and_a_contribution_name_the_answer() -> None:
-    branch = TrainedExperience(Waiting(experience=word(0, 1.0), since_ms=0), 1.0, 0.0, 1.0)
+    branch = TrainedExperience(WaitingExperience(experience=word(0, 1.0), since_ms=0), 1.0, 0.0, 1.0)
     answer = replace(branch, example=Example(PART, 1.0, "pair", turn(1), 1, (7, 8)))
     spans = replace(branch, turns=(0.5, -0.5))
     assert [one.name for one in (branch, answer, spans)] == ["e1", f"e1#{PART}", "e1"]
-    assert [one.contributed for one in (branch, answer, spans)] == [
+    assert [one.contribution_detail for one in (branch, answer, spans)] == [
         None,
-        Contributed(part=PART, turn_id=turn(1), choice=1, tokens=(7, 8)),
-        Contributed(turns=(0.5, -0.5)),
+        ContributionDetail(part=PART, turn_id=turn(1), choice=1, tokens=(7, 8)),
+        ContributionDetail(turns=(0.5, -0.5)),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.algorithms.loss import TokenLoss, clipped
-from headrace_trainer.algorithms.losses import LOSSES, Loss, Sampled
+from headrace_trainer.algorithms.losses import LOSSES, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
@@ -322,9 +322,9 @@ def test_what_is_learned_of_gradients_is_foreseen(base: Path) -> None:
 
 def test_a_loss_that_asks_for_the_reference_gets_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For corrections too, of which the divergence from the base takes no notice."""
-    seen: list[Sampled] = []
+    seen: list[LossInputs] = []
 
-    def compute(sampled: Sampled, settings: LossSettings) -> TokenLoss:
+    def compute(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         seen.append(sampled)
         return clipped(sampled, settings)
 

@@ -91,9 +91,9 @@ def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
 
     return [
         Batch(tuple(row(n, 0.5 - n % 3) for n in range(7))),
-        Batch((row(7, 1.0), row(8, -1.0), row(0, 0.7, 0.02), row(9, 0.5)), whole=7),
-        Batch((row(10, 1.0),), whole=7),
-        Batch((row(1, -0.4, 0.02),), whole=7),
+        Batch((row(7, 1.0), row(8, -1.0), row(0, 0.7, 0.02), row(9, 0.5)), full_rows=7),
+        Batch((row(10, 1.0),), full_rows=7),
+        Batch((row(1, -0.4, 0.02),), full_rows=7),
     ]
 
 

@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn) -> Batch:
                 versions=[VERSION] * spans,
             )
         )
-    return Batch(tuple(rows), whole=draw(st.integers(5, 9)))
+    return Batch(tuple(rows), full_rows=draw(st.integers(5, 9)))
 
 
 @given(batches(), st.integers(0, 3))

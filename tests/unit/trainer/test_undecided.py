@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load
 
 from headrace_schemas import Experience
-from headrace_trainer.algorithms.catalog.hindsight import Doubt, HindsightSettings
+from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, StepDecision
 from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
 from headrace_trainer.batches.cutting import END_OF_TIME, Cutter
 from headrace_trainer.lineage.lineage import Lineage
@@ -31,9 +31,9 @@ BATCH, DECIDED = 6, 10
 LAST = 24
 
 
-def decided(gap: GapEstimate, settings: HindsightSettings) -> Doubt | None:
+def decided(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | None:
     """In the place of `refusal`: a gap that is positive from so many runs on."""
-    return None if gap.count >= DECIDED else Doubt(f"{gap.count} runs", undecided=gap.count < settings.runs_max)
+    return None if gap.count >= DECIDED else StepDecision(f"{gap.count} runs", undecided=gap.count < settings.runs_max)
 
 
 @pytest.fixture

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from headrace_runtime.clock import epoch_ms
-from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, run_of, select
+from headrace_trainer.experiences.waiting import BatchRules, Selection, WaitingExperience, run_of, select
 from tests.unit.trainer.world import START, experience
 
 V = "m@000000000000"
-PLAIN = Rules(
+PLAIN = BatchRules(
     experiences=3, experiences_min=2, wait=timedelta(seconds=10), group_size=0, group_wait=timedelta(seconds=60)
 )
-GROUPED = Rules(
+GROUPED = BatchRules(
     experiences=4, experiences_min=2, wait=timedelta(seconds=10), group_size=2, group_wait=timedelta(seconds=60)
 )
 
 
-def waits(number: int, task: str | None = None, run: str | None = None, at_s: float = 0.0) -> Waiting:
+def waits(number: int, task: str | None = None, run: str | None = None, at_s: float = 0.0) -> WaitingExperience:
     since = epoch_ms(START + timedelta(seconds=at_s))
-    return Waiting(experience=experience(number, V, task=task, run=run), since_ms=since)
+    return WaitingExperience(experience=experience(number, V, task=task, run=run), since_ms=since)
 
 
 def chosen(
-    items: Sequence[Waiting], rules: Rules, at_s: float = 0.0, full: bool = False, corrections: str = ""
+    items: Sequence[WaitingExperience], rules: BatchRules, at_s: float = 0.0, full: bool = False, corrections: str = ""
 ) -> tuple[str, str]:
     found: Selection = select(
         items,
@@ -79,7 +79,7 @@ def test_branches_of_one_run_are_no_group() -> None:
 
 
 def test_a_late_group_is_used_as_it_is_and_a_late_single_run_is_dropped() -> None:
-    three = Rules(4, 2, timedelta(seconds=10), 3, timedelta(seconds=60))
+    three = BatchRules(4, 2, timedelta(seconds=10), 3, timedelta(seconds=60))
     items = [waits(0, "a", "0"), waits(1, "a", "1"), waits(2, "b", "0")]
     assert chosen(items, three, at_s=59) == ("", "")
     assert chosen(items, three, at_s=60) == ("01", "2")
@@ -97,11 +97,11 @@ def test_a_group_is_never_cut_and_corrections_need_none() -> None:
 
 
 def test_a_group_is_late_when_its_first_member_is() -> None:
-    three = Rules(4, 2, timedelta(seconds=10), 3, timedelta(seconds=60))
+    three = BatchRules(4, 2, timedelta(seconds=10), 3, timedelta(seconds=60))
     items = [waits(0, "a", "0"), waits(1, "a", "1", at_s=30)]
     assert chosen(items, three, at_s=60) == ("01", "")
 
 
 def test_what_came_without_a_branch_has_no_tokens() -> None:
-    assert Waiting(experience=experience(0, V, length=14), since_ms=0).tokens == 14
-    assert Waiting(experience=experience(0, V, None, branch=False), since_ms=0).tokens == 0
+    assert WaitingExperience(experience=experience(0, V, length=14), since_ms=0).tokens == 14
+    assert WaitingExperience(experience=experience(0, V, None, branch=False), since_ms=0).tokens == 0

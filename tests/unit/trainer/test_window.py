@@ -13,7 +13,7 @@ VERSION = "m@000000000000"
 
 
 def seen(window: Window, name: str, revision: int = 0, after_s: float = 0) -> None:
-    window.see(name, revision, [VERSION], (0, 1), START + timedelta(seconds=after_s))
+    window.record_arrival(name, revision, [VERSION], (0, 1), START + timedelta(seconds=after_s))
 
 
 def test_revisions_are_remembered_one_by_one() -> None:
@@ -40,7 +40,7 @@ def test_very_many_revisions_are_bounded_and_the_forgotten_ones_count_as_seen() 
 def test_a_revision_without_tokens_does_not_hide_where_the_tokens_are() -> None:
     window = Window()
     seen(window, "a")
-    window.see("a", 1, (), None, START)
+    window.record_arrival("a", 1, (), None, START)
     entry = window.get("a")
     assert entry is not None
     assert (entry.partition, entry.offset, entry.versions) == (0, 1, (VERSION,))
@@ -99,7 +99,7 @@ def test_a_revision_between_remembered_ones_is_new_and_one_below_them_only_when_
 
 def test_an_experience_without_tokens_has_no_place_and_terms_of_its_own() -> None:
     window = Window()
-    window.see("a", 0, (), None, START)
+    window.record_arrival("a", 0, (), None, START)
     entry = window.get("a")
     assert entry is not None
     assert (entry.partition, entry.offset, entry.trained) == (-1, -1, False)

@@ -198,7 +198,7 @@ class World:
             self.clock,
             lambda: self.reporter,
         )
-        self.source.busy = lambda: trainer.saves
+        self.source.busy = lambda: trainer.is_saving
         return trainer
 
     async def run(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:

@@ -16,6 +16,6 @@ SERVICE = Service(
 )
 
 if __name__ == "__main__":
-    # Read when torch is loaded. A thread that waits for another would else spin, on a CPU that others need.
+    # Read when torch is loaded. Otherwise a waiting thread would spin on a CPU that other processes need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     SERVICE.main()

@@ -1,4 +1,4 @@
-"""The composition root: bus, blobs, lineage, loop, HTTP."""
+"""The composition root: connects bus, blob store, lineage, training loop and HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 
 class Announcer:
-    """The `Sink` on a real bus: to the usual topics, or to those of the same names behind a prefix."""
+    """The `Sink` on a real bus. It publishes to the usual topics, or to topics of the same names with a prefix."""
 
     def __init__(self, producer: EventProducer, prefix: str) -> None:
         self._producer = producer
@@ -57,8 +57,8 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         common.disk_free_bytes_min,
     )
     checks: dict[str, web.Check] = {
-        "bus": lambda: source.started or trainer.stands_by,
-        "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
+        "bus": lambda: source.started or trainer.is_standby,
+        "lineage": lambda: trainer.lineage is not None or trainer.is_standby,
         "consumer": lambda: refuse.paused is None,
         "room": lambda: trainer.room.trouble or True,
         "learner": lambda: trainer.learner_failure or True,

@@ -1,6 +1,6 @@
-"""Trainer back ends by name: what an installed package announces under the entry points `headrace.trainer_backends`.
+"""Trainer back ends by name: the entry points `headrace.trainer_backends` of installed packages.
 
-An announcement is light; `open` imports what it needs, and torch with it. What comes of it is a
+Importing an entry point must be cheap; `open` imports torch and the rest. It returns a
 `headrace_trainer.learner.Learner`.
 """
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One back end. `settings` are its own: the section `[trainer.<name>]`, `TrainerSettings.of(name)`."""
+    """A trainer back end. `settings` is its own section `[trainer.<name>]`, read by `TrainerSettings.of(name)`."""
 
     open: Callable[[Path, TrainerSettings], Learner]
-    """Gets the folder that the lineage began with, which is gone once it returns. Raises `SettingError` when the model
-    and the settings do not go together. Blocks; whoever calls it closes the learner."""
+    """Opens a learner from the folder that the lineage began with, which is removed once it returns. It raises
+    `SettingError` when the model and the settings do not fit. Blocks. The caller must close the learner."""
     offers: Needs = NOTHING
-    """What of it algorithms may need. Groups and the engine's logprobs are there for every back end."""
+    """The needs of algorithms that it meets. Groups and the engine's logprobs are available with every back end."""
     adapters: bool = False
-    """Whether it trains adapters (`lora.rank`) too."""
+    """Whether it can train adapters (`lora.rank`)."""
     check: Callable[[TrainerSettings], None] | None = None
-    """Asked before a start, and only where the base is small: raises `SettingError` for what would stop `open`."""
+    """Called before a start, and only where the base is small. It raises `SettingError` for problems that would stop
+    `open`."""
     check_layout: Callable[[TrainerSettings], None] | None = None
-    """Asked in the place of `check` where the base is large: raises `SettingError` for weights whose names and shapes
-    are not those of the architecture, without reading the weights."""
+    """Called instead of `check` where the base is large. It raises `SettingError` for weights whose names and shapes do
+    not fit the architecture, without reading the weights."""
     settings: type[Section] | None = None
 
 

@@ -1,5 +1,7 @@
-"""What would stop the trainer's start: the base folder, its tokenizer and its chat template, found without torch; and,
-where the base is small, what the back end finds (`torch`: whether we compute what the model computes)."""
+"""Checks the trainer's settings before a start, without torch: the base folder, its tokenizer and its chat template.
+
+Where the base is small, the back end's own check runs as well (`torch` compares its logprobs with the model's own).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from headrace_runtime.model_folder import find_folder_problems
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
-from headrace_trainer.experiences.templates import environment, read_json, special_tokens, template_of
+from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 _CONFIG = "config.json"
 _COMPARED_BYTES_MAX = 256 << 20
-"""Weights of bases that are loaded to be examined. Of larger ones the names and shapes are; the start reads them."""
+"""Largest base whose weights are loaded for the check. Of larger bases only names and shapes are read."""
 _MESSAGES = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {"role": "assistant", "content": "Sunny."},
@@ -51,23 +53,23 @@ _TOOL_CALL = [
 
 
 async def check(_common: Common, settings: TrainerSettings) -> list[str]:
-    """Everything that is wrong with `trainer.base`, as `SettingError` says it. Raises one where the logprobs differ."""
+    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ."""
     folder = Path(settings.base)
-    found = await asyncio.to_thread(lambda: list(_problems(folder)))
+    problems = await asyncio.to_thread(lambda: list(_problems(folder)))
     backend = BACKENDS.get(settings.backend)
     is_small = _weights_bytes(folder) <= _COMPARED_BYTES_MAX
-    if not found and is_small and backend.check:
+    if not problems and is_small and backend.check:
         await asyncio.to_thread(backend.check, settings)
-    elif not found and not is_small and backend.check_layout:
+    elif not problems and not is_small and backend.check_layout:
         await asyncio.to_thread(backend.check_layout, settings)
-    return [_said(folder, remedy) for remedy in found]
+    return [_setting_message(folder, problem) for problem in problems]
 
 
 def _weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _said(folder: Path, remedy: str) -> str:
+def _setting_message(folder: Path, remedy: str) -> str:
     return str(SettingError("trainer.base", str(folder), remedy))
 
 
@@ -100,19 +102,19 @@ def _tokenizer_trouble(path: Path) -> str | None:
 
 def _template_problems(folder: Path) -> Iterator[str]:
     try:
-        found = template_of(folder)
+        template_text = read_template(folder)
     except ValueError:
         return  # `find_folder_problems` names its encoding
-    if found is None:
+    if template_text is None:
         yield f"has no chat template; save one as {TEMPLATE_FILE}"
         return
     tokens = special_tokens(folder)
     try:
-        template = environment().from_string(found)
+        template = environment().from_string(template_text)
     except TemplateError as error:
         yield f"its chat template is not valid: {error}"
         return
-    for what, messages, tools in (
+    for content, messages, tools in (
         ("messages", _MESSAGES, None),
         ("tools", _MESSAGES, _TOOLS),
         ("a tool call and its result", _TOOL_CALL, _TOOLS),
@@ -120,11 +122,11 @@ def _template_problems(folder: Path) -> Iterator[str]:
         try:
             text = template.render(messages=messages, tools=tools, add_generation_prompt=True, **tokens)
         except Exception as error:  # noqa: BLE001 - a template may raise whatever its expressions raise
-            yield f"its chat template does not take {what}: {type(error).__name__}: {error}"
+            yield f"its chat template does not take {content}: {type(error).__name__}: {error}"
             return
-        if what == "tools" and "weather" not in text:
+        if content == "tools" and "weather" not in text:
             log.warning(
                 "template_drops_tools", base=str(folder), remedy="agents with tools need a template that names them"
             )
-        if what == "messages" and "tomorrow" not in text:
+        if content == "messages" and "tomorrow" not in text:
             yield "its chat template leaves out what the user says"

@@ -1,10 +1,11 @@
-"""What a lineage needs of whoever holds weights and optimizer. Nobody else touches a tensor of the model.
+"""The interface between a lineage and the learner that holds its weights and optimizer (`Learner`).
 
-A back end (`headrace_trainer.backends`) opens a learner from the folder that the lineage began with. All else stays in
-the trainer's process for every back end: offsets, the dedupe window, what waits, batches, advantages, when to step,
-what is saved where, and how a version is named. So the promises about the stream hold whatever computes the gradients.
+A back end (`headrace_trainer.backends`) opens a learner from the folder that the lineage began with. No other code
+touches tensors of the model. With every back end the trainer's process has the rest: offsets, the dedupe window,
+waiting experiences, batches, advantages, the times of steps and saves, and the names of versions. So the promises about
+the stream hold whichever back end computes the gradients.
 
-`tests/contract/learner` says the same as tests. Every back end passes them.
+`tests/contract/learner` tests these rules. Every back end passes it.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
 
 GRADIENT_FACTOR = "token_weight"
-"""The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
+"""Name of the measurement: the factor of the gradient of each token, clipping included. Corrections need it."""
 MEASURED = ("gradient_norm", "learning_rate", "step_seconds", GRADIENT_FACTOR, "tokens_per_second")
-"""What every learner measures. The rest of `StepResult.measured` is its own."""
+"""Measurements that every learner returns. A learner may add others to `StepResult.measured`."""
 WEIGHTS, OPTIMIZER, VERSION = "weights.safetensors", "optimizer.safetensors", "version"
-"""Two files, and a folder of a version's files: what a copy is written as."""
+"""Names of the files and the folder that a copy is written as."""
 
 
 class Abandoned(Exception):
-    """The step was told to stop. The process is ending; what is in memory is not to be saved."""
+    """The step was stopped because the process is ending. The state in memory must not be saved."""
 
 
 class NotFinite(Exception):
-    """The gradient was infinite or not a number; nothing was changed."""
+    """The gradient was infinite or not a number; no weight was changed."""
 
 
 class StepRefused(Exception):
-    """What was measured before the step forbids it; no weight was changed. Training stops until somebody says that it
-    goes on. `undecided`: a larger batch that begins with these rows may be allowed; as long as more comes, it waits."""
+    """A measurement before the step forbids it; no weight was changed. Training stops until an operator resumes it.
+
+    `undecided`: a larger batch that begins with these rows may be allowed, so the batch waits while more experiences
+    come."""
 
     def __init__(self, measure: str, value: float, why: str, *, undecided: bool = False) -> None:
         super().__init__(why)
@@ -48,115 +51,146 @@ class StepRefused(Exception):
 
 
 class LearnerLost(HeadraceError):
-    """What holds the weights has died, or a part of it. The process ends, and the next start opens the lineage as it
-    was saved last."""
+    """A process or device that holds the weights has failed. The trainer's process ends, and the next start opens the
+    lineage from its last save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a learner can be given. Nothing of it changes while the learner is open."""
+    """Properties of a learner. They stay the same while the learner is open."""
 
     kind: Literal["full", "lora"]
-    """Whether it trains all weights or adapters: what its versions hold."""
+    """Whether it trains all weights or adapters, and so which of them its versions hold."""
     vocabulary: int
-    """Token ids that the model knows."""
+    """Number of token ids that the model knows."""
     context: int
     """Longest sequence that the model was made for, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step."""
+    """The result of a step."""
 
     measured: Mapping[str, float]
-    """Numbers by name, `MEASURED` among them. Not finite ones are reported and not saved."""
+    """Numbers by name, `MEASURED` among them. Infinite numbers and NaN are reported and not saved."""
     left_out: frozenset[str] = field(default=frozenset())
-    """Rows, by `Row.name`, that `loss.sequence_mask_max` left out of the loss: the weights hold nothing of them."""
+    """Rows, by `Row.name`, that `loss.sequence_mask_max` left out of the loss, so that the weights do not hold them."""
     slopes: Mapping[str, float] = field(default_factory=dict)
-    """Of rows whose loss is not linear in the advantage, by name: what stood in the place of 1 in the policy gradient
-    of each of its tokens. Their corrections come with it in their token weight
+    """Slopes of rows whose loss is not linear in the advantage, by name: the factor that replaces 1 in the policy
+    gradient of each of their tokens. Their corrections include it in their token weight
     (`headrace_trainer.algorithms.losses.Loss`)."""
     advantages: Mapping[str, float] = field(default_factory=dict)
-    """Of rows whose advantage the learner made from a reward and its critic, by name: what it was, in units of the
+    """Advantages that the learner computed from a reward and its critic, by the name of the row, in units of the
     reward."""
     moved: bool = True
-    """Whether the step changed a weight. No version is made of steps that changed none (all advantages were 0, say)."""
+    """Whether the step changed a weight. Steps that changed none (all advantages were 0, say) make no version."""
 
 
 class Copy(Protocol):
-    """Weights and optimizer at one moment, whatever steps come after it. The lineage's name is in both, so that
+    """Weights and optimizer at one moment, independent of later steps. Both contain the lineage's name, so that
     lineages share no blob."""
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """What the version's files answer, for engines to compare with (P7): computed from the weights of that moment,
-        rounded as the files are. None where no version was asked for."""
+        """Answers of the version's files, for engines to compare with (P7).
+
+        They are computed from the copied weights, rounded as in the files. None where no version was requested.
+        """
 
     def write(self, folder: Path) -> None:
-        """Into the empty `folder`, as any process of this back end can go on from:
+        """Write the copy into the empty `folder`, so that any process of this back end can continue from it.
 
-        - `WEIGHTS`: what is trained. Equal weights give equal bytes, and other weights other bytes.
+        - `WEIGHTS`: the trained weights. Equal weights give equal bytes, and different weights different bytes.
         - `OPTIMIZER`: all else that the next step depends on: the optimizer's state, clocks, random numbers.
-        - the folder `VERSION`, where one was asked for: the weights, and nothing else: all of them as `*.safetensors`
-          in the type that the base has; or an adapter in PEFT's layout that names the base. Equal weights give equal
-          files.
+        - the folder `VERSION`, where a version was requested: only the weights, either all of them as `*.safetensors`
+          in the type of the base, or an adapter in PEFT's layout that names the base. Equal weights give equal files.
 
-        Called beside `step`, from another thread, and again (with another folder) where the disk or the blob store was
-        away. Raises `LearnerLost`, and `OSError` of the folder."""
+        The trainer calls it in another thread while `step` runs, and again (with another folder) after the disk or the
+        blob store was unavailable.
+
+        Raises:
+            LearnerLost: The learner has failed.
+            OSError: The folder cannot be written.
+        """
 
     def drop(self) -> None:
-        """It is not needed any more: give back what holds it. Again does nothing."""
+        """Release the memory of the copy. Calling it again has no effect."""
 
 
 class Learner(Protocol):
-    """Weights and optimizer of one lineage. Its owner makes one call at a time, and may ask for `failure` beside it.
-    Every method may block.
+    """Weights and optimizer of one lineage.
 
-    The same base, settings and calls give the same weights, byte for byte on the same machine (P9).
+    Its owner makes one call at a time, and may read `failure` meanwhile. Every method may block. The same base,
+    settings and calls give the same weights, byte for byte on the same machine (P9).
     """
 
     @property
     def abilities(self) -> Abilities:
-        """Known from the start."""
+        """Properties that are known from the start."""
 
     @property
     def failure(self) -> str | None:
-        """Why it cannot go on, None while it can; `/health` says it. Asked at any time from any thread, so it does not
-        block. Calls that need what has failed raise `LearnerLost`."""
+        """The reason why the learner cannot go on, None while it can; `/health` reports it.
+
+        The trainer reads it at any time from any thread, so it must not block. Calls that need the failed part raise
+        `LearnerLost`.
+        """
 
     def sequence_bound(self) -> int:
-        """Tokens of the longest sequence that a step has memory for. Asked before the first step, and only where
-        `memory.sequence_tokens` does not say it. Raises `SettingError` when not even a short one fits."""
+        """Return the longest sequence, in tokens, that a step has memory for.
+
+        Called before the first step, and only where `memory.sequence_tokens` is not set.
+
+        Raises:
+            SettingError: Not even a short sequence fits.
+        """
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        """Change the weights by `batch`: each of its rows once, first ones and corrections, with the loss that the
-        settings name. Rows with the same `Row.together` go through one forward pass. `from_base`: measure the
-        divergence from the base (`kl_base`) also where it has no part in the loss; only asked of a back end that offers
-        `Needs.reference`.
+        """Change the weights by `batch`: by each of its rows once, corrections included, with the loss of the settings.
 
-        Raises `NotFinite` and `StepRefused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
-        `LearnerLost`; what is in memory is then worth nothing, and is not saved. Whatever else it raises, nothing was
-        changed, random numbers included: the lineage then finds the rows because of which it fails, and goes on without
-        them.
+        Rows with the same `Row.together` go through one forward pass.
+
+        Args:
+            batch: The batch.
+            stop: Set when the process is ending.
+            from_base: Measure the divergence from the base (`kl_base`) even where the loss does not use it. Set only
+                for a back end that offers `Needs.reference`.
+
+        Raises:
+            NotFinite: The gradient is infinite or not a number. Nothing was changed.
+            StepRefused: A measurement forbids the step. Nothing was changed.
+            Abandoned: Raised soon after `stop` is set. The state in memory is lost and must not be saved.
+            LearnerLost: The learner has failed. The state in memory is lost and must not be saved.
+            Exception: Any other error. Nothing was changed, random numbers included: the lineage then searches for the
+                rows because of which the step fails, and continues without them.
         """
 
     def copy(self, base: str | None) -> Copy:
-        """Weights and optimizer as they are. `base`, the lineage's first version: a version is made of them, too. There
-        is one copy at a time: the one before it is dropped first. Changes nothing."""
+        """Copy the present weights and the optimizer. The call changes nothing.
+
+        There is at most one copy: the trainer drops it before the next one.
+
+        Args:
+            base: The lineage's first version, if the copy must also become a version.
+        """
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        """Go back to what a copy has written into `folder`, of this learner or of one in an earlier process.
-        `with_random`: the random numbers too, so that the next step is the one that would have followed; else weights
-        and optimizer alone. The folder is gone afterwards.
+        """Restore the state that a copy of this learner, or of one in an earlier process, has written into `folder`.
 
-        Raises `SettingError` when it is of another model, or of settings that cannot go on from it.
+        Args:
+            folder: The folder. It is removed afterwards.
+            with_random: Restore random numbers too, so that the next step is the same as it would have been after the
+                copy; otherwise restore only weights and optimizer.
+
+        Raises:
+            SettingError: The copy is of another model, or of settings that cannot continue from it.
         """
 
     def load(self, folder: Path) -> None:
-        """Take the weights from a version's files and forget all momentum. The folder is gone afterwards."""
+        """Load the weights from a version's files and forget all momentum. The folder is removed afterwards."""
 
     def fingerprint_of_base(self) -> Fingerprint:
-        """What the first version answers. Asked before the first step."""
+        """Return the answers of the first version. Called before the first step."""
 
     def close(self) -> None:
-        """Give back memory, processes and connections. No method is called afterwards; closing again does nothing."""
+        """Release memory, processes and connections. No method is called afterwards; closing again has no effect."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
-ALGORITHM = Info("headrace_trainer_algorithm", "What is trained with: algorithm, kind of advantage, loss, back end")
+ALGORITHM = Info(
+    "headrace_trainer_algorithm", "Names of the algorithm, the kind of advantage, the loss and the back end"
+)
 WAITING = Gauge("headrace_trainer_waiting_experiences", "Admitted experiences that wait for a batch")
-WAITING_TOKENS = Gauge("headrace_trainer_waiting_tokens", "Their tokens")
+WAITING_TOKENS = Gauge("headrace_trainer_waiting_tokens", "Tokens of the waiting experiences")
 TRAINED = Counter("headrace_trainer_trained_total", "Experience revisions that changed the weights")
-DROPPED = Counter("headrace_trainer_dropped_total", "Experience revisions that did not, by reason", ["reason"])
+DROPPED = Counter("headrace_trainer_dropped_total", "Experience revisions that were not trained, by reason", ["reason"])
 UNDONE = Counter(
-    "headrace_trainer_undone_total", "Trained revisions that a refused version took along, by what follows", ["queued"]
+    "headrace_trainer_undone_total",
+    "Trained revisions undone with a refused version, by whether they wait again",
+    ["queued"],
 )
 DUPLICATES = Counter("headrace_trainer_duplicates_total", "Redelivered revisions, which get no second outcome")
 OTHER_MODELS = Counter("headrace_trainer_other_models_total", "Experiences of models that this trainer does not train")
@@ -24,9 +28,11 @@ UNCORRECTABLE = Counter(
 )
 EXPIRED = Counter("headrace_trainer_expired_records_total", "Records that the bus deleted before they were read")
 STEP_SECONDS = Histogram(
-    "headrace_trainer_step_seconds", "One step", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+    "headrace_trainer_step_seconds",
+    "Duration of a training step",
+    buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000),
 )
 SAVE_SECONDS = Histogram(
-    "headrace_trainer_save_seconds", "Making the state durable", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+    "headrace_trainer_save_seconds", "Duration of a save", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
 MEASURES = Gauge("headrace_trainer_measure", "The last step's measurements", ["measure"])

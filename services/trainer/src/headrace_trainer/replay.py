@@ -1,4 +1,4 @@
-"""`python -m headrace_trainer.replay`: what training would do with experiences, without a model (`dry_run.py`)."""
+"""`python -m headrace_trainer.replay`: plans the training of experiences without a model (`dry_run.py`)."""
 
 from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings

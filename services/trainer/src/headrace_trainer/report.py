@@ -1,4 +1,4 @@
-"""Tells people how training goes: TensorBoard, Prometheus, and one line per step."""
+"""Reports the progress of training: TensorBoard, Prometheus, and one line per step."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _DECISIONS = frozenset({"evaluated", "promoted", "rejected", "rolled_back", "wit
 _STATISTICS = frozenset({"score", "champion_score", "difference", "standard_error"})
 
 
-def _plain(text: str) -> str:
-    """Return text from outside for the console: no markup, nothing that steers a terminal."""
+def _escape(text: str) -> str:
+    """Return untrusted text for the console, without markup and terminal control sequences."""
     return escape(printable(text, 1_000))
 
 
 class _Board:
-    """TensorBoard's files. They show and decide nothing: on a full disk points are left out, and training goes on."""
+    """Writes TensorBoard files. On a full disk points are left out, and training goes on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,14 +86,14 @@ class _Board:
 
 
 class Reporter:
-    """One per process. On a terminal the line is for people, otherwise it is a structured log line."""
+    """Reports for one process. On a terminal the line per step is for people, otherwise it is a structured log line."""
 
     def __init__(self, folder: Path) -> None:
         self._board = _Board(folder)
         self._console = Console(stderr=True) if sys.stderr.isatty() else None
 
     def step(self, measured: Mapping[str, float], state: LineageState) -> None:
-        """After each step; `measured` as `Lineage.step` returned it."""
+        """Report a step. `measured` are the measurements that `Lineage.step` returned."""
         STEPS.set(state.steps)
         STEP_SECONDS.observe(measured["step_seconds"])
         points = {name if "/" in name else f"step/{name}": value for name, value in measured.items()}
@@ -114,7 +114,7 @@ class Reporter:
             )
 
     def published(self, version: str, number: int, step: int) -> None:
-        """After a new version is durable."""
+        """Report a new version that is durable."""
         VERSION_NUMBER.set(number)
         self._board.points({"version": number}, step)
         if self._console is None:
@@ -123,7 +123,7 @@ class Reporter:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
 
     def stopped(self, reason: str | None, state: LineageState) -> None:
-        """Once when training stops or goes on, and at a start that finds it stopped. None: it goes on."""
+        """Report that training has stopped for `reason`, or goes on when it is None. Called also at a start."""
         STOPPED.set(reason is not None)
         version = state.history.head
         self._board.text("health", f"stopped: {reason}; the weights are those of {version}" if reason else "goes on",
@@ -134,18 +134,18 @@ class Reporter:
             log.error("training_stopped", reason=reason, version=version, remedy=REMEDY)
         else:
             self._console.print(
-                f"[bold red]training is stopped[/]: {_plain(reason)}. The weights are those of {version}; {REMEDY}",
+                f"[bold red]training is stopped[/]: {_escape(reason)}. The weights are those of {version}; {REMEDY}",
                 highlight=False,
             )
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None:
-        """After a decision of the registry about the lineage's version `number`: a point where training was then."""
+        """Report a decision of the registry about version `number` of the lineage, at the present step of training."""
         if event.decision not in _DECISIONS:
             return
         points = {f"registry/{name}": value for name, value in event.statistics.items() if name in _STATISTICS}
         self._board.points({f"registry/{event.decision}": number, **points}, step)
         if self._console is not None:
-            reason = f": {_plain(event.reason)}" if event.reason else ""
+            reason = f": {_escape(event.reason)}" if event.reason else ""
             self._console.print(f"[bold]{event.decision}[/] v{number} {event.version}{reason}", highlight=False)
 
     def close(self) -> None:
@@ -153,6 +153,6 @@ class Reporter:
 
 
 def report_decision(reporter: Reporter, event: ModelEvent, state: LineageState) -> None:
-    """Report where training was when the registry decided about a version, if it is one of the lineage."""
+    """Report a decision of the registry at the present step of training, if it is about a version of the lineage."""
     if event.version in state.history:
         reporter.decided(event, state.history[event.version].number, state.steps)

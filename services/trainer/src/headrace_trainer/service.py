@@ -1,4 +1,4 @@
-"""What this service announces under the entry points `headrace.services`."""
+"""The service description of the trainer, announced under the entry points `headrace.services`."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.service import INFO
 
 _RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 1e-4, 10
-"""Through 1.5e-6 at 7 billion parameters, as recipes for models of that size have it. Small models were measured: at
-0.4 million, 2e-4 learns faster from a true reward, is ruined by one at random (docs/controls.md), and a correction of
-its very first batch leaves more than it may (docs/algorithms.md)."""
+"""The factor gives 1.5e-6 at 7 billion parameters, as in recipes for models of that size. Small models were measured:
+at 0.4 million, 2e-4 learns faster from a true reward, but is ruined by a random one (docs/controls.md), and corrections
+of its very first batch leave more than the allowed rest (docs/algorithms.md)."""
 
 
 class OptimizerSettings(Section):
@@ -31,10 +31,10 @@ class OptimizerSettings(Section):
 
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
-    that is no matrix have AdamW. A correction then takes back only what AdamW did (docs/algorithms.md)."""
+    other tensors use AdamW. A correction then reverses only the part of AdamW (docs/algorithms.md)."""
     learning_rate: Positive | None = None
-    """After the warm-up. None: by the size of the model, 0.13 / √parameters and at most 1e-4, and ten times that for
-    adapters; the log says what that is (docs/guides/sizing.md)."""
+    """Learning rate after the warm-up. None: by the size of the model, 0.13 / √parameters and at most 1e-4, and ten
+    times that for adapters; the log reports it (docs/guides/sizing.md)."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -50,12 +50,12 @@ class OptimizerSettings(Section):
 
     @property
     def rate(self) -> float:
-        """The learning rate, once there is a model whose size decides it (`of_size`)."""
-        assert self.learning_rate is not None, "of_size has not been asked"
+        """The learning rate, once the size of the model has decided it (`of_size`)."""
+        assert self.learning_rate is not None, "call of_size first"
         return self.learning_rate
 
     def of_size(self, parameters: int, *, adapters: bool) -> OptimizerSettings:
-        """These settings for a model of so many parameters, with a learning rate in any case."""
+        """Return these settings with a learning rate for a model of `parameters` parameters."""
         if self.learning_rate is not None:
             return self
         rate = min(_RATE_OF_SIZE / math.sqrt(parameters), _RATE_MAX) * (_RATE_OF_ADAPTERS if adapters else 1)
@@ -83,20 +83,21 @@ class ComputeSettings(Section):
     device: str = "auto"
     """`auto` is the first GPU when there is one; or `cpu`, `cuda`, `cuda:1`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """What matrix products run in; `auto` is bfloat16 on a device that multiplies it. What is trained is kept in
-    float32 either way."""
+    """Type of matrix products; `auto` is bfloat16 on a device that supports it. Trained weights are stored in float32
+    in either case."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """What the model holds where all weights are trained. `bfloat16`: weights as its versions have them, which the
+    """Type of the model's weights where all weights are trained. `bfloat16`: weights as in its versions, which the
     optimizer moves by way of float32 masters: 18 bytes a weight and not 16, half the activations, and the layers
     compute in the type that they are served in. Needs the dtype bfloat16. Adapters are float32 in any case, on frozen
     weights in `dtype`."""
     compile: bool = False
-    """Fuse what a layer does between its products by torch.compile, on a GPU above all. Needs a C compiler; the first
-    step waits for it, a minute and a half with a large model."""
+    """Fuse the operations between a layer's matrix products by torch.compile, mainly on a GPU. Needs a C compiler; the
+    first step waits for it, a minute and a half with a large model."""
     threads: Count = 1
     """Threads of a CPU step; the other services of a small machine need the rest."""
     packing: Literal["blocks", "padded"] = "blocks"
-    """`blocks` joins sequences into one row and keeps their attention apart; `padded` is for models that cannot."""
+    """`blocks` joins sequences into one row and separates their attention; `padded` is for models that cannot do
+    that."""
     pack_tokens: Count = 4096
     """Tokens of one forward pass; a longer sequence runs alone. Lower it when memory runs out."""
     gradient_checkpointing: bool = False
@@ -105,42 +106,42 @@ class ComputeSettings(Section):
 
 
 class NativeSettings(Section):
-    """The comparison at the start: our logprobs beside those of the model's own eager attention, one sequence at a
-    time. A model that differs is refused."""
+    """The comparison at the start: the trainer's logprobs and those of the model's own eager attention, one sequence at
+    a time. A model that differs is refused."""
 
     tokens: Annotated[int, Field(ge=0)] = 8192
     """Tokens of the comparison. Its sequences reach beyond windows, chunks and original contexts as far as this allows;
-    the log names what it does not. The model's own attention keeps a score for each pair of tokens of a sequence, for
-    each head. 0 compares nothing, and the log says so."""
+    the log names the parts that are not reached. The model's own attention stores a score for each pair of tokens of a
+    sequence, for each head. 0 skips the comparison, and the log reports it."""
     difference_max: Positive = 1e-3
-    """Largest difference in nats that is taken for rounding. With experts it holds for nine of ten tokens; for frozen
-    weights in bfloat16 it is the mean that may be 100 times as large."""
+    """Largest difference in nats that counts as rounding. With experts it applies to nine of ten tokens; with frozen
+    weights in bfloat16 the mean may be 100 times as large."""
 
 
 class CriticSettings(Section):
-    """The critic of `ppo`, and the advantages that are made with it."""
+    """The critic of `ppo`, and the advantages that are computed with it."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What a reward counts one token earlier."""
+    """Discount of a reward per token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """How far advantages look beyond the next token: 1 compares a token's value with the run's reward, 0 with the next
     token's value alone."""
     learning_rate: Positive = 1e-3
-    """Of the critic's own AdamW."""
+    """Learning rate of the critic's own AdamW."""
 
 
 class TeacherSettings(Section):
-    """Whom `on_policy_distill` learns from."""
+    """The teacher of `on_policy_distill`."""
 
     model: str = ""
     """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that
     takes token ids and answers `prompt_logprobs`."""
     name: str = ""
-    """What the endpoint calls the model."""
+    """Name of the model at the endpoint."""
     key: SecretStr = SecretStr("")
     """Bearer token for the endpoint."""
     coefficient: Positive = 1.0
-    """The advantage of a token that the teacher thinks more likely by one nat."""
+    """The advantage of a token to which the teacher gives one more nat of logprob."""
     timeout_s: Positive = 60.0
     """How long the endpoint may take for one sequence."""
     attempts: Annotated[int, Field(ge=1, le=100)] = 5
@@ -148,34 +149,35 @@ class TeacherSettings(Section):
 
 
 class HealthSettings(Section):
-    """Limits of training that goes well. A measure that stays beyond its limit stops training: the weights go back to
-    the last version, and nothing is trained until somebody says so. 0 turns a limit off."""
+    """Limits of healthy training. A measure that stays beyond its limit stops training: the weights go back to the last
+    version, and training waits until an operator resumes it. 0 turns a limit off."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     patience_steps: Count = 3
     """Steps in a row beyond a limit that stop training. Until then no version is made of them."""
     entropy_min: NotNegative = 0.0
-    """Least mean entropy of the sampled positions, in nats. Off by default: how sure an agent may be, its tasks say."""
+    """Least mean entropy of the sampled positions, in nats. Off by default, because the right value depends on the
+    tasks."""
     mismatch_max: NotNegative = 2.0
     """Largest mean difference between the engine's and the trainer's logprobs of the same weights, in nats. Rounding
-    makes hundredths; beyond this the engine samples from something else."""
+    causes hundredths; beyond this the engine must use other weights or another distribution."""
     effective_sample_min: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Least effective sample size of the importance weights, as a share of the tokens."""
     kl_base_max: NotNegative = 0.0
     """Largest divergence from the base, in nats a token. Needs `loss.kl` or `kl_base_interval_steps`."""
     kl_base_interval_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps between two measurements of that divergence, where `loss.kl` does not make one in each. One costs another
+    """Steps between two measurements of that divergence, where `loss.kl` does not measure it in each. One costs another
     forward pass over the batch, and the base is kept in memory unless adapters are trained. 0 measures nothing."""
     guard_drop_max: NotNegative = 0.05
-    """Largest drop of what accepted answers are likely, in nats a token beneath the base, that is sure to 97.5 %
+    """Largest drop of the mean logprob of accepted answers below the base, in nats a token, at a confidence of 97.5 %
     (`hindsight`)."""
     gradient_spike_max: NotNegative = 100.0
     """Largest gradient norm, as a multiple of the running median. A gradient that is not finite is beyond it."""
 
 
 class MemorySettings(Section):
-    """Bounds on what is kept, in memory and in each checkpoint."""
+    """Bounds on stored state, in memory and in each checkpoint."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
@@ -185,28 +187,28 @@ class MemorySettings(Section):
     """Tokens of those experiences, whichever bound is reached first."""
     sequence_tokens: Annotated[int, Field(ge=2)] | None = None
     """Longer sequences are dropped as `too_long`; so are those beyond the model's own context and `queue_tokens`. None:
-    what fits into the memory that is free at the start, which the log says as `sequence_bound`."""
+    as many tokens as fit into the free memory at the start, which the log reports as `sequence_bound`."""
     window_experiences: Count = 20_000
-    """Experiences remembered to recognise duplicates and revisions. What could still change the weights stays
+    """Experiences remembered to recognise duplicates and revisions. Entries that could still change the weights stay
     longer."""
     window_age_s: Positive = 2_592_000.0
-    """How long they are remembered; as long as the topic keeps them."""
+    """How long experiences are remembered; it should be as long as the topic retains them."""
     baseline_tasks: Count = 4096
-    """Tasks with a baseline of their own; the one unused for longest makes room."""
+    """Number of tasks with a baseline of their own; the least recently used one is removed first."""
     baseline_runs: Count = 1024
-    """Runs whose share in the baselines is remembered: a branch that comes later is not compared with its own run."""
+    """Runs whose share in the baselines is remembered, so that a later branch is not compared with its own run."""
     examples: Count = 64
-    """Examples that one experience may give: its branch, its edits, and its sides of preferences. With more it is
-    dropped."""
+    """Largest number of examples of one experience: its branch, its edits, and its sides of preferences. With more it
+    is dropped."""
     versions: Annotated[int, Field(ge=16)] = 512
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
     restore_points_bytes: Count | None = None
-    """Bytes that these may take on the disk; the oldest go first. Those of base, newest version, champion and previous
-    stay whatever they take. None: 1 GiB, or four times one of them where that is more."""
+    """Bytes that these may take on the disk; the oldest are removed first. Those of base, newest version, champion and
+    previous champion always stay. None: 1 GiB, or four times the size of one where that is more."""
     outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
-    """Training outcomes, or ranges of records read, that may wait for the next save before they cause one."""
+    """Number of training outcomes, or ranges of records read, that cause a save."""
 
 
 class TrainerSettings(ServiceSettings):
@@ -219,39 +221,41 @@ class TrainerSettings(ServiceSettings):
     base: str = ""
     """A Hugging Face folder (safetensors, tokenizer, chat template): where a lineage starts. Required."""
     model: ModelName = "headrace"
-    """The model that is trained; experiences of other models are passed over."""
+    """The model that is trained; experiences of other models are skipped."""
     lineage: ModelName = "main"
-    """Names this line of versions and its saved state. One process at a time may train a lineage."""
+    """Name of this line of versions and of its saved state. One process at a time may train a lineage."""
     topic: Annotated[str, Field(min_length=1)] = "experiences"
-    """Where experiences come from; a replay names a copy of the usual topic."""
+    """Topic of the experiences; a replay names a copy of the usual topic."""
     replays: ModelName | None = None
-    """A lineage whose experiences are trained again in this one: its versions count as ours of the same number."""
+    """A lineage whose experiences are trained again in this one: its versions count as this lineage's of the same
+    number."""
     cut: Literal["rules", "recorded"] = "rules"
-    """When a batch is complete: by the settings below, or where the lineage that is trained again cut its own, which
-    `headrace replay` marks in the copy of the topic; so batches that time had cut come out the same."""
+    """When a batch is complete: by the settings below, or where the replayed lineage cut its own batches, which
+    `headrace replay` marks in the copy of the topic; so batches that were cut by time are the same."""
     until_end: bool = False
-    """Stop with status 0 once everything that `topic` held at the start has been read and trained."""
+    """Stop with status 0 once all records that `topic` held at the start have been read and trained."""
     announce_to: Annotated[str, Field(max_length=128)] = ""
-    """Goes before the names of `checkpoints` and `training-metrics`: a replay keeps its versions from the registry."""
+    """Prefix of the topics `checkpoints` and `training-metrics`, so that the versions of a replay do not reach the
+    registry."""
     seed: int = 0
-    """Seeds what is drawn at random (the initial LoRA matrices)."""
+    """Seed of random numbers (the initial LoRA matrices)."""
 
     algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
-    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. What each
-    needs is in docs/algorithms.md."""
+    """Preset of the kind of advantage, the loss, and other settings; explicit settings take precedence. The needs of
+    each algorithm are in docs/algorithms.md."""
     backend: Annotated[str, NameIn(BACKENDS)] = "torch"
-    """What holds weights and optimizer and takes the steps: `torch` in the trainer's process, on one device; `ray` in
-    processes that share each step; `trinity` by Trinity-RFT (docs/scaling.md)."""
+    """Learner that holds weights and optimizer and takes the steps: `torch` in the trainer's process, on one device;
+    `ray` in processes that share each step; `trinity` by Trinity-RFT (docs/scaling.md)."""
     batch_experiences: Count = 64
-    """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
+    """Experiences in a step. A smaller batch, cut by time, counts as a fraction of a step."""
     batch_experiences_min: Count = 8
-    """Experiences with which a step is taken once `batch_wait_s` has passed; all of them where a batch is smaller."""
+    """Experiences with which a step is taken once `batch_wait_s` has passed; at most `batch_experiences`."""
     batch_wait_s: Positive = 30.0
     """How long the first of a smaller batch waits for more. Batches that were cut by time depend on the clock."""
     group_size: Count = 8
     """Runs of one task that make a group (`grpo`, `rloo`)."""
     group_wait_s: Positive = 300.0
-    """How long a group waits to be complete; then it is used as it is, and a single run is dropped."""
+    """How long a group waits for missing runs; then it is trained without them, and a single run is dropped."""
     pair_wait_s: Positive = 300.0
     """How long an answer waits for the one that it was compared with (`dpo`); then it is dropped as `unpaired`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
@@ -259,17 +263,17 @@ class TrainerSettings(ServiceSettings):
     steps_per_version: Count = 3
     """Steps between two published versions."""
     max_steps: Count | None = None
-    """Stop after this many steps in the lineage; none: go on for ever."""
+    """Stop after this many steps in the lineage; none: without a limit."""
     save_interval_s: Positive = 30.0
     """How long a training outcome may wait to be made durable and reported when no version is published."""
     save_beside: bool = False
-    """Steps go on while a save is written. Weights and optimizer are copied to the host's memory first, which needs as
-    much room there as a save has. For models whose saves take as long as steps."""
+    """Continue with steps while a save is written. Weights and optimizer are copied to the host's memory first, which
+    needs as much room there as a save has. For models whose saves take as long as steps."""
     retry_s: Positive = 60.0
-    """How long bus or blob store may be away before the process gives up and is restarted."""
+    """How long bus or blob store may be unavailable before the process ends and is restarted."""
     lease_s: Positive = 10.0
-    """Silence after which the process that trains this lineage is taken for dead and another one may take it over. The
-    death of a process on the same machine is seen at once, and who is told to stop gives the lineage up."""
+    """Silence after which the process that trains this lineage counts as dead and another one may take it over. The
+    death of a process on the same machine is noticed at once, and a process that is stopped releases the lineage."""
     owner_wait_s: Positive = 60.0
     """How long to stand by while another process trains this lineage, as the old one does in a rolling restart."""
 
@@ -286,17 +290,17 @@ class TrainerSettings(ServiceSettings):
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
-        return {name: one.settings for name, one in BACKENDS.all().items() if one.settings is not None}
+        return {name: backend.settings for name, backend in BACKENDS.all().items() if backend.settings is not None}
 
     @property
     def needs_base(self) -> bool:
-        """Whether the base's logprobs are asked for, at whatever interval."""
+        """Whether the base's logprobs are needed, at any interval."""
         measured = self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
         return measured or self.needs.reference or self.needs.hindsight
 
     @property
     def needs(self) -> Needs:
-        """What the kind of advantage and the loss cannot do without."""
+        """The needs of the kind of advantage and of the loss."""
         written = self.advantage.signals.written or self.advantage.signals.edits
         return self.advantage.estimator.needs | self.loss.function.needs | Needs(demonstrations=written)
 
@@ -306,20 +310,21 @@ class TrainerSettings(ServiceSettings):
         return self.needs.groups
 
     def _check_backend(self, backend: Backend) -> None:
-        """What is asked for that nobody has, or this back end has not."""
+        """Raise `SettingError` for needs that neither the trainer nor this back end meets."""
         offered = OFFERED | backend.offers
-        if missing := self.needs.beyond(offered):
+        if unmet := self.needs.missing_from(offered):
             raise SettingError(
                 "trainer.algorithm",
                 self.algorithm,
-                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
-                f"which the back end {self.backend} does not have; choose another one",
+                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(unmet)}, "
+                f"which the back end {self.backend} does not have; choose another back end or algorithm",
             )
         if self.needs_base and not offered.reference:
             raise SettingError(
                 "trainer.backend",
                 self.backend,
-                "cannot ask the base: set loss.kl and health.kl_base_interval_steps to 0, or choose another one",
+                "cannot compute logprobs of the base: set loss.kl and health.kl_base_interval_steps to 0, or choose "
+                "another back end",
             )
         self._check_signals()
         if self.lora.rank and not backend.adapters:
@@ -328,7 +333,7 @@ class TrainerSettings(ServiceSettings):
             )
 
     def _check_signals(self) -> None:
-        """Whether the kind of advantage gives what the loss takes."""
+        """Raise `SettingError` when the loss needs other examples than the kind of advantage trains."""
         signals, loss = self.advantage.signals, self.loss.function
         remedy = ""
         if loss.needs.pairs and not signals.paired:
@@ -336,7 +341,7 @@ class TrainerSettings(ServiceSettings):
         elif loss.needs.logprobs and not loss.origins and (signals.written or signals.answers):
             remedy = (
                 f"needs the engine's logprobs, which written tokens have not, and advantages of kind "
-                f'{self.advantage.kind} train those; set "likelihood", or "mix" for both'
+                f'{self.advantage.kind} train written tokens; set "likelihood", or "mix" for both'
             )
         if remedy:
             raise SettingError("trainer.loss.kind", self.loss.kind, remedy)
@@ -346,7 +351,7 @@ class TrainerSettings(ServiceSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _algorithm_beneath(cls, table: Any) -> Any:
+    def _apply_algorithm_defaults(cls, table: Any) -> Any:
         if not isinstance(table, Mapping):
             return table
         name = table.get("algorithm", cls.model_fields["algorithm"].default)
@@ -355,11 +360,12 @@ class TrainerSettings(ServiceSettings):
         try:
             return ALGORITHMS.get(name).under(table)
         except PluginError:
-            return table  # the field itself says what is wrong with its name
+            return table  # the validation of the field reports the wrong name
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        """Raises `SettingError` with the one setting to change, so that the start stops before anything is loaded."""
+    def _check_combination(self) -> Self:
+        """Raise `SettingError` for a setting that does not fit the others, so that the start stops before loading a
+        model."""
         if not self.base:
             raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
         if self.owner_wait_s <= self.lease_s:

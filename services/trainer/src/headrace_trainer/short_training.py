@@ -1,4 +1,4 @@
-"""`python -m headrace_trainer.short_training`: experiences in, a version of a scratch lineage out (`short_run.py`)."""
+"""`python -m headrace_trainer.short_training`: trains a version of a scratch lineage from experiences."""
 
 from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings

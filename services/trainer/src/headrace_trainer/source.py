@@ -1,5 +1,5 @@
-"""The trainer's place on the bus: every partition assigned by hand, no consumer group, offsets kept by the lineage
-(P4)."""
+"""Reads the trainer's topics from the bus: all partitions are assigned by hand, without a consumer group, and the
+lineage stores the offsets (P4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECORDS_MAX = 500
 
 
 class BusReplaced(HeadraceError):
-    """The bus ends before what the lineage has already read: it is not the bus that the lineage knows."""
+    """The bus ends before the lineage's offsets, so it is not the bus that the lineage has read."""
 
 
 class Source(Protocol):
@@ -33,26 +33,26 @@ class Source(Protocol):
     async def start(self, offsets: Offsets) -> None: ...
 
     async def poll(self, room: int) -> list[Record]:
-        """What is there, at most `room` experiences; waits a moment when there is nothing."""
+        """Return the next records, at most `room` experiences; wait a moment when there are none."""
 
     async def at_end(self) -> bool:
-        """Whether all experiences were read that there were at the start."""
+        """Return whether all experiences have been read that were on the bus at the start."""
 
-    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """Experience records read before, by partition and offset; those that the bus no longer has are not in it."""
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """Read experience records again, by partition and offset. Records that the bus no longer has are left out."""
 
     async def stop(self) -> None: ...
 
 
 class KafkaSource:
-    """`Source` on a real bus. Its memory is bounded by what the consumer fetches ahead."""
+    """`Source` on a real bus. The consumer's prefetch limit bounds its memory."""
 
     def __init__(self, bus: BusSettings, experiences: str, decisions: str) -> None:
         self._bus = bus
         self._experiences = experiences
         self._decisions = decisions
         self._reader: AIOKafkaConsumer | None = None
-        self._held: list[TopicPartition] = []
+        self._experience_partitions: list[TopicPartition] = []
         self._partitions: list[TopicPartition] = []
         self._ends: dict[TopicPartition, int] = {}
 
@@ -61,12 +61,13 @@ class KafkaSource:
         return self._reader is not None
 
     async def start(self, offsets: Offsets) -> None:
-        """Go to `offsets`; partitions without one start at their first record. Raises `BusReplaced`, `Unavailable`."""
+        """Seek to `offsets`; partitions without one start at their first record. Raise `BusReplaced` or
+        `Unavailable`."""
         reader = consumer(self._bus, _CLIENT)
         try:
             await reader.start()
-            self._held = await partitions_of(reader, self._experiences)
-            self._partitions = [*self._held, *await partitions_of(reader, self._decisions)]
+            self._experience_partitions = await partitions_of(reader, self._experiences)
+            self._partitions = [*self._experience_partitions, *await partitions_of(reader, self._decisions)]
             reader.assign(self._partitions)
             await self._seek(reader, offsets)
         except (KafkaError, OSError) as error:
@@ -81,43 +82,45 @@ class KafkaSource:
         assert self._reader is not None
         self._check_partitions(self._reader)
         if room:
-            self._reader.resume(*self._held)
+            self._reader.resume(*self._experience_partitions)
         else:
-            self._reader.pause(*self._held)
+            self._reader.pause(*self._experience_partitions)
         limit = min(room, _RECORDS_MAX) or _RECORDS_MAX
-        found = await self._reader.getmany(timeout_ms=_POLL_MS, max_records=limit)
-        return [record_of(message) for messages in found.values() for message in messages]
+        batches = await self._reader.getmany(timeout_ms=_POLL_MS, max_records=limit)
+        return [record_of(message) for messages in batches.values() for message in messages]
 
     async def at_end(self) -> bool:
         assert self._reader is not None
-        positions = [(await self._reader.position(place), self._ends[place]) for place in self._held]
+        positions = [
+            (await self._reader.position(partition), self._ends[partition]) for partition in self._experience_partitions
+        ]
         return all(position >= end for position, end in positions)
 
-    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        if not places:
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        if not positions:
             return {}
         reader = consumer(self._bus, _CLIENT)
         try:
             await reader.start()
-            partitions = sorted({TopicPartition(self._experiences, partition) for partition, _ in places})
+            partitions = sorted({TopicPartition(self._experiences, partition) for partition, _ in positions})
             first = await reader.beginning_offsets(partitions)
-            found: dict[tuple[int, int], Record] = {}
-            for partition, offset in sorted(places):
-                place = TopicPartition(self._experiences, partition)
-                if offset >= first[place]:
-                    record = await self._record(reader, place, offset)
-                    found |= {(partition, offset): record} if record is not None else {}
-            return found
+            records: dict[tuple[int, int], Record] = {}
+            for partition, offset in sorted(positions):
+                topic_partition = TopicPartition(self._experiences, partition)
+                if offset >= first[topic_partition]:
+                    record = await self._read_record(reader, topic_partition, offset)
+                    records |= {(partition, offset): record} if record is not None else {}
+            return records
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
         finally:
             await reader.stop()
 
-    async def _record(self, reader: AIOKafkaConsumer, place: TopicPartition, offset: int) -> Record | None:
-        reader.assign([place])
-        reader.seek(place, offset)
+    async def _read_record(self, reader: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> Record | None:
+        reader.assign([partition])
+        reader.seek(partition, offset)
         timeout_ms = int(self._bus.request_timeout_s * 1000)
-        messages = (await reader.getmany(place, timeout_ms=timeout_ms, max_records=1)).get(place) or []
+        messages = (await reader.getmany(partition, timeout_ms=timeout_ms, max_records=1)).get(partition) or []
         return record_of(messages[0]) if messages and messages[0].offset == offset else None
 
     async def stop(self) -> None:
@@ -128,22 +131,27 @@ class KafkaSource:
     async def _seek(self, reader: AIOKafkaConsumer, offsets: Offsets) -> None:
         first, end = await reader.beginning_offsets(self._partitions), await reader.end_offsets(self._partitions)
         self._ends = end
-        for place in self._partitions:
-            wanted = offsets.get(place.topic, {}).get(place.partition, first[place])
-            if wanted > end[place]:
+        for partition in self._partitions:
+            saved = offsets.get(partition.topic, {}).get(partition.partition, first[partition])
+            if saved > end[partition]:
                 raise BusReplaced(
-                    f"{place.topic}[{place.partition}] ends at {end[place]}, the lineage has read up to {wanted}: "
-                    "bring the old bus back, or choose another trainer.lineage with the last version as trainer.base"
+                    f"{partition.topic}[{partition.partition}] ends at {end[partition]}, but the lineage has read up "
+                    f"to {saved}: bring the old bus back, or choose another trainer.lineage with the last version as "
+                    "trainer.base"
                 )
-            if wanted < first[place]:
-                EXPIRED.inc(first[place] - wanted)
-                log.error("records_expired", topic=place.topic, partition=place.partition, lost=first[place] - wanted)
-            reader.seek(place, max(wanted, first[place]))
+            if saved < first[partition]:
+                lost = first[partition] - saved
+                EXPIRED.inc(lost)
+                log.error("records_expired", topic=partition.topic, partition=partition.partition, lost=lost)
+            reader.seek(partition, max(saved, first[partition]))
 
     def _check_partitions(self, reader: AIOKafkaConsumer) -> None:
-        """More partitions than at the start are noticed within a metadata refresh, and found by the next start."""
+        """Raise `Unavailable` when a topic has more partitions than at the start; the next start reads them.
+
+        New partitions are noticed at the next metadata refresh.
+        """
         for topic in (self._experiences, self._decisions):
-            known = {place.partition for place in self._partitions if place.topic == topic}
-            added = (reader.partitions_for_topic(topic) or known) - known
+            known_partitions = {item.partition for item in self._partitions if item.topic == topic}
+            added = (reader.partitions_for_topic(topic) or known_partitions) - known_partitions
             if added:
                 raise Unavailable(f"{topic} has new partitions {sorted(added)}; starting again to read them too")

@@ -1,8 +1,8 @@
-"""The loop: read, admit, step, save, announce, one after the other, so that there is nothing to lock.
+"""The training loop: read, admit, step, save and announce, one after the other, so that no lock is needed.
 
 Only the step, the save and the loading of weights leave the event loop; they run in one thread, one at a time, while
-the loop answers `/health`. The process may be killed at any point: what counts is what the last save holds. A clean
-stop is the same thing, announced: the step in progress is abandoned, and the next start does it again.
+the loop answers `/health`. The process may be killed at any point: the next start continues from the last save. A clean
+stop is the same, but announced: the step in progress is abandoned, and the next start does it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
@@ -45,17 +45,17 @@ T = TypeVar("T")
 
 
 class TrainingStopped(HeadraceError):
-    """A limit of `[trainer.health]` was passed where nobody can say that training goes on."""
+    """A limit of `[trainer.health]` was passed in a run that nobody can resume."""
 
 
 class Sink(Protocol):
-    """Where announcements go; `headrace_runtime.producer.EventProducer`."""
+    """Destination of announcements; `headrace_runtime.producer.EventProducer`."""
 
     async def send(self, event: Event) -> None: ...
 
 
 class Trainer:
-    """Owns a lineage and everything that happens to it. `run` is called once."""
+    """Owns a lineage and runs its training loop. Call `run` once."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._saving: tuple[Save, asyncio.Task[None]] | None = None
-        """The save that is not announced yet. There is one at a time."""
+        """The save that is not announced yet. There is at most one."""
         self._stop = threading.Event()
         self._saved_at_s = 0.0
         self._store = LineageStore(blobs, settings.lineage)
@@ -89,18 +89,19 @@ class Trainer:
         """None until the saved state has been read."""
 
     @property
-    def stands_by(self) -> bool:
-        """Another process trains the lineage. That is ready too: the end of a rolling restart may wait for it."""
-        return self._lease.waits
+    def is_standby(self) -> bool:
+        """Whether another process trains the lineage. Such a trainer counts as ready, so a rolling restart can end."""
+        return self._lease.is_waiting
 
     @property
     def paused(self) -> str | None:
-        """Why nothing is trained, or nothing read, until `resume`; None while both go on."""
+        """The reason why training or reading is paused until `resume`; None while both go on."""
         return "; ".join(filter(None, [self._refuse.paused, self.stopped, self.room.trouble])) or None
 
     @property
     def stopped(self) -> str | None:
-        """Why nothing is trained. Decisions of the registry are followed all the same."""
+        """The reason why training is stopped; None while it goes on. Decisions of the registry are followed all the
+        same."""
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
 
@@ -110,57 +111,58 @@ class Trainer:
         strays = self.lineage.state.baselines.ranges.strays if self.lineage is not None else ()
         if not strays:
             return None
-        named = "; ".join(map(str, strays[-3:]))
-        return f"{named}. Send the rewards of a source in a single unit; see docs/guides/rewards.md"
+        recent = "; ".join(map(str, strays[-3:]))
+        return f"{recent}. Send the rewards of a source in a single unit; see docs/guides/rewards.md"
 
     @property
-    def saves(self) -> bool:
-        """Whether something is being saved, or is saved and not announced yet."""
+    def is_saving(self) -> bool:
+        """Whether a save is in progress, or durable but not announced yet."""
         return self._saving is not None
 
     @property
     def learner_failure(self) -> str | None:
-        """Why what holds the weights cannot go on; the process ends because of it. None while all is well."""
+        """The reason why the learner cannot go on, which ends the process; None while it can."""
         return self.lineage.learner.failure if self.lineage is not None else None
 
     def resume(self) -> None:
-        """Go on with both; with training as soon as that is saved."""
+        """Resume training and reading; training resumes as soon as the change is saved."""
         self._resume = self.stopped is not None
         if self._refuse.paused is not None:
             self._refuse.resume()
 
     async def run(self) -> None:
-        """Until `max_steps`, or until cancelled. Raises when a restart, or somebody's help, is the only remedy."""
+        """Train until `max_steps`, or until cancelled. Raise an error where only a restart or an operator can help."""
         try:
-            await self._do(lambda: check_start(self._settings, self._blobs))
-            await self._lease.acquire(self._do)
-            await self._as_owner()
+            await self._retry_in_thread(lambda: check_start(self._settings, self._blobs))
+            await self._lease.acquire(self._retry_in_thread)
+            await self._train_as_owner()
         finally:
             await self._end_thread()
             if self.lineage is not None:
                 await asyncio.to_thread(self.lineage.close)
 
-    async def _as_owner(self) -> None:
-        """Train and show that we do, until one of the two ends."""
-        both = [asyncio.create_task(self._work()), asyncio.create_task(self._lease.keep())]
+    async def _train_as_owner(self) -> None:
+        """Train and renew the lease at the same time, until one of the two ends."""
+        work, lease = tasks = [asyncio.create_task(self._open_and_train()), asyncio.create_task(self._lease.keep())]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for task in both:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 if task.done():
                     task.result()
         finally:
-            both[0].cancel()
-            await asyncio.gather(both[0], return_exceptions=True)
-            await self._end_thread()  # what it still saves is saved as the owner
-            both[1].cancel()
-            await asyncio.gather(both[1], return_exceptions=True)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._end_thread()  # the thread may still save, which only the owner may do
+            lease.cancel()
+            await asyncio.gather(lease, return_exceptions=True)
             await self._lease.release()
 
-    async def _work(self) -> None:
+    async def _open_and_train(self) -> None:
         lineage = await disk.with_room(lambda: self._in_thread(self._open))
         reporter = await self._in_thread(self._make_reporter)
         try:
-            await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
+            # Announced once more after a restart, with the same ids.
+            await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)
             await self._retry(lambda: self._source.start(lineage.state.offsets))
             if lineage.health.stopped is not None:
                 reporter.stopped(lineage.health.stopped.reason, lineage.state)
@@ -177,103 +179,112 @@ class Trainer:
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
-        if lineage.state.moved:
+        if lineage.state.has_reversals:
             await self._save(lineage, reporter, publish=False)
-        while not lineage.finished():
+        while not lineage.is_finished():
             lineage.check()
             for record in await self._source.poll(lineage.state.room):
-                if lineage.finished():  # what nobody will train here is left for whoever goes on
+                if lineage.is_finished():  # the remaining records are left to the process that continues the lineage
                     break
                 await self._receive(record, lineage, reporter)
                 lineage.recorded_left_out = left_out_of(record)
                 for mark in marks_of(record) or (None,):
-                    await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
-            await self._act(lineage, reporter)
-            if self._settings.until_end and not lineage.finished() and await self._retry(self._source.at_end):
+                    await self._step_and_save(
+                        lineage, reporter, mark
+                    )  # after each record, however many records came in one poll
+            await self._step_and_save(lineage, reporter)
+            if self._settings.until_end and not lineage.is_finished() and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
                 break
         if lineage.state.current is None:
-            await self._save(lineage, reporter, publish=lineage.unpublished)
-        await self._settle(lineage, reporter)
+            await self._save(lineage, reporter, publish=lineage.has_unpublished_steps)
+        await self._finish_save(lineage, reporter)
         log.info("finished", steps=lineage.state.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Train what was left waiting for more, as far as it makes batches, and report all outcomes. Raises
-        `TrainingStopped`: nobody is there to say that it goes on."""
+        """Train the experiences that still wait, as far as they make batches, and report all outcomes.
+
+        Raises:
+            TrainingStopped: Training has stopped, and nobody is there to resume it.
+        """
         while await self._step(lineage, reporter, lineage.next_batch(over=True)):
-            if lineage.save_due(0.0):
-                await self._save(lineage, reporter, publish=lineage.version_due)
+            if lineage.is_save_due(0.0):
+                await self._save(lineage, reporter, publish=lineage.is_version_due)
         if lineage.state.outcomes or lineage.state.read:
-            await self._save(lineage, reporter, publish=lineage.unpublished)
+            await self._save(lineage, reporter, publish=lineage.has_unpublished_steps)
         self._end_if_stopped(lineage)
 
     def _end_if_stopped(self, lineage: Lineage) -> None:
         if lineage.health.stopped is not None and self._settings.until_end:
             raise TrainingStopped(
                 f"lineage {self._settings.lineage} has stopped training: {lineage.health.stopped.reason}; "
-                "change the limit, or what it says, and train a new lineage"
+                "change the limit, or the problem that it found, and train a new lineage"
             )
 
-    async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> bool:
-        """Whether there was something to train."""
-        if not batch or lineage.finished():
+    async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[WaitingExperience]) -> bool:
+        """Train a batch if there is one. Return whether there was."""
+        if not batch or lineage.is_finished():
             return False
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         try:
             measured = await self._in_thread(partial(lineage.step, batch, self._stop))
         except StepFailed as failure:
-            await self._settle(lineage, reporter)  # there is one copy of the weights at a time
+            await self._finish_save(lineage, reporter)  # the search for the culprits needs the only copy of the weights
             measured = await self._in_thread(partial(lineage.step_isolated, failure, self._stop))
         if measured:
             reporter.step(measured, lineage.state)
         if lineage.health.stopped is not None:
-            await self._give_up(lineage, reporter, lineage.health.stopped.reason)
+            await self._revert_to_last_version(lineage, reporter, lineage.health.stopped.reason)
         return True
 
-    async def _give_up(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
-        """Undo the steps that no version holds, as a refusal would, and say so. Saved at once: after a crash before
-        that, the same steps are taken again."""
-        await self._settle(lineage, reporter)
-        await self._undo(await self._do(lineage.give_up), lineage)
+    async def _revert_to_last_version(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
+        """Undo the steps that no version holds, as after a refusal, and report the stop.
+
+        The result is saved at once: after a crash before that, the same steps are taken again.
+        """
+        await self._finish_save(lineage, reporter)
+        await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
         reporter.stopped(reason, lineage.state)
 
-    async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
-        """Step and save if it is time. What was undone or restored is said before anything else becomes of it."""
+    async def _step_and_save(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
+        """Step and save if it is time. Undone and restored outcomes are saved and announced before any other change."""
         if self._saving is not None and self._saving[1].done():
-            await self._settle(lineage, reporter)
+            await self._finish_save(lineage, reporter)
         resumed = self._resume and lineage.health.stopped is not None
         self._resume = False
         if resumed:
             lineage.resume()
-        if lineage.state.moved or resumed:
+        if lineage.state.has_reversals or resumed:
             await self._save(lineage, reporter, publish=False)
         if resumed:
             reporter.stopped(None, lineage.state)
         self._end_if_stopped(lineage)
         await self._step(lineage, reporter, lineage.next_batch(mark))
-        if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
-            await self._save(lineage, reporter, publish=lineage.version_due)
+        if lineage.is_save_due(self._clock.monotonic_s() - self._saved_at_s):
+            await self._save(lineage, reporter, publish=lineage.is_version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
-        """Durable first, then announced; the next save waits until the bus has it. With `save_beside` steps go on from
-        the moment when there is a copy of the weights."""
-        await self._settle(lineage, reporter)
+        """Make the state durable, then announce it; the next save waits until the bus has the announcement.
+
+        With `save_beside` steps go on as soon as the weights are copied.
+        """
+        await self._finish_save(lineage, reporter)
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         save = await self._in_thread(partial(lineage.begin_save, publish=publish))
         self._saving = save, asyncio.create_task(self._write(save))
         self._saved_at_s = self._clock.monotonic_s()
         if not self._settings.save_beside:
-            await self._settle(lineage, reporter)
-        if lineage.state.moved:  # more was undone or restored than one account holds
+            await self._finish_save(lineage, reporter)
+        if lineage.state.has_reversals:  # there were more reversals than one event holds
             await self._save(lineage, reporter, publish=False)
 
     async def _write(self, save: Save) -> None:
         loop = asyncio.get_running_loop()
         await self._retry(lambda: loop.run_in_executor(self._writer, save.write))
 
-    async def _settle(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Wait until what is being saved is durable, and announce it: before anything but a step."""
+    async def _finish_save(self, lineage: Lineage, reporter: Reporter) -> None:
+        """Wait until the save in progress is durable, and announce it: before any other operation than a step."""
         if self._saving is None:
             return
         save, writing = self._saving
@@ -282,7 +293,7 @@ class Trainer:
         published = lineage.end_save(save)
         checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
-            reporter.published(checkpoint.version, checkpoint.step, save.moment.steps)
+            reporter.published(checkpoint.version, checkpoint.step, save.snapshot.steps)
             await self._announce(checkpoint)
         await self._announce(metrics)
         self._saved_at_s = self._clock.monotonic_s()
@@ -292,7 +303,7 @@ class Trainer:
             await self._retry(partial(self._sink.send, event))
 
     async def _receive(self, record: Record, lineage: Lineage, reporter: Reporter) -> None:
-        """Take one record into the state, then move the offset past it. A record that is no event is dead-lettered."""
+        """Take one record into the state, then move the offset past it. An invalid record is dead-lettered."""
         try:
             event = await self._decode(record)
         except InvalidEvent as error:
@@ -304,40 +315,42 @@ class Trainer:
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
-                await self._settle(lineage, reporter)
-                await self._follow(event, lineage)
+                await self._finish_save(lineage, reporter)
+                await self._follow_decision(event, lineage)
                 await self._in_thread(lambda: report_decision(reporter, event, lineage.state))
         noted = record.topic == self._settings.topic
-        lineage.state.passed(record.topic, record.partition, record.offset, noted=noted)
+        lineage.state.record_offset(record.topic, record.partition, record.offset, noted=noted)
 
-    async def _follow(self, event: ModelEvent, lineage: Lineage) -> None:
-        """Go back with the weights if the registry says so. What that undoes and is still fresh is queued again, with
-        its tokens as they are on the bus."""
+    async def _follow_decision(self, event: ModelEvent, lineage: Lineage) -> None:
+        """Follow a decision of the registry: exclude a version, or go back with the weights.
+
+        Undone experiences that are still fresh are queued again, with their tokens as they are on the bus.
+        """
         state = lineage.state
         excludes = event.rollout is not None and event.rollout.excludes
         if excludes or event.decision == "promoted":
             state.exclude(event.version, ends=not excludes)  # before anything is queued again
-        await self._undo(await self._do(lambda: lineage.control(event)), lineage)
+        await self._requeue_undone(await self._retry_in_thread(lambda: lineage.control(event)), lineage)
         if excludes:
-            await self._take_back(event.version, state)
+            await self._remove_excluded(event.version, state)
 
-    async def _take_back(self, version: str, state: LineageState) -> None:
-        """Drop what the version answered and nobody trained yet, and take what was trained out of the weights."""
+    async def _remove_excluded(self, version: str, state: LineageState) -> None:
+        """Drop waiting answers of an excluded version, and queue corrections for those that were trained."""
         state.sweep()
-        held = exclusion.held_of(state, version)
-        found = await self._read_again(state.places(held))
-        left = exclusion.take_back(state, held, found, self._clock.now())
-        log.info("excluded", version=version, taken_back=len(held) - left, left=left)
+        revisions = exclusion.find_excluded_contributions(state, version)
+        experiences = await self._read_again(state.bus_positions(revisions))
+        remaining = exclusion.take_back(state, revisions, experiences, self._clock.now())
+        log.info("excluded", version=version, taken_back=len(revisions) - remaining, left=remaining)
 
-    async def _undo(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:
+    async def _requeue_undone(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:
         if not lost:
             return
         state = lineage.state
-        state.undo(lost, await self._read_again(state.places(lost)), self._clock.now())
-        log.info("undone", experiences=len(lost), queued=sum(one.queued for one in state.undone))
+        state.undo(lost, await self._read_again(state.bus_positions(lost)), self._clock.now())
+        log.info("undone", experiences=len(lost), queued=sum(undone.queued for undone in state.undone))
 
     def _open(self) -> Lineage:
-        """Known at once, so that it is closed whatever becomes of who waits for it."""
+        """Open the lineage and store it at once, so that it is closed even if the caller was cancelled."""
         self.lineage = open_lineage(self._settings, self._blobs, self._clock, self._store)
         return self.lineage
 
@@ -345,39 +358,48 @@ class Trainer:
         if experience.model != self._settings.model:
             OTHER_MODELS.inc()
             return
-        whole = await self._with_branch(experience, lineage)
-        lineage.state.admit(whole, (record.partition, record.offset), self._clock.now())
+        complete = await self._with_branch(experience, lineage)
+        lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
-        """A withdrawal need not repeat the tokens. To undo what they did they are read again from the bus."""
+        """Return the experience with its branch. A withdrawal may lack the tokens, and undoing them needs them
+        again."""
         entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
-        found = await self._read_again({(entry.partition, entry.offset): experience.experience_id})
-        if earlier := found.get(experience.experience_id):
+        experiences = await self._read_again({(entry.partition, entry.offset): experience.experience_id})
+        if earlier := experiences.get(experience.experience_id):
             return experience.model_copy(update={"branch": earlier.branch})
         UNCORRECTABLE.inc()
         log.error("tokens_are_gone", experience_id=experience.experience_id, offset=entry.offset)
         return experience
 
-    async def _read_again(self, places: Mapping[tuple[int, int], str]) -> dict[str, Experience]:
-        """The experiences of these names as they are on the bus; those that it no longer has are not in it."""
-        records = await self._retry(lambda: self._source.fetch(tuple(places)))
-        found: dict[str, Experience] = {}
-        for place, record in records.items():
+    async def _read_again(self, names_by_position: Mapping[tuple[int, int], str]) -> dict[str, Experience]:
+        """Read experiences again from the bus.
+
+        Args:
+            places: The name of the experience at each partition and offset.
+
+        Returns:
+            The experiences by name, without those that the bus no longer has.
+        """
+        records = await self._retry(lambda: self._source.fetch(tuple(names_by_position)))
+        experiences: dict[str, Experience] = {}
+        for position, record in records.items():
             event = await self._decode(record)
-            if isinstance(event, Experience) and event.experience_id == places[place]:
-                found[event.experience_id] = event
-        return found
+            if isinstance(event, Experience) and event.experience_id == names_by_position[position]:
+                experiences[event.experience_id] = event
+        return experiences
 
     async def _decode(self, record: Record) -> Event:
         topic = Experience.topic if record.topic == self._settings.topic else None
-        patience = Patience(self._clock)
-        received = await self._retry(lambda: patience.decode(record, self._blobs, topic=topic))
+        budget = Patience(self._clock)
+        received = await self._retry(lambda: budget.decode(record, self._blobs, topic=topic))
         return received.event
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Until it works or `retry_s` is over, while something that we depend on is away; a full disk is waited for."""
+        """Retry `work` while a dependency is unavailable, for `retry_s` at most; a full disk is waited for without
+        limit."""
         deadline = self._clock.monotonic_s() + self._settings.retry_s
         attempt = 0
         while True:
@@ -391,7 +413,7 @@ class Trainer:
             await self._clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 
-    async def _do(self, work: Callable[[], T]) -> T:
+    async def _retry_in_thread(self, work: Callable[[], T]) -> T:
         return await self._retry(lambda: self._in_thread(work))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
-"""Learners that have room for all of their state in this process: what they save is bytes.
+"""Base class of learners whose whole state fits into this process and is saved as bytes.
 
-One whose state no process has room for writes its copies and reads them in parts (`headrace_trainer.ray_learner`).
+A learner whose state is larger than that writes and reads its copies in parts (`headrace_trainer.ray_learner`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ class Frozen:
 
 
 class WholeLearner(ABC):
-    """`copy` and `restore` of a `headrace_trainer.learner.Learner`, by three methods that know nothing of files of a
-    lineage."""
+    """Implements `copy` and `restore` of a `headrace_trainer.learner.Learner` by three simpler methods."""
 
     @abstractmethod
     def freeze(self) -> Frozen:
-        """Everything that the next step depends on. Changes nothing."""
+        """Return all state that the next step depends on. The call changes nothing."""
 
     @abstractmethod
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        """Go back to what `freeze` returned; see `Learner.restore`."""
+        """Restore the state that `freeze` returned; see `Learner.restore`."""
 
     @abstractmethod
     def write(self, folder: Path, base: str) -> Fingerprint:
-        """Write the present weights into the empty `folder`, as a version holds them (`Copy`). Returns what they
-        answer."""
+        """Write the present weights into the empty `folder`, in the layout of a version (`Copy`).
+
+        Returns:
+            The fingerprint of these weights.
+        """
 
     def copy(self, base: str | None) -> WholeCopy:
         frozen = self.freeze()
@@ -61,7 +63,7 @@ class WholeLearner(ABC):
 
 @dataclass(frozen=True)
 class WholeCopy:
-    """See `headrace_trainer.learner.Copy`."""
+    """A copy whose files are in memory; see `headrace_trainer.learner.Copy`."""
 
     frozen: Frozen
     fingerprint: Fingerprint | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.estimators import Rewarded, estimator
+from headrace_trainer.algorithms.estimators import AdvantageInputs, estimator
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.settings import AdvantageSettings
 
@@ -18,7 +18,9 @@ class AboveSettings(Section):
 
 
 @estimator(settings=AboveSettings)
-def above(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
+def above(
+    batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
+) -> tuple[Advantages, Baselines]:
     own = settings.of("above")
     assert isinstance(own, AboveSettings)
     levels_B = [own.level] * len(batch.rewards_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_trainer.algorithms.losses import Compute, Loss, Sampled
+from headrace_trainer.algorithms.losses import Compute, Loss, LossInputs
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.loss import TokenLoss
@@ -16,7 +16,7 @@ def _load() -> Compute:
 
     from headrace_trainer.algorithms.loss import TokenLoss
 
-    def slope(sampled: Sampled, _settings: LossSettings) -> TokenLoss:
+    def slope(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
         none_N = torch.zeros_like(sampled.advantage_N, dtype=torch.bool)
         left_out_N = none_N if sampled.left_out_N is None else sampled.left_out_N
         loss_N = torch.where(left_out_N, 0.0, -sampled.current_N * sampled.advantage_N)

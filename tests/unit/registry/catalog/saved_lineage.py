@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Baselines
-from headrace_trainer.experiences.history import Published
+from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.lineage.saved import Saved, Tensors
 from tests.unit.registry.rig import START
 
@@ -15,7 +15,7 @@ _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
 def saved(lineage: str, *versions: str) -> Saved:
     """Base, ..., head. It can go back to the base and to each promoted version, which are the first and the last."""
     published = [
-        Published(version=one, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
+        PublishedVersion(version=one, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
         for n, one in enumerate(versions)
     ]
     tensors = Tensors(weights=_BLOB, optimizer=_BLOB)

@@ -1,1 +1,1 @@
-"""What a reward is worth: advantages, losses and the algorithms that name them. Registries, and pure functions."""
+"""Advantages, losses and the algorithms that name them, as registries and pure functions."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages, on plain numbers: one entry per branch (`_B`), statistics over runs.
+"""Computes advantages from rewards on plain numbers: one entry per branch (`_B`), statistics over runs.
 
 Each function takes the branches' rewards, their shares of their runs and their runs' names. A run that was split over
 several branches counts once in every mean, however it was split. Formulas and sources: docs/algorithms.md. Sums are
@@ -20,28 +20,28 @@ _Name = TypeVar("_Name", str, str | None)
 EPSILON = 1e-6
 """Added to standard deviations before dividing by them."""
 RESOLUTION = 1e-9
-"""A smaller difference between a reward and a mean, relative to them, is rounding. AdamW would make steps of it."""
+"""Relative difference between a reward and a mean that counts as rounding. AdamW would make steps of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """`(reward - baseline) / scale` of each branch, with the terms that made it: a later revision is judged by them."""
+    """`(reward - baseline) / scale` of each branch, with both terms, by which a later revision is compared."""
 
     values_B: Floats
     baselines_B: Floats
     scales_B: Floats
     turn_baselines_B: Floats = ()
-    """The same of the rewards of turns, where turns have advantages of their own."""
+    """Baselines of the rewards of turns, where turns have advantages of their own."""
     turn_scales_B: Floats = ()
 
     @classmethod
     def of(cls, rewards_B: Floats, baselines_B: Floats, scales_B: Floats) -> Advantages:
-        terms = zip(rewards_B, baselines_B, scales_B, strict=True)
+        triples = zip(rewards_B, baselines_B, scales_B, strict=True)
         values_B = [
             0.0
             if math.isclose(reward, baseline, rel_tol=RESOLUTION, abs_tol=RESOLUTION)
             else (reward - baseline) / scale
-            for reward, baseline, scale in terms
+            for reward, baseline, scale in triples
         ]
         return cls(values_B, baselines_B, scales_B)
 
@@ -58,27 +58,28 @@ def reinforce_pp(
     tasks_min: int,
     scale_min: float | None,
 ) -> tuple[Advantages, Baselines]:
-    """REINFORCE++ with a rolling baseline per task. Works on single runs.
+    """Compute REINFORCE++ advantages with a rolling baseline per task. Works on single runs.
 
     The baseline of a branch is the mean reward of its task: decayed history plus the batch, without the branch's own
-    run, whenever its other branches came, so it is independent of what it is compared with and the gradient stays
-    unbiased. A run without a task is compared with the mean over everything. So is a task with less than `history_min`
-    runs to compare with, where at least `tasks_min` tasks show that tasks do not repeat. Where there is nothing to
-    compare with, the advantage is 0. The scale is the running root mean square of what is left, at least `scale_min`,
-    1 where that is None: tasks are never normalised against each other, so constant rewards give no
-    gradient, however different they are between tasks.
+    run, including branches of that run in other batches. So it is independent of the reward and the gradient stays
+    unbiased. A run without a task is compared with the mean over all runs. So is a task with less than `history_min`
+    other runs, if at least `tasks_min` tasks show that tasks do not repeat. Without any other run the advantage is 0.
+    The scale is the running root mean square of the differences, at least `scale_min`, or 1 where that is None: tasks
+    are never normalised against each other, so constant rewards give no gradient, however different they are between
+    tasks.
 
-    Also returns the baselines with this batch in them.
+    Returns:
+        The advantages, and the baselines with this batch in them.
     """
-    own, batch = _sums(runs_B, rewards_B, weights_B), _sums(tasks_B, rewards_B, weights_B)
-    everything = past.overall.plus(_sum(rewards_B, weights_B))
+    run_sums, batch = _sums(runs_B, rewards_B, weights_B), _sums(tasks_B, rewards_B, weights_B)
+    total = past.overall.plus(_sum(rewards_B, weights_B))
     repeat = past.tasks_repeat(tasks_min)
     baselines_B, compared_B = [], []
     for reward, run, task in zip(rewards_B, runs_B, tasks_B, strict=True):
-        in_task, in_overall = decay.own(past, run)
-        others = everything.minus(own[run]).minus(in_overall)
+        in_task, in_overall = decay.remaining_contribution(past, run)
+        others = total.minus(run_sums[run]).minus(in_overall)
         if task is not None:
-            peers = past.task(task).plus(batch[task]).minus(own[run]).minus(in_task)
+            peers = past.task(task).plus(batch[task]).minus(run_sums[run]).minus(in_task)
             if repeat or peers.weight >= history_min - EPSILON:
                 others = peers
         compared = others.weight >= (history_min if task is not None and repeat else 0.0) - EPSILON
@@ -91,7 +92,7 @@ def reinforce_pp(
     if scale_min is not None and squares.weight > EPSILON:
         scale = max(math.sqrt(squares.value), scale_min) + EPSILON
     task_of, rests = dict(zip(runs_B, tasks_B, strict=True)), _sums(runs_B, rests_B, shares_B)
-    runs = [Run(run, task, own[run], rests[run]) for run, task in task_of.items()]
+    runs = [Run(run, task, run_sums[run], rests[run]) for run, task in task_of.items()]
     return Advantages.of(rewards_B, baselines_B, [scale] * len(rewards_B)), decay.absorb(past, runs)
 
 
@@ -103,9 +104,14 @@ def grpo(
     *,
     scale_min: float | None,
 ) -> Advantages:
-    """(r - mean of the group's runs) / (their unbiased standard deviation + 1e-6). A deviation below `scale_min` counts
-    as that: a judge's noise about equal runs is not made a full advantage. None: nothing is divided. Raises
-    `ValueError` for single runs."""
+    """Compute (r - mean of the group's runs) / (their unbiased standard deviation + 1e-6).
+
+    A deviation below `scale_min` counts as `scale_min`, so that a judge's noise about equal runs does not become a full
+    advantage. None: the difference is not divided.
+
+    Raises:
+        ValueError: A group has a single run.
+    """
     groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     means = {group: fmean(runs.values()) for group, runs in groups.items()}
     scales = {
@@ -116,7 +122,7 @@ def grpo(
 
 
 def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]) -> Advantages:
-    """r - mean of the group's other runs. Raises `ValueError` for single runs."""
+    """Compute r - mean of the group's other runs. Raise `ValueError` for groups with a single run."""
     groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     baselines_B = [
         fmean(mean for name, mean in groups[group].items() if name != run)
@@ -128,14 +134,14 @@ def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: 
 def run_means(
     rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Group to run to the run's reward, the weighted mean of its branches."""
+    """Return the reward of each run by group and run. A run's reward is the weighted mean of its branches."""
     sums = _sums(runs_B, rewards_B, weights_B)
     groups: dict[str, dict[str, float]] = {}
     for run, group in zip(runs_B, groups_B, strict=True):
         groups.setdefault(group, {})[run] = sums[run].value
     single = [group for group, runs in groups.items() if len(runs) < 2]
     if single:
-        raise ValueError(f"group {single[0]!r} has one run: it is its own mean, and nothing would be learned")
+        raise ValueError(f"group {single[0]!r} has one run: it equals its own mean, and nothing would be learned")
     return groups
 
 
@@ -143,7 +149,10 @@ def _sums(names_B: Sequence[_Name], rewards_B: Floats, weights_B: Floats) -> dic
     members: dict[_Name, list[int]] = {}
     for index, name in enumerate(names_B):
         members.setdefault(name, []).append(index)
-    return {name: _sum([rewards_B[i] for i in who], [weights_B[i] for i in who]) for name, who in members.items()}
+    return {
+        name: _sum([rewards_B[i] for i in indices], [weights_B[i] for i in indices])
+        for name, indices in members.items()
+    }
 
 
 def _sum(values_B: Floats, weights_B: Floats) -> Mean:

@@ -1,10 +1,10 @@
-"""Rolling means of rewards: per task, over all tasks, and of the squared rest that sets the scale.
+"""Rolling means of rewards: per task, over all tasks, and of the squared differences that set the scale.
 
 A mean is a pair of decayed sums, m = Σ λ^age w r / Σ λ^age w, which is exact for a constant reward from the first run
 on and needs no correction for its short past. Age is counted in runs (a branch adds its share), not in time and not in
 batches: of two runs in one batch the earlier one ages by the later one.
 
-What a run has put in is remembered for a while, because another branch of it may come later, and is then not to be
+The contribution of each recent run is remembered, because another branch of the run may come later, and must not be
 compared with its own run.
 """
 
@@ -24,12 +24,12 @@ _SPREADS_MAX = 2.0
 
 
 class Mean(Model):
-    """A weighted mean as its two sums."""
+    """A weighted mean, stored as its two sums."""
 
     total: Finite = 0.0
     weight: Finite = 0.0
     age: Finite = 0.0
-    """Runs that it has absorbed."""
+    """Number of runs that it has absorbed."""
 
     @property
     def value(self) -> float:
@@ -42,7 +42,7 @@ class Mean(Model):
         return Mean(total=self.total - other.total, weight=self.weight - other.weight)
 
     def absorb(self, new: Mean, decay: float) -> Mean:
-        """Age by the new weight, then add it."""
+        """Return the mean after it has aged by the new weight and absorbed `new`."""
         aged = self.aged(new.weight, decay)
         return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
 
@@ -53,13 +53,13 @@ class Mean(Model):
         return self.model_copy(update={"total": bounds.winsorise(self.value) * self.weight})
 
     def aged(self, runs: float, decay: float) -> Mean:
-        """What is left of it after so many runs more."""
-        kept = decay**runs
-        return Mean(total=self.total * kept, weight=self.weight * kept)
+        """Return the part of the mean that remains after `runs` more runs."""
+        factor = decay**runs
+        return Mean(total=self.total * factor, weight=self.weight * factor)
 
 
-class Own(Model):
-    """What one run has put into the means, as it was when they had these ages."""
+class RunContribution(Model):
+    """The contribution of one run to the means, when they had these ages."""
 
     task: str | None
     in_task: Mean
@@ -70,7 +70,7 @@ class Own(Model):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's part of a batch."""
+    """The part of a batch that belongs to one run."""
 
     name: str
     task: str | None
@@ -79,28 +79,28 @@ class Run:
 
 
 class Baselines(Model):
-    """All that advantages remember between batches. Immutable; saved with the weights."""
+    """All statistics that advantages keep between batches. Immutable; saved with the weights."""
 
     tasks: dict[str, Mean] = Field(default_factory=dict)
-    """The one updated longest ago first."""
+    """Means of the tasks, least recently updated first."""
     overall: Mean = Mean()
     squares: Mean = Mean()
-    """Of what rewards differ from their baselines by."""
-    runs: dict[str, Own] = Field(default_factory=dict)
-    """The one absorbed longest ago first."""
+    """Mean of the squared differences between rewards and their baselines."""
+    runs: dict[str, RunContribution] = Field(default_factory=dict)
+    """Contributions of recent runs, least recently absorbed first."""
     ranges: RewardRanges = RewardRanges()
-    """Of reward sources, by which stray values are winsorised."""
+    """Ranges of the reward sources, by which stray values are winsorised."""
 
     def task(self, name: str) -> Mean:
         return self.tasks.get(name, Mean())
 
     def tasks_repeat(self, tasks_min: int) -> bool:
-        """False when at least so many tasks are known and most of them were seen only once."""
+        """Return False when at least `tasks_min` tasks are known and most of them were seen only once."""
         once = sum(mean.weight <= 1.0 + _ROUNDING for mean in self.tasks.values())
         return len(self.tasks) < tasks_min or 2 * once <= len(self.tasks)
 
     def repaired(self, ranges: RewardRanges, limits: RangeLimits, rewards: Mapping[str, Sequence[float]]) -> Baselines:
-        """Return the baselines with `ranges`, and without what these refute.
+        """Return the baselines with `ranges`, and without statistics that these ranges refute.
 
         A mean outside the bounds of the last rewards becomes the nearest reward within them. A deviation of more
         than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of a task is only examined where
@@ -126,22 +126,22 @@ class Baselines(Model):
 
 
 class Decay(Model):
-    """How fast the past fades and how much of it is kept; see the settings of the same names."""
+    """How fast the past fades and how much of it is remembered; see the settings of the same names."""
 
     task: Finite
     model: Finite
     tasks_max: int
     runs_max: int = 1024
 
-    def own(self, past: Baselines, run: str) -> tuple[Mean, Mean]:
-        """What is still in the mean of its task, and in the one over everything, of this run."""
-        return self._own(past.runs.get(run), past.tasks, past.overall)
+    def remaining_contribution(self, past: Baselines, run: str) -> tuple[Mean, Mean]:
+        """Return the remaining contribution of a run to the mean of its task, and to the mean over all tasks."""
+        return self._remaining(past.runs.get(run), past.tasks, past.overall)
 
     def absorb(self, old: Baselines, batch: Sequence[Run]) -> Baselines:
-        """`old` with a batch in it, run by run."""
+        """Return `old` with a batch in it, run by run."""
         tasks, runs, overall, squares = dict(old.tasks), dict(old.runs), old.overall, old.squares
         for run in batch:
-            in_task, in_overall = self._own(runs.get(run.name), tasks, overall)
+            in_task, in_overall = self._remaining(runs.get(run.name), tasks, overall)
             task_age = 0.0
             if run.task is not None:
                 tasks[run.task] = tasks.pop(run.task, Mean()).absorb(run.rewards, self.task)
@@ -149,26 +149,28 @@ class Decay(Model):
             overall = overall.absorb(run.rewards, self.model)
             squares = squares.absorb(run.squares, self.model)
             runs.pop(run.name, None)
-            runs[run.name] = Own(
+            runs[run.name] = RunContribution(
                 task=run.task,
                 in_task=in_task.absorb(run.rewards, self.task),
                 task_age=task_age,
                 in_overall=in_overall.absorb(run.rewards, self.model),
                 overall_age=overall.age,
             )
-        gone = list(tasks)[: max(0, len(tasks) - self.tasks_max)]
-        for name in gone:
+        surplus = list(tasks)[: max(0, len(tasks) - self.tasks_max)]
+        for name in surplus:
             del tasks[name]
-        runs = {name: own for name, own in runs.items() if own.task is None or own.task in tasks}
+        runs = {name: run for name, run in runs.items() if run.task is None or run.task in tasks}
         for name in list(runs)[: max(0, len(runs) - self.runs_max)]:
             del runs[name]
         return Baselines(tasks=tasks, overall=overall, squares=squares, runs=runs, ranges=old.ranges)
 
-    def _own(self, own: Own | None, tasks: Mapping[str, Mean], overall: Mean) -> tuple[Mean, Mean]:
-        if own is None:
+    def _remaining(
+        self, contribution: RunContribution | None, tasks: Mapping[str, Mean], overall: Mean
+    ) -> tuple[Mean, Mean]:
+        if contribution is None:
             return Mean(), Mean()
-        age = tasks[own.task].age if own.task is not None else own.task_age
+        age = tasks[contribution.task].age if contribution.task is not None else contribution.task_age
         return (
-            own.in_task.aged(age - own.task_age, self.task),
-            own.in_overall.aged(overall.age - own.overall_age, self.model),
+            contribution.in_task.aged(age - contribution.task_age, self.task),
+            contribution.in_overall.aged(overall.age - contribution.overall_age, self.model),
         )

@@ -1,4 +1,4 @@
-"""Estimates of a token's divergence from the base, by the names that Trinity-RFT and verl give them.
+"""Estimates of a token's divergence from the base, by the names that Trinity-RFT and verl use for them.
 
 With d = log pi_base - log pi: k1 is -d, k2 is d^2 / 2, k3 is e^d - 1 - d (Schulman 2020), `low_var_kl` is k3 within
 plus and minus 10, `abs` is |d|, and `corrected_k3` is k3 times the ratio of pi to the engine that sampled, at most 2.
@@ -14,7 +14,7 @@ from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, k3
 
 _LOW_VAR_MAX, _RATIO_MAX = 10.0, 2.0
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of the logprobs of the present weights, the base's and the engine's."""
+"""Function of the logprobs of the present weights, of the base and of the engine."""
 
 
 def _corrected(current_N: Tensor, reference_N: Tensor, behaviour_N: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Kinds of advantages by name: whatever an installed package announces under the entry points `headrace.advantages`.
+"""Kinds of advantages by name: the entry points `headrace.advantages` of installed packages.
 
-Ours are announced in this package's own `pyproject.toml`. Another package adds one without a change here: a function
-like those below, marked with `estimator`.
+The built-in kinds are announced in this package's own `pyproject.toml`. Another package can add one without a change
+here: a function like those below, marked with `estimator`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewarded:
+class AdvantageInputs:
     """The branches of a batch that are trained for the first time, in their order (`_B`)."""
 
     rewards_B: Floats
     weights_B: Floats
-    """The share of its run that each branch is."""
+    """The share of each branch in its run."""
     runs_B: Sequence[str]
     tasks_B: Sequence[str | None]
     turns_B: Sequence[Sequence[float | None]] = ()
-    """Of each branch its spans, in order, each with the reward of its turn; None where the turn has none."""
+    """The reward of each span's turn, in the order of the spans, for each branch; None where the turn has none."""
 
     def groups(self) -> list[str]:
-        """Of each branch: its task, and for a run without one the run alone."""
+        """Return the group of each branch: its task, or its run where it has no task."""
         return [task or run for task, run in zip(self.tasks_B, self.runs_B, strict=True)]
 
 
-Compute = Callable[[Rewarded, Baselines, Decay, "AdvantageSettings"], tuple[Advantages, Baselines]]
-"""Pure, and the same everywhere (P9): advantages in the batch's order, and the baselines with the batch in them."""
+Compute = Callable[[AdvantageInputs, Baselines, Decay, "AdvantageSettings"], tuple[Advantages, Baselines]]
+"""Pure, and equal on every machine (P9). It returns advantages in the batch's order, and the baselines with the batch
+in them."""
 Worth = Callable[[float, "AdvantageSettings"], float]
-"""What a reward counts as before it is compared. 0: nothing of the experience is trained."""
+"""Maps a reward to the value that is compared. An experience with the value 0 is not trained."""
 Credit = Callable[[float, Sequence[float | None], float, float, "AdvantageSettings"], tuple[float, ...]]
-"""The advantage of each span: from that of the branch, the rewards of the spans' turns, and the baseline and scale of
-turns, which is 0 where there was nothing to compare them with. Linear in the first two, so that a revision can add what
-is missing."""
+"""Returns the advantage of each span. Arguments: the advantage of the branch, the rewards of the spans' turns, the
+baseline and the scale of turns (0 where there were no others to compare with), and the settings. It must be linear in
+the first two, so that a revision can add the missing part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """One kind. `settings` are its own: the section `[trainer.advantage.<name>]`, `AdvantageSettings.of(name)`."""
+    """A kind of advantage. `settings` is its own section `[trainer.advantage.<name>]`, read by
+    `AdvantageSettings.of(name)`."""
 
     compute: Compute
     needs: Needs = NOTHING
@@ -59,7 +61,7 @@ class Estimator:
     signals: Signals = REWARDS
     worth: Worth | None = None
     credit: Credit | None = None
-    """Where turns have advantages of their own."""
+    """Set where turns have advantages of their own."""
 
 
 ESTIMATORS: Registry[Estimator] = Registry("advantages", Estimator, "kind of advantage")
@@ -73,23 +75,23 @@ def estimator(
     worth: Worth | None = None,
     credit: Credit | None = None,
 ) -> Callable[[Compute], Estimator]:
-    """Marks a function as an estimator and says what it needs."""
+    """Mark a function as an estimator and declare its needs."""
     return lambda compute: Estimator(compute, needs, settings, signals, worth, credit)
 
 
-def as_they_are(
-    batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSettings
+def reward_as_advantage(
+    batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """What rewards count as is the advantage: they are compared with nothing."""
+    """Return the value of each reward as its advantage, without any comparison."""
     count = len(batch.rewards_B)
     return Advantages.of(batch.rewards_B, [0.0] * count, [1.0] * count), past
 
 
 @estimator()
 def reinforce_pp(
-    batch: Rewarded, past: Baselines, decay: Decay, settings: AdvantageSettings
+    batch: AdvantageInputs, past: Baselines, decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """REINFORCE++ with a rolling baseline."""
+    """Compute REINFORCE++ advantages with a rolling baseline."""
     return advantages.reinforce_pp(
         batch.rewards_B,
         batch.weights_B,
@@ -104,20 +106,24 @@ def reinforce_pp(
 
 
 @estimator(Needs(groups=True))
-def grpo(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
-    """GRPO, with the group's standard deviation or without."""
-    found = advantages.grpo(
+def grpo(
+    batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
+) -> tuple[Advantages, Baselines]:
+    """Compute GRPO advantages, with the group's standard deviation or without."""
+    group_advantages = advantages.grpo(
         batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups(), scale_min=scale_min(settings)
     )
-    return found, past
+    return group_advantages, past
 
 
 @estimator(Needs(groups=True))
-def rloo(batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
-    """Leave-one-out."""
+def rloo(
+    batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
+) -> tuple[Advantages, Baselines]:
+    """Compute leave-one-out advantages."""
     return advantages.rloo(batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups()), past
 
 
 def scale_min(settings: AdvantageSettings) -> float | None:
-    """The least standard deviation to divide by; None: nothing is divided."""
+    """Return the least standard deviation to divide by, None where advantages are not divided."""
     return settings.scale_min if settings.scale == "std" else None

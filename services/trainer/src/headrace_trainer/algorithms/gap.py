@@ -1,10 +1,10 @@
-"""What users' replies are worth to a teacher that is told them, and whether chance would explain it.
+"""Measures how much a teacher gains from users' replies, and tests the gain by permutations.
 
-Each answer that followed a reply is asked about after its own reply, after those of the other runs of its block, and
-after none. If replies said nothing of their own, they could be dealt out among the runs of a block and the answers
-would be as likely. That is done `DEALS` times: the share of deals in which the answers are at least as likely is the
-probability that chance does as well (a permutation test: Fisher, "The Design of Experiments", 1935, section 21). It is
-exact for any number of runs and however values are spread. Of five runs one deal in 120 is as they were.
+Each answer that followed a reply is graded after its own reply, after the replies of the other runs of its block, and
+after none. If replies had no specific information, they could be permuted among the runs of a block and the answers
+would be as likely. `DEALS` such permutations are drawn: the share of them in which the answers are at least as likely
+is the p-value of the gain (a permutation test: Fisher, "The Design of Experiments", 1935, section 21). It is exact for
+any number of runs and any distribution of values. With five runs one permutation in 120 is the identity.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 BLOCK = 8
-"""Runs among which replies are dealt, at most: what is asked about grows with their number, and not its square."""
-DEALS = 1999
+"""Largest number of runs among which replies are permuted. It bounds the cost, which grows with the square of a
+block."""
+PERMUTATIONS = 1999
 _ROUNDING = 1e-6
-"""Nats a token. What the same tokens are worth in two forward passes differs by less."""
+"""Nats per token. The same tokens differ by less between two forward passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyBlock:
-    """Runs, and mean logprobs of a token of their answers."""
+    """Mean logprobs per token of the answers of some runs, after each other's replies."""
 
-    told_BB: Floats
-    """Of the answer of a run (row) after the reply of a run (column)."""
-    untold_B: Floats
-    """After no reply."""
+    with_reply_BB: Floats
+    """The answer of a run (row) after the reply of a run (column)."""
+    without_reply_B: Floats
+    """Each answer without a reply."""
 
     @property
     def gaps(self) -> Floats:
-        """Of each run what its own reply adds to others' in the mean, or to none: to the better of the two."""
-        own_B = self.told_BB.diagonal()
-        others_B = (self.told_BB.sum(1) - own_B) / max(1, len(own_B) - 1)
-        return np.asarray(own_B - np.maximum(others_B, self.untold_B))
+        """Gain of each run: its own reply compared with the mean of others', or with none if that is better."""
+        own_B = self.with_reply_BB.diagonal()
+        others_B = (self.with_reply_BB.sum(1) - own_B) / max(1, len(own_B) - 1)
+        return np.asarray(own_B - np.maximum(others_B, self.without_reply_B))
 
 
 @dataclass(frozen=True, slots=True)
 class GapEstimate:
-    """Of all runs that were measured."""
+    """Sums over all runs that were measured."""
 
     count: int = 0
     total: float = 0.0
-    as_said: float = 0.0
-    """Mean logprobs after the own replies, added up over runs."""
-    dealt: tuple[float, ...] = field(default=(0.0,) * DEALS, repr=False)
-    """The same in each deal."""
+    observed: float = 0.0
+    """Sum over runs of the mean logprobs after the own replies."""
+    permuted: tuple[float, ...] = field(default=(0.0,) * PERMUTATIONS, repr=False)
+    """The same sum in each permutation."""
 
     def plus(self, blocks: Iterable[ReplyBlock]) -> GapEstimate:
-        """With more runs. The same blocks in the same order are dealt alike."""
-        found = self
+        """Return the estimate with more runs. The same blocks in the same order get the same permutations."""
+        estimate = self
         for block in blocks:
-            found = found._with(block)
-        return found
+            estimate = estimate._with(block)
+        return estimate
 
     def _with(self, block: ReplyBlock) -> GapEstimate:
-        runs_B = np.arange(len(block.untold_B))
-        deals_KB = np.random.default_rng(self.count).permuted(np.tile(runs_B, (DEALS, 1)), axis=1)
-        dealt_K = np.asarray(self.dealt) + block.told_BB[runs_B, deals_KB].sum(1)
+        runs_B = np.arange(len(block.without_reply_B))
+        deals_KB = np.random.default_rng(self.count).permuted(np.tile(runs_B, (PERMUTATIONS, 1)), axis=1)
+        dealt_K = np.asarray(self.permuted) + block.with_reply_BB[runs_B, deals_KB].sum(1)
         return GapEstimate(
             self.count + len(runs_B),
             self.total + float(block.gaps.sum()),
-            self.as_said + float(block.told_BB[runs_B, runs_B].sum()),
+            self.observed + float(block.with_reply_BB[runs_B, runs_B].sum()),
             tuple(dealt_K.tolist()),
         )
 
@@ -75,12 +76,12 @@ class GapEstimate:
         return self.total / self.count if self.count else 0.0
 
     @property
-    def chance(self) -> float:
-        """How likely replies that say nothing of their own are to do as well."""
-        as_well = np.asarray(self.dealt) >= self.as_said - _ROUNDING * self.count
-        return float(1 + as_well.sum()) / (1 + DEALS)
+    def p_value(self) -> float:
+        """Probability that replies without specific information reach at least this gain."""
+        as_well = np.asarray(self.permuted) >= self.observed - _ROUNDING * self.count
+        return float(1 + as_well.sum()) / (1 + PERMUTATIONS)
 
     @property
-    def positive(self) -> bool:
-        """More than rounding."""
+    def is_positive(self) -> bool:
+        """Whether the mean gain exceeds rounding errors."""
         return math.isfinite(self.mean) and self.mean > _ROUNDING

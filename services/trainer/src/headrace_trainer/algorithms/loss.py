@@ -1,7 +1,7 @@
 """The loss of each sampled token. One entry per token of the loss (`_N`); formulas and sources in docs/algorithms.md.
 
 Three policies take part: the engine that sampled (`behaviour`, its own logprobs), the weights at the start of the step
-(`start`), and the weights now (`current`; equal to `start` in the first update of a step). With `proximal="step"`
+(`start`), and the present weights (`current`; equal to `start` in the first update of a step). With `proximal="step"`
 
     loss = - min(start / behaviour, weight_max) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
     r = current / start
@@ -11,9 +11,9 @@ from trainer: numerics (Yao et al. 2025) and staleness (Espeholt et al. 2018, ar
 `proximal="behaviour"` the ratio is taken against the engine itself and there is no second weight: PPO as in Schulman et
 al. 2017, arXiv:1707.06347.
 
-`Experience.weight` is not in here, and must not be. Every sampled token of a run lies in exactly one branch, so a sum
+`Experience.weight` must not be part of the loss. Every sampled token of a run lies in exactly one branch, so a sum
 over tokens counts a run once however it was split; weighting the branches would make a run count less the
-more often it was split. The share belongs to statistics over runs: baselines, group means, mean rewards.
+more often it was split. The weight is for statistics over runs: baselines, group means, mean rewards.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 
 LOG_RATIO_MAX = 20.0
-"""Log ratios are clamped to this before `exp`, so that one absurd token cannot make an infinity."""
+"""Bound on log ratios before `exp`, so that one extreme token cannot make an infinity."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`loss_N` has a gradient; the rest are observations of the same tokens."""
+    """The loss of each token (`loss_N` has a gradient) and observations of the same tokens."""
 
     loss_N: Tensor
     weight_N: Tensor
-    """Importance weight of start over behaviour, truncated."""
+    """Importance weight of `start` over `behaviour`, truncated."""
     truncated_N: Tensor
     masked_N: Tensor
-    """So far from what was sampled that the token gives no gradient."""
+    """Tokens without a gradient, because they have drifted too far from the sampling policy."""
     clipped_N: Tensor
-    """The clip, not the ratio, decided."""
+    """Tokens whose loss is decided by the clip and not by the ratio."""
 
 
-def clipped(sampled: Sampled, settings: LossSettings) -> TokenLoss:
-    """The loss of that name (`headrace.losses`)."""
+def clipped(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+    """Compute the loss `clipped` (`headrace.losses`)."""
     return token_loss(
         sampled.current_N,
         sampled.start_N,
@@ -64,8 +64,8 @@ def token_loss(
     settings: LossSettings,
     left_out_N: Tensor | None = None,
 ) -> TokenLoss:
-    """The first three are logprobs; a gradient flows through `current_N` alone. `left_out_N`: tokens of sequences that
-    have no part in the loss."""
+    """Compute the clipped, importance-weighted loss. The first three arguments are logprobs; a gradient flows through
+    `current_N` alone. `left_out_N` marks tokens of sequences that are left out of the loss."""
     start_N, behaviour_N = start_N.detach(), behaviour_N.detach()
     drift_N = _ratio(start_N, behaviour_N)
     proximal_N = start_N if settings.proximal == "step" else behaviour_N
@@ -87,13 +87,13 @@ def token_loss(
     return TokenLoss(loss_N, weight_N, importance_N > settings.weight_max, masked_N, clipped_N)
 
 
-def likelihood(sampled: Sampled, _settings: LossSettings) -> TokenLoss:
-    """- A log pi, with nothing about who sampled the tokens."""
+def likelihood(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
+    """Compute -A log pi, independent of the sampling policy."""
     return plain(-sampled.advantage_N * sampled.current_N, sampled)
 
 
-def plain(loss_N: Tensor, sampled: Sampled, clipped_N: Tensor | None = None) -> TokenLoss:
-    """`loss_N` without importance weights; what is left out has none."""
+def plain(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) -> TokenLoss:
+    """Return `loss_N` without importance weights; left-out tokens have a loss of 0."""
     none_N = torch.zeros_like(loss_N, dtype=torch.bool)
     masked_N = none_N if sampled.left_out_N is None else sampled.left_out_N
     clipped_N = none_N if clipped_N is None else clipped_N
@@ -102,25 +102,25 @@ def plain(loss_N: Tensor, sampled: Sampled, clipped_N: Tensor | None = None) -> 
 
 
 def row_sums(values_N: Tensor, row_N: Tensor, rows: int) -> Tensor:
-    """The sum over the tokens of each row (`_R`). Each row's share of the gradient is exact."""
+    """Return the sum over the tokens of each row (`_R`). The gradient of each row's share is exact."""
     return torch.zeros(rows, dtype=values_N.dtype, device=values_N.device).index_add(0, row_N, values_N)
 
 
 def row_counts(row_N: Tensor, rows: int) -> Tensor:
-    """Tokens of each row."""
+    """Return the number of tokens of each row."""
     return torch.bincount(row_N, minlength=rows)
 
 
 def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
-    """Rows (`_R`) whose mean log ratio, in absolute value, is beyond `limit`. `row_N`: the row of each token."""
+    """Return the rows (`_R`) whose absolute mean log ratio exceeds `limit`. `row_N` is the row of each token."""
     drift_N = (start_N.detach() - behaviour_N).double()
     sums_R = torch.zeros(rows, dtype=torch.float64, device=drift_N.device).index_add_(0, row_N, drift_N)
     return (sums_R / torch.bincount(row_N, minlength=rows)).abs() > limit
 
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Schulman's low-variance estimate of KL(policy of `logprobs_N` || reference), from samples of the former:
-    exp(d) - 1 - d with d = reference - logprobs. Never negative (GRPO, arXiv:2402.03300, equation 4)."""
+    """Return Schulman's low-variance estimate of KL(policy of `logprobs_N` || reference), from samples of the former:
+    exp(d) - 1 - d with d = reference - logprobs. It is never negative (GRPO, arXiv:2402.03300, equation 4)."""
     difference_N = (reference_N - logprobs_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return difference_N.exp() - 1 - difference_N
 

@@ -1,7 +1,7 @@
-"""Losses by name: whatever an installed package announces under the entry points `headrace.losses`.
+"""Losses by name: the entry points `headrace.losses` of installed packages.
 
-An announcement is light; `load` imports the function, and torch with it. Ours is in `loss.py`.
-"""
+Importing an entry point must be cheap; `load` imports the function, and torch with it. The default loss is in
+`loss.py`."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The sampled tokens of a pass (`_N`), row by row. The first three are logprobs; a gradient flows through
-    `current_N` alone."""
+class LossInputs:
+    """The tokens of the loss in a pass (`_N`), row by row. The first three fields are logprobs; a gradient flows
+    through `current_N` alone."""
 
     current_N: Tensor
-    """Of the weights now."""
+    """Logprobs of the present weights."""
     start_N: Tensor
-    """Of the weights at the start of the step."""
+    """Logprobs of the weights at the start of the step."""
     behaviour_N: Tensor
-    """Of the engine that sampled them."""
+    """Logprobs of the engine that sampled the tokens."""
     advantage_N: Tensor
     row_N: Tensor
     """The experience that each token belongs to, counted from 0."""
     left_out_N: Tensor | None = None
-    """Tokens of experiences that have no part in the loss; None where all have."""
+    """Tokens of experiences that are left out of the loss; None where there are none."""
     reference_N: Tensor | None = None
-    """Logprobs of the model that the lineage began with, where `Needs.reference` asks for them."""
+    """Logprobs of the lineage's base, where `Needs.reference` is set."""
     written_N: Tensor | None = None
-    """Tokens that nobody sampled: their `behaviour_N` says nothing. None where there are none."""
+    """Tokens that were written and not sampled: their `behaviour_N` has no meaning. None where there are none."""
     pair_R: Tensor | None = None
-    """Of each row the one that it is compared with, itself where there is none; None where nothing is compared."""
+    """Index of the row that each row is compared with, its own index where there is none; None without comparisons."""
 
 
-Compute = Callable[[Sampled, "LossSettings"], "TokenLoss"]
-"""The loss of each token. It is linear in the advantage, so that a correction can add what is missing; one that is not
-is corrected by another (`Loss.correction`)."""
+Compute = Callable[[LossInputs, "LossSettings"], "TokenLoss"]
+"""Returns the loss of each token. It must be linear in the advantage, so that a correction can add the missing part; a
+loss that is not linear names another one for corrections (`Loss.correction`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One loss. `settings` are its own: the section `[trainer.loss.<name>]`, `LossSettings.of(name)`."""
+    """A loss. `settings` is its own section `[trainer.loss.<name>]`, read by `LossSettings.of(name)`."""
 
     load: Callable[[], Compute]
     needs: Needs = NOTHING
     settings: type[Section] | None = None
     by_token: bool = False
-    """The loss of a token depends on no other token. Then it is computed in parts, while the head holds their logits,
-    and the head's product is not computed again for the gradient."""
+    """Whether the loss of a token depends on no other token. Then it is computed in parts, while the output head holds
+    their logits, and the head's product is not computed again for the gradient."""
     correction: Callable[[], Compute] | None = None
-    """How corrections are trained where `load` is not linear in the advantage. It is the same for all tokens of a row:
-    the learner reports the slope of each row (`StepResult.slopes`), and a correction comes with that."""
+    """The loss of corrections where `load` is not linear in the advantage. It must have the same slope for all tokens
+    of a row: the learner reports that slope (`StepResult.slopes`), and a correction includes it."""
     origins: bool = False
-    """It tells written tokens from sampled ones, and asks the former for no logprobs."""
+    """Whether it distinguishes written tokens from sampled ones, and needs no logprobs of the former."""
 
 
 LOSSES: Registry[Loss] = Registry("losses", Loss, "loss")
@@ -82,6 +82,6 @@ def _likelihood() -> Compute:
 
 
 LIKELIHOOD = Loss(_likelihood, by_token=True)
-"""- A log pi: of demonstrations, and of corrections of what is no policy gradient."""
+"""-A log pi: the loss of demonstrations, and of corrections of losses that are no policy gradient."""
 CLIPPED = Loss(_clipped, Needs(logprobs=True), by_token=True)
 """The clipped, importance-weighted policy gradient."""

@@ -1,4 +1,4 @@
-"""What a kind of advantage or a loss cannot do without. Who has it says so too, and the start compares the two."""
+"""The needs of advantages and losses. Back ends declare which of them they meet, and the start compares the two."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Declared by whoever is announced under `headrace.advantages` or `headrace.losses`, and what a back end offers."""
+    """Needs that an estimator or a loss declares, or that a back end meets."""
 
     groups: bool = False
-    """Several runs of a task in one batch: `trainer.group_size` is waited for, and single runs are dropped."""
+    """Several runs of a task in one batch: training waits for `trainer.group_size` of them, and drops single runs."""
     logprobs: bool = False
-    """Those of the engine, of the tokens that it sampled. Written tokens have none, and are refused."""
+    """The engine's logprobs of the sampled tokens. Written tokens have none, and are refused."""
     reference: bool = False
-    """Logprobs of the same tokens under the model that the lineage began with, which is kept in memory."""
+    """Logprobs of the same tokens under the lineage's base, which is kept in memory."""
     critic: bool = False
-    """Values of a model that learns to predict rewards; what it makes of the rewards is the advantage of each token."""
+    """Values of a model that learns to predict rewards, from which the advantage of each token is computed."""
     demonstrations: bool = False
-    """Tokens that a person or a data set wrote, and what somebody says that an answer should have been."""
+    """Tokens that a person or a data set wrote, and edits of answers."""
     pairs: bool = False
-    """Both answers that somebody compared, in one pass."""
+    """Both answers of a comparison in one forward pass."""
     turn_rewards: bool = False
-    """What single turns are worth, and advantages of their own for them."""
+    """Rewards of single turns, and advantages of their own for turns."""
     teacher: bool = False
     """Logprobs of the same tokens under another model, `trainer.teacher`."""
     hindsight: bool = False
-    """Logprobs of the same tokens under the model that the lineage began with, told what the user said next."""
+    """Logprobs of the same tokens under the lineage's base after the user's reply."""
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(**{one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)})
+        return Needs(**{need.name: getattr(self, need.name) or getattr(other, need.name) for need in fields(self)})
 
-    def beyond(self, offered: Needs) -> tuple[str, ...]:
-        """What is needed and not offered."""
-        return tuple(one.name for one in fields(self) if getattr(self, one.name) and not getattr(offered, one.name))
+    def missing_from(self, offered: Needs) -> tuple[str, ...]:
+        """Return the names of the needs that `offered` does not meet."""
+        return tuple(need.name for need in fields(self) if getattr(self, need.name) and not getattr(offered, need.name))
 
 
 NOTHING = Needs()
 OFFERED = Needs(groups=True, logprobs=True, demonstrations=True, turn_rewards=True)
-"""What the trainer has whatever its back end; that one offers the rest (`headrace_trainer.backends.Backend.offers`)."""
+"""Needs that the trainer meets with every back end; the rest are in `headrace_trainer.backends.Backend.offers`."""

@@ -1,7 +1,7 @@
-"""Algorithms by name: whatever an installed package announces under the entry points `headrace.algorithms`.
+"""Algorithms by name: the entry points `headrace.algorithms` of installed packages.
 
 An algorithm is a kind of advantage and a loss, each with a registry of its own (`estimators.py`, `losses.py`), and
-defaults of other settings. What somebody sets wins over it.
+defaults of other settings. Settings of the user take precedence over these defaults.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from headrace_runtime.registries import Registry
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One preset. `defaults` are settings of `[trainer]` by their dotted names: `{"advantage.scale": "none"}`."""
+    """A preset. `defaults` are settings of `[trainer]` by their dotted names: `{"advantage.scale": "none"}`."""
 
     advantage: str
     loss: str = "clipped"
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
-    def under(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given`, the table of `[trainer]`, on top of what the algorithm says."""
+    def under(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the table of `[trainer]` with the algorithm's values where `given` has none."""
         table: dict[str, Any] = {}
         for name, value in {"advantage.kind": self.advantage, "loss.kind": self.loss, **self.defaults}.items():
             *path, last = name.split(".")
@@ -32,7 +32,7 @@ class Algorithm:
             for part in path:
                 inner = inner.setdefault(part, {})
             inner[last] = value
-        return _over(table, given)
+        return _merge(table, settings)
 
 
 ALGORITHMS: Registry[Algorithm] = Registry("algorithms", Algorithm, "algorithm")
@@ -40,18 +40,18 @@ ALGORITHMS: Registry[Algorithm] = Registry("algorithms", Algorithm, "algorithm")
 REINFORCE_PP = Algorithm("reinforce++")
 GRPO = Algorithm("grpo")
 DR_GRPO = Algorithm("grpo", defaults={"advantage.scale": "none"})
-"""Without the group's standard deviation in the denominator (arXiv:2503.20783)."""
+"""GRPO without the group's standard deviation in the denominator (arXiv:2503.20783)."""
 RLOO = Algorithm("rloo")
 
 
-def _over(below: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in given.items():
-        beneath = merged.get(name)
-        if isinstance(beneath, dict) and isinstance(value, BaseModel):
-            value = {one: getattr(value, one) for one in value.model_fields_set}
-        if isinstance(beneath, dict) and isinstance(value, Mapping):
-            merged[name] = _over(beneath, value)
-        elif not (name == "kind" and value == "" and beneath):  # "" leaves the choice to the algorithm
+def _merge(defaults: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(defaults)
+    for name, value in settings.items():
+        default = merged.get(name)
+        if isinstance(default, dict) and isinstance(value, BaseModel):
+            value = {name: getattr(value, name) for name in value.model_fields_set}
+        if isinstance(default, dict) and isinstance(value, Mapping):
+            merged[name] = _merge(default, value)
+        elif not (name == "kind" and value == "" and default):  # "" leaves the choice to the algorithm
             merged[name] = value
     return merged

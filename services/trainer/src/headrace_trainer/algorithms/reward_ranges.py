@@ -1,7 +1,7 @@
 """Learned ranges of reward sources, and winsorised rewards: a stray value in another unit has bounded influence.
 
 For each source the last `WINDOW` = 128 values are kept, one per run. Of n values, m is their median and S the largest
-distance from m after the n // 32 largest distances (at least one) were left out. Where all that is left equals m, S is
+distance from m after the n // 32 largest distances (at least one) were left out. Where all other values equal m, S is
 the median of the distances that are not 0, and at least |m|. A value beyond m ± factor · S is a stray. It counts as the
 nearest value of the window within these bounds: it is winsorised (Tukey, "The future of data analysis", Annals of
 Mathematical Statistics 33, 1962; bounded influence: Huber & Ronchetti, "Robust Statistics", 2009, chapter 1).
@@ -13,7 +13,7 @@ Mathematical Statistics 33, 1962; bounded influence: Huber & Ronchetti, "Robust 
   a Pareto tail of index 2 that happens to about 3 values in 1,000, and they still count as the largest.
 
 The deviation and the means that the estimators remember are repaired where the window refutes them: after a stray that
-came before there was anything to compare it with, and after a change to a smaller unit. Everything is plain arithmetic
+came before there were values to compare it with, and after a change to a smaller unit. All of it is plain arithmetic
 on numbers of the stream in its order, so that a replay makes the same batches (P9).
 """
 
@@ -34,7 +34,7 @@ from headrace_schemas.text import printable
 
 WINDOW = 128
 VALUES_MIN = 8
-"""With fewer values nothing is a stray."""
+"""Number of values below which no value counts as a stray."""
 SOURCES_MAX = 128
 STRAYS_MAX = 8
 STRAY_AGE_MAX = 1024
@@ -50,12 +50,12 @@ TOTAL = ""
 
 @dataclass(frozen=True, slots=True)
 class RangeLimits:
-    """How far from a source's usual values a value counts in full."""
+    """Distance from a source's usual values within which a value counts in full."""
 
     factor: float = 0.0
     """Distances from the median, in units of S. 0: all values count in full."""
     spread_min: float = 0.01
-    """A smaller S counts as this."""
+    """Lower bound on S."""
 
 
 NO_LIMITS = RangeLimits()
@@ -63,7 +63,7 @@ NO_LIMITS = RangeLimits()
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The interval that values count in full within, and the least and largest value of the window that lie in it."""
+    """The interval in which values count in full, and the least and largest value of the window within it."""
 
     lowest: float
     highest: float
@@ -87,7 +87,7 @@ class Stray(Model):
     low: Finite
     high: Finite
     at: int
-    """Which value of its source it was."""
+    """Index of the value among those of its source."""
 
     def __str__(self) -> str:
         return (
@@ -101,7 +101,7 @@ class SourceRange(Model):
 
     values: tuple[Finite, ...] = ()
     count: int = 0
-    """Values of the source so far."""
+    """Number of values of the source so far."""
     last_run: str = ""
 
     def add(self, run: str, value: float) -> SourceRange:
@@ -111,7 +111,7 @@ class SourceRange(Model):
         return SourceRange(values=(*self.values, value)[-WINDOW:], count=self.count + 1, last_run=run)
 
     def bounds(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the window; None while there is nothing to compare a value with."""
+        """Return the bounds of the window; None while there are too few values."""
         return _bounds(self.values, limits)
 
 
@@ -137,9 +137,9 @@ class RewardRanges(Model):
     """The ranges of all sources. Immutable; saved with the weights, as the baselines are."""
 
     sources: dict[str, SourceRange] = Field(default_factory=dict)
-    """The source updated longest ago first."""
+    """Ranges by source, least recently updated first."""
     strays: tuple[Stray, ...] = ()
-    """The last strays, as far as they still are outside the bounds."""
+    """The last strays, as far as they are still outside the bounds."""
 
     def bound(self, experience: Experience, limits: RangeLimits) -> Experience:
         """Return `experience` with winsorised rewards; itself when none is a stray."""
@@ -171,15 +171,15 @@ class RewardRanges(Model):
         strays = []
         for source, value in _values(experience):
             key = _key(experience, source)
-            known = self.sources.get(key)
-            bounds = None if known is None else known.bounds(limits)
-            if known is not None and bounds is not None and bounds.winsorise(value) != value:
-                strays.append(Stray(source=key, value=value, low=bounds.low, high=bounds.high, at=known.count))
+            source_range = self.sources.get(key)
+            bounds = None if source_range is None else source_range.bounds(limits)
+            if source_range is not None and bounds is not None and bounds.winsorise(value) != value:
+                strays.append(Stray(source=key, value=value, low=bounds.low, high=bounds.high, at=source_range.count))
         return strays
 
     def _winsorise(self, experience: Experience, source: str, value: float, limits: RangeLimits) -> float:
-        known = self.sources.get(_key(experience, source))
-        bounds = None if known is None else known.bounds(limits)
+        source_range = self.sources.get(_key(experience, source))
+        bounds = None if source_range is None else source_range.bounds(limits)
         return value if bounds is None else bounds.winsorise(value)
 
     def absorb(self, batch: Sequence[tuple[str, Experience]], limits: RangeLimits) -> RewardRanges:
@@ -191,32 +191,32 @@ class RewardRanges(Model):
         for run, experience in batch:
             values += ((run, _key(experience, source), value) for source, value in _values(experience))
         _add(sources, values)
-        found = RewardRanges(sources=sources)
+        ranges = RewardRanges(sources=sources)
         totals = [
             (run, TOTAL, bounded.reward)
-            for run, bounded in ((run, found.bound(experience, limits)) for run, experience in batch)
+            for run, bounded in ((run, ranges.bound(experience, limits)) for run, experience in batch)
             if bounded.reward is not None
         ]
         _add(sources, totals)
         for name in list(sources)[: max(0, len(sources) - SOURCES_MAX)]:
             del sources[name]
-        found = RewardRanges(sources=sources)
-        strays = [*self.strays, *(stray for _, experience in batch for stray in found._strays_of(experience, limits))]
+        ranges = RewardRanges(sources=sources)
+        strays = [*self.strays, *(stray for _, experience in batch for stray in ranges._strays_of(experience, limits))]
         return RewardRanges(
-            sources=sources, strays=_merged(stray for stray in strays if found._still_is(stray, limits))
+            sources=sources, strays=_merged(stray for stray in strays if ranges._is_current(stray, limits))
         )
 
-    def _still_is(self, stray: Stray, limits: RangeLimits) -> bool:
+    def _is_current(self, stray: Stray, limits: RangeLimits) -> bool:
         """Return whether a stray is recent and still outside the bounds of its source."""
-        known = self.sources.get(stray.source)
-        if known is None or known.count - stray.at >= STRAY_AGE_MAX:
+        source_range = self.sources.get(stray.source)
+        if source_range is None or source_range.count - stray.at >= STRAY_AGE_MAX:
             return False
-        bounds = known.bounds(limits)
+        bounds = source_range.bounds(limits)
         return bounds is None or bounds.winsorise(stray.value) != stray.value
 
     def total(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the combined rewards, unless some of the window are outside: then several units are
-        in use, and what lies outside is no error."""
+        """Return the bounds of the combined rewards; None when some of the window are outside, because then several
+        units are in use, and outliers are no errors."""
         if not limits.factor or TOTAL not in self.sources:
             return None
         values = self.sources[TOTAL].values

@@ -21,86 +21,87 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class AdvantageSettings(Section):
-    """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
+    """How rewards become advantages; the formulas are in docs/algorithms.md."""
 
     kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
-    """What `algorithm` names, unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
+    """Set by `algorithm` unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
     single runs; `grpo` and `rloo` compare the runs of one group and need several runs of each task."""
     task_decay: Share = 0.9
-    """What a run's reward still weighs in its task's baseline after one more run of the task."""
+    """Weight that a run's reward keeps in its task's baseline after one more run of the task."""
     model_decay: Share = 0.99
     """The same for the baseline and the scale that all tasks share."""
     history_min: Positive = 1.0
-    """Runs of a task (decayed, and those beside it in the batch) from which on it has a baseline; before that its runs
+    """Runs of a task (decayed, including others of the batch) from which on it has a baseline; before that its runs
     have no advantage."""
     tasks_min: Count = 16
-    """When so many tasks are known and most of them were seen once, tasks do not repeat: then a task without runs to
-    compare with is compared with all tasks."""
+    """Number of tasks above which tasks count as not repeating if most of them were seen once: then a task without
+    other runs is compared with all tasks."""
     scale: Literal["std", "none"] = "std"
     """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
     scale_min: NotNegative = 0.01
-    """A smaller standard deviation counts as this: differences below it are a judge's noise and no full advantage. In
-    the unit of rewards."""
+    """Lower bound on the standard deviation, in the unit of rewards: differences below it are a judge's noise and get
+    no full advantage."""
     reward_max: Positive = 1e6
-    """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
+    """Rewards beyond plus or minus this are dropped as `invalid`, because their unit must be wrong."""
     stray_factor: Annotated[float, Field(ge=0)] = 6.0
-    """A value of a source beyond the median of its last 128 values by more than this many times their usual largest
-    distance from it is a stray in another unit. It counts as the largest (or least) usual value, and `headrace status`
-    names it. 0 lets all values count in full."""
+    """A value of a source is a stray in another unit if its distance from the median of the source's last 128 values is
+    more than this many times their usual largest distance. It counts as the largest (or least) usual value, and
+    `headrace status` names it. 0 lets all values count in full."""
     equal_groups: Literal["train", "drop"] = "train"
-    """What becomes of a group whose runs all have one reward: it is trained, with advantages of 0 and a part in the
-    mean over tokens, or dropped with `equal_rewards` (`dapo`)."""
+    """Whether a group whose runs all have the same reward is trained, with advantages of 0 and a part in the mean over
+    tokens, or dropped with `equal_rewards` (`dapo`)."""
     demonstrations: bool = False
-    """Train also what was written and what edits say, beside what `kind` trains (`mix`)."""
+    """Train written experiences and edits in addition to the signals of `kind` (`mix`)."""
     limit: Positive = 10.0
-    """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
+    """Bound on advantages: they are clipped to plus and minus this, so that a surprise after long monotony is
+    bounded."""
     correction_min: NotNegative = 1e-3
     """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
 
     @property
     def estimator(self) -> Estimator:
-        """What `kind` names."""
+        """The estimator that `kind` names."""
         return ESTIMATORS.get(self.kind)
 
     @property
     def range_limits(self) -> RangeLimits:
-        """Return which values are strays."""
+        """The bounds beyond which a reward is a stray."""
         return RangeLimits(self.stray_factor, self.scale_min)
 
     @property
     def signals(self) -> Signals:
-        """What of an experience is trained."""
+        """The signals of an experience that are trained."""
         signals = self.estimator.signals
         return replace(signals, written=True, edits=True) if self.demonstrations else signals
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
-        return {name: one.settings for name, one in ESTIMATORS.all().items() if one.settings is not None}
+        return {name: kind.settings for name, kind in ESTIMATORS.all().items() if kind.settings is not None}
 
 
 class LossSettings(Section):
     """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
 
     kind: Annotated[str, NameIn(LOSSES)] = "clipped"
-    """What `algorithm` names, unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
+    """Set by `algorithm` unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
     clip_low: Share = 0.2
-    """The ratio counts no further down than `1 - clip_low`."""
+    """The ratio is clipped below at `1 - clip_low`."""
     clip_high: Positive = 0.28
-    """The ratio counts no further up than `1 + clip_high`."""
+    """The ratio is clipped above at `1 + clip_high`."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
     """Bound on the ratio where the advantage is negative (dual clip), none by default."""
     proximal: Literal["step", "behaviour"] = "step"
-    """What the ratio is taken against: the weights at the start of the step, with a truncated importance weight for
-    what separates them from the engine (decoupled), or the engine's own logprobs (classical PPO)."""
+    """Denominator of the ratio: the weights at the start of the step, with a truncated importance weight between engine
+    and weights (decoupled), or the engine's own logprobs (classical PPO)."""
     weight_max: Annotated[float, Field(ge=1)] = 2.0
-    """Where importance weights are truncated."""
+    """Upper bound of importance weights."""
     mask_low: NotNegative = 0.0
-    """Tokens whose probability has fallen below this share of what the engine sampled from give no gradient."""
+    """Tokens whose probability has fallen below this share of the sampling engine's give no gradient."""
     mask_high: Annotated[float, Field(gt=1)] = 1e4
-    """Tokens whose probability has grown beyond this multiple of what the engine sampled from give no gradient."""
+    """Tokens whose probability has grown beyond this multiple of the sampling engine's give no gradient."""
     sequence_mask_max: NotNegative = 0.0
-    """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and what it was
-    sampled from, is beyond plus or minus this. In nats; 0 leaves none out."""
+    """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and the sampling
+    engine, is beyond plus or minus this. In nats; 0 leaves none out."""
     kl: NotNegative = 0.0
     """Coefficient of the divergence from the base model; above 0 the base is kept in memory too."""
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"] = "k3"
@@ -112,18 +113,18 @@ class LossSettings(Section):
         "seq-mean-token-sum-norm",
         "token-mean-by-origin",
     ] = "token-mean"
-    """What the losses of tokens are added up to: their mean over the batch; the mean over sequences of their sum, of
-    their mean, or of their sum over `horizon_tokens`; or the mean of sampled tokens plus that of written ones."""
+    """How the losses of tokens are aggregated: by their mean over the batch; by the mean over sequences of their sum,
+    of their mean, or of their sum over `horizon_tokens`; or by the mean of sampled tokens plus that of written ones."""
     horizon_tokens: Count = 1024
-    """What `seq-mean-token-sum-norm` divides a sequence's sum by, whatever its length is."""
+    """Divisor of a sequence's sum with `seq-mean-token-sum-norm`, whatever the sequence's length is."""
     updates_per_step: Count = 1
-    """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
+    """Optimizer updates on one batch; above 1 the clip bounds their total effect."""
 
     @property
     def function(self) -> Loss:
-        """What `kind` names."""
+        """The loss that `kind` names."""
         return LOSSES.get(self.kind)
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
-        return {name: one.settings for name, one in LOSSES.all().items() if one.settings is not None}
+        return {name: loss.settings for name, loss in LOSSES.all().items() if loss.settings is not None}

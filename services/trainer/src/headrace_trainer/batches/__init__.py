@@ -1,1 +1,1 @@
-"""From experiences that wait to a batch as arrays, the same bytes every time (P9)."""
+"""Builds batches as arrays from waiting experiences, with the same bytes every time (P9)."""

@@ -1,4 +1,4 @@
-"""From the experiences of a batch to what is trained: advantages first, then arrays. Pure: nothing is changed (P9)."""
+"""Computes the advantages of a batch's experiences and builds its arrays. Pure: no state is changed (P9)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.estimators import Rewarded
+from headrace_trainer.algorithms.estimators import AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.rows import row_of
-from headrace_trainer.experiences.admission import stale
-from headrace_trainer.experiences.due import Due, Turns, turns_of
-from headrace_trainer.experiences.pairing import met
+from headrace_trainer.experiences.admission import staleness_reason
+from headrace_trainer.experiences.pairing import match_answers
+from headrace_trainer.experiences.pending_updates import PendingUpdate, SpanAdvantages, turns_of
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.trained_experience import TrainedExperience
-from headrace_trainer.experiences.waiting import Waiting, run_of, task_of
+from headrace_trainer.experiences.waiting import WaitingExperience, run_of, task_of
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A batch, what the state records once it was trained, and the baselines that include it."""
+class PreparedBatch:
+    """A batch, the records for the state once it was trained, and the baselines that include it."""
 
     batch: Batch
     trained: tuple[TrainedExperience, ...]
@@ -32,80 +32,104 @@ class Prepared:
 
 
 def prepare(
-    items: Sequence[Waiting],
+    items: Sequence[WaitingExperience],
     state: LineageState,
     settings: AdvantageSettings,
     decay: Decay,
-    whole: int | None = None,
+    full_rows: int | None = None,
     loss: LossSettings | None = None,
-) -> Prepared:
-    """Rows in the order of `items`, of which a `whole` batch has so many. Corrections take what is missing; they
-    neither see nor move the baselines."""
+) -> PreparedBatch:
+    """Build a batch with its rows in the order of `items`.
+
+    Corrections get the missing advantage. They neither depend on the baselines nor change them.
+
+    Args:
+        items: The experiences of the batch.
+        state: The state of the lineage.
+        settings: The settings of the advantages.
+        decay: How fast baselines forget.
+        whole: The number of experiences of a full batch; None for the number of `items`.
+        loss: The settings of the loss, for its aggregation.
+    """
     for item in items:
-        assert stale(item.experience, state.history, state.limits.max_staleness) is None, "P5: swept just before"
-    due = [(item, one) for item in items for one in state.due(item)]
-    pairs = met([(item.experience.experience_id, one.example) for item, one in due if one.new])
-    trainable = [(item, one) for item, one in due if _goes(item, one, pairs)]
-    past, new = _winsorised([item for item, one in trainable if one.missing is None], state, settings)
-    found, baselines = _advantages(new, past, state, settings, decay)
+        assert staleness_reason(item.experience, state.history, state.limits.max_staleness) is None, (
+            "P5: swept just before"
+        )
+    updates = [(item, update) for item in items for update in state.pending_updates(item)]
+    pairs = match_answers(
+        [(item.experience.experience_id, update.example) for item, update in updates if update.is_new]
+    )
+    trainable = [(item, update) for item, update in updates if _can_train(item, update, pairs)]
+    past, new = _winsorise([item for item, update in trainable if update.advantage is None], state, settings)
+    advantages, baselines = _advantages(new, past, state, settings, decay)
     first = {
-        item.experience.experience_id: _first(item, index, found, state, settings) for index, item in enumerate(new)
+        item.experience.experience_id: _first_training(item, index, advantages, state, settings)
+        for index, item in enumerate(new)
     }
     trained = tuple(
-        first[item.experience.experience_id] if one.missing is None else _of(item, one, state)
-        for item, one in trainable
+        first[item.experience.experience_id] if update.advantage is None else _record_update(item, update, state)
+        for item, update in trainable
     )
-    assert {one.waiting.experience.experience_id for one in trained} == {one.experience.experience_id for one in items}
+    assert {record.waiting.experience.experience_id for record in trained} == {
+        item.experience.experience_id for item in items
+    }
     agg_mode = loss.agg_mode if loss else "token-mean"
     by_sequence = agg_mode.startswith("seq-")
     replies = state.limits.replies
-    rows = tuple(row_of(one, state.current, pairs, by_sequence=by_sequence, replies=replies) for one in trained)
-    size = whole if whole is None or len(rows) == len(items) else whole * len(rows) / len(items)
-    return Prepared(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
+    rows = tuple(row_of(record, state.current, pairs, by_sequence=by_sequence, replies=replies) for record in trained)
+    size = full_rows if full_rows is None or len(rows) == len(items) else full_rows * len(rows) / len(items)
+    return PreparedBatch(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
 
 
 @dataclass(frozen=True)
-class Isolated:
-    """What is left of a batch without the experiences that break its preparation."""
+class IsolatedBatch:
+    """The rest of a batch without the experiences that break its preparation."""
 
-    items: tuple[Waiting, ...]
-    prepared: Prepared | None
-    """None: nothing is left."""
-    culprits: tuple[tuple[Waiting, str], ...] = ()
-    """The experiences that break it, with the reasons."""
+    items: tuple[WaitingExperience, ...]
+    prepared: PreparedBatch | None
+    """None when no experience is left."""
+    culprits: tuple[tuple[WaitingExperience, str], ...] = ()
+    """The experiences that break the preparation, with the reasons."""
 
 
-def prepare_isolated(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], Prepared]) -> Isolated:
+def prepare_isolated(
+    items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], PreparedBatch]
+) -> IsolatedBatch:
     """Prepare a batch with `ready`, without the experiences because of which it raises.
 
     Raises:
         Exception: `ready` raised it, and no experience is at fault.
     """
     try:
-        return Isolated(tuple(items), ready(items))
+        return IsolatedBatch(tuple(items), prepare_items(items))
     except Exception:
-        culprits = poisoned(items, ready)
+        culprits = find_poisoned(items, prepare_items)
         if not culprits:
             raise
-    left = tuple(item for item in items if all(item is not culprit for culprit, _ in culprits))
-    return Isolated(left, ready(left) if left else None, tuple(culprits))
+    rest = tuple(item for item in items if all(item is not culprit for culprit, _ in culprits))
+    return IsolatedBatch(rest, prepare_items(rest) if rest else None, tuple(culprits))
 
 
-def poisoned(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], object]) -> list[tuple[Waiting, str]]:
-    """Return the items because of which `ready` raises for all of them, with the reasons; empty when it is no item's.
+def find_poisoned(
+    items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], object]
+) -> list[tuple[WaitingExperience, str]]:
+    """Return the items because of which `ready` raises, with the reasons; empty when no item is at fault.
 
-    One whose absence mends the batch is at fault. Where no single one is, those are that raise by themselves.
+    An item is at fault if `ready` succeeds without it. If there is no such item, those are at fault for which `ready`
+    raises when they are alone.
     """
     for index, item in enumerate(items):
-        if len(items) > 1 and _raised([*items[:index], *items[index + 1 :]], ready) is None:
-            return [(item, _raised([item], ready) or "the batch cannot be prepared with it")]
-    alone = [(item, _raised([item], ready)) for item in items]
-    return [(item, reason) for item, reason in alone if reason is not None]
+        if len(items) > 1 and _preparation_error([*items[:index], *items[index + 1 :]], prepare_items) is None:
+            return [(item, _preparation_error([item], prepare_items) or "the batch cannot be prepared with it")]
+    results = [(item, _preparation_error([item], prepare_items)) for item in items]
+    return [(item, reason) for item, reason in results if reason is not None]
 
 
-def _raised(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], object]) -> str | None:
+def _preparation_error(
+    items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], object]
+) -> str | None:
     try:
-        ready(items)
+        prepare_items(items)
     except Exception as error:
         if is_fatal(error) or isinstance(error, OSError):
             raise
@@ -113,32 +137,32 @@ def _raised(items: Sequence[Waiting], ready: Callable[[Sequence[Waiting]], objec
     return None
 
 
-def _goes(item: Waiting, one: Due, pairs: dict[tuple[str, str], str]) -> bool:
-    """Of answers that were compared, those whose other one is here. A correction needs none."""
-    return not (one.new and one.example.pair) or (item.experience.experience_id, one.example.part) in pairs
+def _can_train(item: WaitingExperience, update: PendingUpdate, pairs: dict[tuple[str, str], str]) -> bool:
+    """Return whether an answer of a comparison has its counterpart. Corrections and other examples need none."""
+    return not (update.is_new and update.example.pair) or (item.experience.experience_id, update.example.part) in pairs
 
 
-def _first(
-    item: Waiting, index: int, found: Advantages, state: LineageState, settings: AdvantageSettings
+def _first_training(
+    item: WaitingExperience, index: int, advantages: Advantages, state: LineageState, settings: AdvantageSettings
 ) -> TrainedExperience:
-    """The first training of a branch by its reward: the `index`th of those that were compared."""
-    value = _bounded(found.values_B[index], settings.limit)
-    one = TrainedExperience(item, value, found.baselines_B[index], found.scales_B[index])
+    """Return the record of a branch's first training: the branch is number `index` of those that were compared."""
+    value = _clip(advantages.values_B[index], settings.limit)
+    record = TrainedExperience(item, value, advantages.baselines_B[index], advantages.scales_B[index])
     credit = state.limits.rules.credit
-    if credit is None or not found.turn_scales_B:
-        return one
-    terms = (found.turn_baselines_B[index], found.turn_scales_B[index])
-    turns = credit(found.values_B[index], turns_of(item.experience), *terms)
-    bounded = tuple(_bounded(turn, settings.limit) for turn in turns)
-    return replace(one, turns=bounded, turn_terms=terms if terms[1] else None)
+    if credit is None or not advantages.turn_scales_B:
+        return record
+    turn_terms = (advantages.turn_baselines_B[index], advantages.turn_scales_B[index])
+    turns = credit(advantages.values_B[index], turns_of(item.experience), *turn_terms)
+    bounded = tuple(_clip(turn, settings.limit) for turn in turns)
+    return replace(record, turns=bounded, turn_terms=turn_terms if turn_terms[1] else None)
 
 
-def _winsorised(
-    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings
-) -> tuple[Baselines, list[Waiting]]:
+def _winsorise(
+    items: Sequence[WaitingExperience], state: LineageState, settings: AdvantageSettings
+) -> tuple[Baselines, list[WaitingExperience]]:
     """Return the baselines with the ranges of the batch's rewards in them, and `items` with winsorised rewards.
 
-    The ranges see the whole batch before any of its rewards is compared with them.
+    The ranges take in the whole batch before any of its rewards is compared with them.
     """
     limits = settings.range_limits
     if not items or not limits.factor:
@@ -155,7 +179,7 @@ def _winsorised(
 
 
 def _advantages(
-    items: Sequence[Waiting], past: Baselines, state: LineageState, settings: AdvantageSettings, decay: Decay
+    items: Sequence[WaitingExperience], past: Baselines, state: LineageState, settings: AdvantageSettings, decay: Decay
 ) -> tuple[Advantages, Baselines]:
     worth = state.limits.rules.worth
     if not items:
@@ -169,33 +193,33 @@ def _advantages(
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
     turns_B = [turns_of(experience) for experience in experiences_B]
-    batch = Rewarded(rewards_B, weights_B, runs_B, tasks_B, turns_B)
+    batch = AdvantageInputs(rewards_B, weights_B, runs_B, tasks_B, turns_B)
     return settings.estimator.compute(batch, past, decay, settings)
 
 
-def _of(item: Waiting, one: Due, state: LineageState) -> TrainedExperience:
-    """What is said outright (a demonstration, an answer that was compared), and corrections."""
+def _record_update(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
+    """Return the record of an update with a known advantage: a demonstration, a compared answer, or a correction."""
     entry = state.window.get(item.experience.experience_id)
     assert entry is not None
-    assert one.missing is not None
-    correction = entry.trained and (not one.new or not one.example.part)
+    assert update.advantage is not None
+    correction = entry.trained and (not update.is_new or not update.example.part)
     return TrainedExperience(
         item,
-        float(np.float32(one.missing)),
+        float(np.float32(update.advantage)),
         entry.baseline,
         entry.scale,
         correction,
-        one.token_weight,
-        one.example,
-        _single(one.turns),
+        update.token_weight,
+        update.example,
+        _round_to_single(update.turns),
         entry.turn_terms,
     )
 
 
-def _single(turns: Turns) -> Turns:
+def _round_to_single(turns: SpanAdvantages) -> SpanAdvantages:
     return tuple(float(np.float32(turn)) for turn in turns)
 
 
-def _bounded(advantage: float, limit: float) -> float:
-    """What the loss will really see: clipped, and in single precision."""
+def _clip(advantage: float, limit: float) -> float:
+    """Return the advantage as the loss uses it: clipped, and in single precision."""
     return float(np.float32(max(-limit, min(limit, advantage))))

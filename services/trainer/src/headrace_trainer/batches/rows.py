@@ -1,4 +1,4 @@
-"""From an example to a row: the exact tokens of the branch, and what was written after them."""
+"""Builds the row of an example: the exact tokens of the branch, and the written tokens that follow them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ from headrace_trainer.experiences.trained_experience import TrainedExperience
 
 
 def row_of(
-    one: TrainedExperience,
+    record: TrainedExperience,
     current: str | None,
     pairs: Mapping[tuple[str, str], str],
     *,
     by_sequence: bool = False,
     replies: ReplyReader | None = None,
 ) -> Row:
-    """`current` is the version that the weights equal now. `pairs`: which answers are trained together. `by_sequence`:
-    sequences are averaged, so a branch counts as much as it is of its run. `replies`: reads what users said next, where
-    that is trained."""
-    experience, example = one.waiting.experience, one.example
-    row = Row.of(experience, one.advantage, current, one.token_weight)
+    """Build the row of an example.
+
+    Args:
+        one: The example and its training.
+        current: The version whose weights equal the present ones.
+        pairs: The pair of each answer that is trained together with another one.
+        by_sequence: Whether sequences are averaged, so that a branch counts by its share of its run.
+        replies: Finds users' replies, where they are trained.
+    """
+    experience, example = record.waiting.experience, record.example
+    row = Row.of(experience, record.advantage, current, record.token_weight)
     if example.part:
-        row = _answer(row, experience, example)
+        row = _answer_row(row, experience, example)
         row = replace(row, part=example.part, hindsight=_hindsight(experience, example, replies))
         pair = "" if row.correction else pairs.get((experience.experience_id, example.part), "")
         return replace(row, together=pair)
     if by_sequence and experience.weight != 1.0:
         row = replace(row, share=experience.weight)
-    return _by_turn(row, experience, one.turns) if one.turns else row
+    return _with_turn_advantages(row, experience, record.turns) if record.turns else row
 
 
-def _answer(row: Row, experience: Experience, example: Example) -> Row:
-    """The sequence up to the end of one answer, with that alone in the loss."""
+def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
+    """Return the sequence up to the end of one answer, with that answer alone in the loss."""
     span = example.span(_branch(experience))
-    assert span is not None, "an example of an answer that is not in the branch is none"
+    assert span is not None, "examples of answers outside the branch are dropped earlier"
     if not example.tokens:
         mask = np.zeros(span.stop, np.bool_)
         mask[span.start :] = True
@@ -73,17 +79,17 @@ def _hindsight(experience: Experience, example: Example, replies: ReplyReader | 
     branch = _branch(experience)
     span = example.span(branch)
     assert span is not None
-    found = replies.read(branch, span)
-    assert found is not None, "an answer without a reply was never contradicted"
+    reply = replies.read(branch, span)
+    assert reply is not None, "only an answer with a reply can be contradicted"
     prompt_T, reply_T, next_T = (
-        np.array(one, np.int32)
-        for one in (found.prompt, found.reply, branch.token_ids[found.next.start : found.next.stop])
+        np.array(token_ids, np.int32)
+        for token_ids in (reply.prompt, reply.reply, branch.token_ids[reply.next_span.start : reply.next_span.stop])
     )
-    earlier_K = np.array([one.start for one in replies.earlier(branch, span)], np.int32)
-    return Hindsight(prompt_T, reply_T, next_T, found.next.temperature, earlier_K)
+    earlier_K = np.array([answer.start for answer in replies.earlier(branch, span)], np.int32)
+    return Hindsight(prompt_T, reply_T, next_T, reply.next_span.temperature, earlier_K)
 
 
-def _by_turn(row: Row, experience: Experience, turns: tuple[float, ...]) -> Row:
+def _with_turn_advantages(row: Row, experience: Experience, turns: tuple[float, ...]) -> Row:
     advantage_T = np.zeros(row.length, np.float32)
     for span, advantage in zip(_branch(experience).spans, turns, strict=True):
         advantage_T[span.start : span.stop] = advantage

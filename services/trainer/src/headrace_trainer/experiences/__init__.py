@@ -1,1 +1,1 @@
-"""What the lineage knows of the experiences that it has read: which were trained, which wait, which come too late."""
+"""State of the experiences that the lineage has read: trained, waiting, dropped."""

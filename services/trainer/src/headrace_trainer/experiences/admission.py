@@ -1,21 +1,21 @@
-"""What to do with an experience that has just arrived: validity, supersession, staleness, dedupe. Pure.
+"""Decide what to do with an experience that has just arrived: validity, supersession, staleness, dedupe. Pure.
 
 Every revision of an experience gets exactly one outcome, now or later, and changes the weights at most once (P4):
 
-- one that was seen before is a redelivery and gets none: it has its outcome, or waits for it;
-- one below a revision seen before comes too late and is dropped;
-- a higher revision of an experience that still waits takes its place, and the old one is dropped as `superseded`;
+- a revision that was seen before is a redelivery and gets no second outcome;
+- a revision below one seen before comes too late and is dropped;
+- a higher revision of an experience that still waits replaces it, and the old one is dropped as `superseded`;
 - a higher revision of an experience that was trained is a *correction*. It is trained with the advantage that is
   missing, A(new) - A(old), where both use the baseline and scale of the first training and A(withdrawn) = 0, and with
   the token weight of the first training. The policy gradient is linear in the advantage and the optimizer adds
-  contributions up, so both together are nearly what training the last reward alone would have been; how nearly is
+  contributions up, so both steps together are nearly what training the last reward alone would have been; how nearly is
   measured (docs/algorithms.md, "Corrections"). A correction below `correction_min` is dropped as `unchanged`.
 
-A(old) is what the present weights hold of the experience: when a version was abandoned, the contributions of its steps
-are gone, and a correction then supplies the whole advantage.
+A(old) is the advantage that the present weights hold of the experience: when a version was abandoned, the contributions
+of its steps are gone, and a correction then supplies the whole advantage.
 
-An experience is used if it carries what the algorithm trains (`Signals`). Otherwise it is dropped with the reason that
-it names itself, or else as `no_signal`.
+An experience is used if it carries a signal that the algorithm trains (`Signals`). Otherwise it is dropped with the
+reason in its `no_reward` field, or else as `no_signal`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.algorithms.signals import REWARDS, Signals
-from headrace_trainer.experiences.due import Due, Terms, due
 from headrace_trainer.experiences.edits import EditWriter
-from headrace_trainer.experiences.examples import Example, Write, examples, tokens_of
+from headrace_trainer.experiences.examples import Example, WriteAnswer, examples, tokens_of
 from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, pending_updates
 from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
@@ -45,7 +45,7 @@ _DETAIL_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What a trainable sequence must satisfy, and what of an experience is trained."""
+    """Bounds that a trainable sequence must satisfy, and the parts of an experience that are trained."""
 
     vocabulary: int
     sequence_tokens: int
@@ -55,48 +55,56 @@ class AdmissionLimits:
     correction_min: float
     signals: Signals = REWARDS
     logprobs: bool = True
-    """The engine's are needed: what nobody sampled cannot be trained."""
-    terms: Terms | None = None
-    """None: rewards are advantages as they are, between plus and minus `advantage_max`."""
-    write: Write | None = None
-    """Makes the tokens of edits, where they are trained."""
+    """Whether the engine's logprobs are needed. If so, written tokens cannot be trained."""
+    correction_rules: CorrectionRules | None = None
+    """None: rewards are used as advantages, between plus and minus `advantage_max`."""
+    write: WriteAnswer | None = None
+    """Tokenizes edits, where they are trained."""
     replies: ReplyReader | None = None
-    """Reads what users said next, where that is trained."""
+    """Finds the user's replies to answers, where they are trained."""
     examples_max: int = 64
     ranges: RangeLimits = NO_LIMITS
-    """Which rewards are strays."""
+    """Bounds beyond which a reward is a stray."""
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
-        """What of it is trained; of its answers those that a sequence has room for."""
+        """Return the examples that are trained of `experience`, without answers longer than `sequence_tokens`."""
         replied = None if self.replies is None else self.replies.examples
-        found = examples(experience, self.signals, self.rules.worth, self.write, replied)
+        candidates = examples(experience, self.signals, self.rules.worth, self.write, replied)
         branch = experience.branch
         if branch is None:
             return ()
         return tuple(
-            one
-            for one in found
-            if not one.part
-            or (tokens_of(one, branch) <= self.sequence_tokens and max(one.tokens, default=0) < self.vocabulary)
+            example
+            for example in candidates
+            if not example.part
+            or (tokens_of(example, branch) <= self.sequence_tokens and max(example.tokens, default=0) < self.vocabulary)
         )
 
     @property
-    def rules(self) -> Terms:
-        """`terms`, or the plain ones."""
-        return self.terms or Terms(self.advantage_max, self.correction_min)
+    def rules(self) -> CorrectionRules:
+        """The configured correction rules, or those that use rewards as advantages."""
+        return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min)
 
 
 def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> AdmissionLimits:
-    """For a model with so many token ids that can be trained on sequences of `context` tokens. Raises `SettingError`
-    when edits are trained and the base cannot write them."""
+    """Return the admission limits for a base model.
+
+    Args:
+        settings: The trainer's settings.
+        vocabulary: The number of token ids of the model.
+        context: The longest sequence that the model can be trained on, in tokens.
+
+    Raises:
+        SettingError: Edits or replies are trained, and the base has no tokenizer or chat template for them.
+    """
     advantage = settings.advantage
     kind, signals = advantage.estimator, advantage.signals
     worth, credit = kind.worth, kind.credit
-    terms = Terms(
+    correction_rules = CorrectionRules(
         advantage.limit,
         advantage.correction_min,
         None if worth is None else lambda reward: worth(reward, advantage),
-        None if credit is None else lambda one, turns, base, scale: credit(one, turns, base, scale, advantage),
+        None if credit is None else lambda value, turns, base, scale: credit(value, turns, base, scale, advantage),
         settings.needs.critic,
     )
     return AdmissionLimits(
@@ -108,37 +116,40 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         correction_min=advantage.correction_min,
         signals=signals,
         logprobs=settings.needs.logprobs and not signals.written,
-        terms=terms,
+        correction_rules=correction_rules,
         write=EditWriter(Path(settings.base)) if signals.edits else None,
-        replies=_reader(settings) if signals.replies else None,
+        replies=_open_reply_reader(settings) if signals.replies else None,
         examples_max=settings.memory.examples,
         ranges=advantage.range_limits,
     )
 
 
-def _reader(settings: TrainerSettings) -> ReplyReader:
-    own = hindsight_of(settings.advantage)
-    earlier_max = own.earlier_max if own.compared == "distributions" else 0
-    return ReplyReader(Path(settings.base), own.contradicted_max, own.accepted_min, earlier_max)
+def _open_reply_reader(settings: TrainerSettings) -> ReplyReader:
+    hindsight = hindsight_of(settings.advantage)
+    earlier_max = hindsight.earlier_max if hindsight.compared == "distributions" else 0
+    return ReplyReader(Path(settings.base), hindsight.contradicted_max, hindsight.accepted_min, earlier_max)
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Why a revision cannot change the weights; `detail` says it more exactly."""
+class Objection:
+    """Reason for which a revision cannot change the weights. `detail` narrows it down."""
 
     reason: DropReason
     detail: str | None = None
 
 
-EXCLUDED = Dropped("withdrawn", "excluded")
-"""A version answered it that its rollout took back."""
+EXCLUDED = Objection("withdrawn", "excluded")
+"""The objection to answers of a version whose rollout excluded it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`queue` it, `drop` it with a reason, or `ignore` a redelivery. `replaces`: an older revision waits no longer."""
+    """Decision to queue an experience, drop it with a reason, or ignore a redelivery.
 
-    fate: Literal["queue", "drop", "ignore"]
+    `replaces`: an older revision that waits is removed from the queue.
+    """
+
+    action: Literal["queue", "drop", "ignore"]
     reason: DropReason | None = None
     replaces: bool = False
     detail: str | None = None
@@ -147,11 +158,14 @@ class Decision:
 def decide(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Decision:
-    """Decide about an experience. One that breaks the decision is dropped as `invalid`, and holds up no other.
+    """Decide about an experience. An experience that raises an error here is dropped as `invalid`; the others go on.
 
     Args:
-        entry: what the window knows about the experience.
-        steps: how many the lineage has taken.
+        experience: The experience that arrived.
+        entry: The window's entry of the experience; None if it was not seen before.
+        history: The versions of the lineage.
+        steps: The number of steps that the lineage has taken.
+        limits: The admission limits.
     """
     try:
         return _decide(experience, entry, history, steps, limits)
@@ -169,63 +183,67 @@ def _decide(
             return Decision("ignore")
         if experience.revision < entry.revisions[-1]:
             return Decision("drop", "already_trained" if entry.trained else "superseded")
-    found = objection(experience, entry, history, steps, limits)
-    if found is None:
+    rejection = find_objection(experience, entry, history, steps, limits)
+    if rejection is None:
         return Decision("queue", None, replaces=True)
-    return Decision("drop", found.reason, replaces=True, detail=found.detail)
+    return Decision("drop", rejection.reason, replaces=True, detail=rejection.detail)
 
 
-def objection(
+def find_objection(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> Dropped | None:
-    """Why this revision cannot change the weights, None when it can."""
+) -> Objection | None:
+    """Return the reason for which this revision cannot change the weights, None when it can."""
     trained = entry is not None and entry.trained
     if experience.branch is None:
-        return Dropped(experience.no_reward or "no_reward")
+        return Objection(experience.no_reward or "no_reward")
     if not trained and not limits.examples(experience):
-        return _nothing(experience, limits)
-    return _malformed(experience, limits) or expired(experience, entry, history, steps, limits)
+        return _objection_without_examples(experience, limits)
+    return _find_malformation(experience, limits) or find_expiry(experience, entry, history, steps, limits)
 
 
-def expired(
+def find_expiry(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> Dropped | None:
-    """The part of `objection` whose answer changes while an experience waits, because the weights move."""
+) -> Objection | None:
+    """Return the objections that may arise while an experience waits, because the weights move meanwhile."""
     try:
-        return _expired(experience, entry, history, steps, limits)
+        return _find_expiry(experience, entry, history, steps, limits)
     except Exception as error:
         if is_fatal(error) or isinstance(error, OSError):
             raise
-        return Dropped("invalid", reason_of(error)[:_DETAIL_LENGTH_MAX])
+        return Objection("invalid", reason_of(error)[:_DETAIL_LENGTH_MAX])
 
 
-def _expired(
+def _find_expiry(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> Dropped | None:
+) -> Objection | None:
     trained = entry is not None and entry.trained
-    excluded = history.excluded_of(versions_of(experience)) is not None
+    excluded = history.first_excluded(versions_of(experience)) is not None
     if excluded and not trained:
         return EXCLUDED
-    reason = stale(experience, history, limits.max_staleness)
+    reason = staleness_reason(experience, history, limits.max_staleness)
     if reason is not None:
-        return Dropped(reason)
-    if entry is not None and trained and not due_of(experience, entry, history, steps, limits):
-        return EXCLUDED if excluded else Dropped("unchanged")
+        return Objection(reason)
+    if entry is not None and trained and not pending_updates_of(experience, entry, history, steps, limits):
+        return EXCLUDED if excluded else Objection("unchanged")
     return None
 
 
-def due_of(
+def pending_updates_of(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> tuple[Due, ...]:
-    """What of it is to be trained. What an excluded version answered is worth nothing, whatever is said of it."""
-    excluded = history.excluded_of(versions_of(experience)) is not None
-    given = () if excluded else limits.examples(experience)
-    return due(experience, entry, given, history, steps, limits.rules)
+) -> tuple[PendingUpdate, ...]:
+    """Return the updates that the weights lack for the experience. An excluded version's answers have no examples, so
+    their contributions are reversed."""
+    excluded = history.first_excluded(versions_of(experience)) is not None
+    trained_examples = () if excluded else limits.examples(experience)
+    return pending_updates(experience, entry, trained_examples, history, steps, limits.rules)
 
 
-def stale(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
-    """P5, by the oldest version of all its spans (P3: the versions that the engine reported). What nobody sampled is
-    never stale."""
+def staleness_reason(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
+    """Return why the experience is too old to be trained (P5), None if it is fresh.
+
+    The oldest version of all its spans counts, as the engine reported it (P3). Tokens that no model sampled are never
+    stale.
+    """
     staleness = history.staleness(versions_of(experience))
     if staleness is None:
         return "foreign_version"
@@ -233,37 +251,40 @@ def stale(experience: Experience, history: History, max_staleness: int) -> DropR
 
 
 def versions_of(experience: Experience) -> Sequence[str]:
-    """What sampled its tokens."""
+    """Return the versions that sampled its tokens, each once, in the order of the spans."""
     branch = experience.branch
     sampled = branch is not None and experience.origin == "sampled"
     return tuple(dict.fromkeys(span.version for span in branch.spans)) if sampled and branch is not None else ()
 
 
-def _nothing(experience: Experience, limits: AdmissionLimits) -> Dropped:
-    """Why nothing of it is trained: something would be, but for one thing."""
+def _objection_without_examples(experience: Experience, limits: AdmissionLimits) -> Objection:
+    """Return the reason for which an experience with a branch has no examples."""
     if experience.branch is not None and limits.write is not None and limits.signals.edits and experience.edits:
         longer = replace(limits, sequence_tokens=2**62)
-        return Dropped("too_long") if longer.examples(experience) else Dropped("invalid", "edit")
+        return Objection("too_long") if longer.examples(experience) else Objection("invalid", "edit")
     if limits.signals.rewards_alone and experience.no_reward is not None:
-        return Dropped(experience.no_reward)
-    return Dropped(experience.no_reward or "no_reward", "no_signal")
+        return Objection(experience.no_reward)
+    return Objection(experience.no_reward or "no_reward", "no_signal")
 
 
-def _malformed(experience: Experience, limits: AdmissionLimits) -> Dropped | None:
-    """The model has no such token or context, the first token would have to be predicted from nothing, or the reward
-    cannot be meant."""
+def _find_malformation(experience: Experience, limits: AdmissionLimits) -> Objection | None:
+    """Return the objection to a branch that the model cannot be trained on, None if there is none.
+
+    The model has no such token or context, the first token has no prefix to be predicted from, or the reward is beyond
+    `reward_max`.
+    """
     assert experience.branch is not None
     token_ids = experience.branch.token_ids
     if experience.origin == "written" and limits.logprobs:
-        return Dropped("invalid", "written")
+        return Objection("invalid", "written")
     if len(token_ids) > limits.sequence_tokens:
-        return Dropped("too_long")
+        return Objection("too_long")
     if max(token_ids) >= limits.vocabulary:
-        return Dropped("invalid", "vocabulary")
+        return Objection("invalid", "vocabulary")
     if any(span.temperature < SAMPLED_TEMPERATURE_MIN for span in experience.branch.spans):
-        return Dropped("invalid", "temperature")
+        return Objection("invalid", "temperature")
     if experience.branch.spans[0].start == 0:
-        return Dropped("invalid")
+        return Objection("invalid")
     if len(limits.examples(experience)) > limits.examples_max:
-        return Dropped("invalid", "examples")
-    return Dropped("invalid") if abs(experience.reward or 0.0) > limits.reward_max else None
+        return Objection("invalid", "examples")
+    return Objection("invalid") if abs(experience.reward or 0.0) > limits.reward_max else None

@@ -1,9 +1,9 @@
-"""What of an experience is trained: its branch, single answers of it, and what should have been answered. Pure.
+"""Derives the examples of an experience: its branch, single answers of it, and edited answers. Pure.
 
-An *example* is one sequence with the tokens of it that are in the loss; a row of a batch is made of one. Most
-algorithms know one example of an experience, its branch. A side of a preference is the branch up to the end of the
-answer, with that answer alone in the loss. An edit is the same up to the beginning of the answer, exactly as the engine
-was asked (P2), and then the edit's own tokens.
+An *example* is one sequence with a mask of the tokens that are in the loss; it becomes one row of a batch. Most
+algorithms use one example of an experience, its branch. A side of a preference is the branch up to the end of the
+answer, with that answer alone in the loss. An edit is the branch up to the beginning of the answer, with the prompt
+exactly as the engine received it (P2), followed by the edit's own tokens.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from headrace_schemas.events.chat import Message
 from headrace_schemas.events.experience import Edit
 from headrace_trainer.algorithms.signals import Signals
 
-Write = Callable[[Message], tuple[int, ...] | None]
-"""The tokens of an answer, with the one that ends it; None where the model cannot be made to say it."""
-Replied = Callable[[Experience], Iterable["Example"]]
-"""The answers that somebody replied to, and those that were accepted."""
+WriteAnswer = Callable[[Message], tuple[int, ...] | None]
+"""Returns the tokens of an answer with its end token; None where the model cannot produce it."""
+FindReplyExamples = Callable[[Experience], Iterable["Example"]]
+"""Returns the examples of answers that a user contradicted or accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence of an experience. Compared by `part`, which names it within the experience."""
+    """One sequence of an experience. `part` identifies it within the experience."""
 
     part: str = ""
-    """Empty: the branch as it is."""
+    """Empty for the whole branch."""
     value: float | None = None
-    """1: to be made likelier, -1: less likely. None: the experience's reward says."""
+    """1 to make the sequence likelier, -1 to make it less likely. None: the experience's reward decides."""
     pair: str = ""
-    """What it is trained together with has the same; empty where it is trained alone."""
+    """Name shared by the examples that are trained together; empty where the example is trained alone."""
     turn_id: str = ""
     choice: int = 0
-    """The answer that it is about, where it is not the whole branch."""
+    """Choice of the answer that the example is about, where it is not the whole branch."""
     tokens: tuple[int, ...] = ()
-    """Written in place of that answer; empty where the answer itself is trained."""
+    """Tokens that replace that answer; empty where the answer itself is trained."""
     length_max: int = 0
-    """Of the sequences that a teacher is asked about besides its own."""
+    """Length of the longest further sequence that a teacher grades for this example."""
 
     def span(self, branch: Branch) -> Span | None:
-        """The answer that it is about."""
+        """Return the span of the answer that the example is about."""
         return next((span for span in branch.spans if (span.turn_id, span.choice) == (self.turn_id, self.choice)), None)
 
 
@@ -53,27 +53,34 @@ def examples(
     experience: Experience,
     signals: Signals,
     worth: Callable[[float], float] | None,
-    write: Write | None,
-    replied: Replied | None = None,
+    write: WriteAnswer | None,
+    replied: FindReplyExamples | None = None,
 ) -> tuple[Example, ...]:
-    """In a fixed order, each part once. None of them: the experience carries nothing that is trained."""
+    """Return the examples of an experience in a fixed order, each part once.
+
+    The result is empty if the experience carries no signal that is trained.
+    """
     if experience.branch is None:
         return ()
-    found = [*_branch(experience, signals, worth)]
+    candidates = [*_branch_examples(experience, signals, worth)]
     if signals.edits and write is not None:
         for edit in experience.edits:
-            found += _edited(experience, edit, signals, write)
+            candidates += _edit_examples(experience, edit, signals, write)
     if signals.preferences:
-        found += _compared(experience, signals)
+        candidates += _preference_examples(experience, signals)
     if signals.replies and replied is not None:
-        found += replied(experience)
-    held = [one for one in found if not one.turn_id or one.span(experience.branch) is not None]
-    return tuple({one.part: one for one in held}.values())
+        candidates += replied(experience)
+    present_examples = [
+        example for example in candidates if not example.turn_id or example.span(experience.branch) is not None
+    ]
+    return tuple({example.part: example for example in present_examples}.values())
 
 
-def _branch(experience: Experience, signals: Signals, worth: Callable[[float], float] | None) -> Iterator[Example]:
+def _branch_examples(
+    experience: Experience, signals: Signals, worth: Callable[[float], float] | None
+) -> Iterator[Example]:
     if experience.origin == "written" and signals.written:
-        yield from _demonstration(experience, signals, worth)
+        yield from _demonstration_examples(experience, signals, worth)
     elif signals.branches:
         if experience.origin == "sampled":
             yield Example(value=1.0)
@@ -81,12 +88,14 @@ def _branch(experience: Experience, signals: Signals, worth: Callable[[float], f
         yield BRANCH
 
 
-def _demonstration(
+def _demonstration_examples(
     experience: Experience, signals: Signals, worth: Callable[[float], float] | None
 ) -> Iterator[Example]:
-    """What somebody wrote is to be learned, unless it says otherwise: a rejected answer is none to learn, a side of a
-    preference is trained as such where preferences are, and where rewards are labels the label says what it is."""
-    sides = {one.side for one in experience.preferences}
+    """Yield the example of a written branch. It is trained as a demonstration unless its preferences or its reward
+    decide
+    otherwise: a rejected answer is no demonstration, a side of a preference is trained as a preference where the
+    algorithm uses them, and where rewards are labels the label decides."""
+    sides = {preference.side for preference in experience.preferences}
     if experience.no_reward == "withdrawn" or "rejected" in sides or (sides and signals.preferences):
         return
     if worth is None or experience.reward is None:
@@ -95,7 +104,7 @@ def _demonstration(
         yield BRANCH
 
 
-def _edited(experience: Experience, edit: Edit, signals: Signals, write: Write) -> Iterator[Example]:
+def _edit_examples(experience: Experience, edit: Edit, signals: Signals, write: WriteAnswer) -> Iterator[Example]:
     tokens = write(edit.message)
     if not tokens:
         return
@@ -106,10 +115,10 @@ def _edited(experience: Experience, edit: Edit, signals: Signals, write: Write) 
         yield Example(f"replaced/{name}", -1.0, pair, edit.turn_id, edit.choice)
 
 
-def _compared(experience: Experience, signals: Signals) -> Iterator[Example]:
+def _preference_examples(experience: Experience, signals: Signals) -> Iterator[Example]:
     for side in experience.preferences:
         name = f"{side.turn_id}/{side.choice}/{side.preference_id}"
-        # A tenant's preferences never meet those of another one.
+        # Preferences of two tenants must never share a pair, even if their ids are equal.
         tenant = f"{len(experience.tenant)}/{experience.tenant}"
         pair = f"preference/{tenant}/{side.preference_id}" if signals.paired else ""
         value = 1.0 if side.side == "chosen" else -1.0
@@ -117,9 +126,9 @@ def _compared(experience: Experience, signals: Signals) -> Iterator[Example]:
 
 
 def tokens_of(example: Example, branch: Branch) -> int:
-    """The length of its sequence."""
+    """Return the length of the longest sequence that the example needs."""
     span = example.span(branch)
     if span is None:
         return len(branch.token_ids)
-    own = span.start + len(example.tokens) if example.tokens else span.stop
-    return max(own, example.length_max)
+    length = span.start + len(example.tokens) if example.tokens else span.stop
+    return max(length, example.length_max)

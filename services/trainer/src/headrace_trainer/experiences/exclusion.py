@@ -1,4 +1,4 @@
-"""What a version answered that its rollout took back is taken out of the weights, as far as that can be done."""
+"""Removes the answers of an excluded version from the weights, as far as its experiences can still be trained."""
 
 from __future__ import annotations
 
@@ -6,47 +6,59 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from headrace_schemas import Experience
-from headrace_trainer.experiences.admission import objection
+from headrace_trainer.experiences.admission import find_objection
 from headrace_trainer.experiences.state import LineageState
 
 
-def held_of(state: LineageState, version: str) -> dict[str, tuple[int, ...]]:
-    """The experiences that an excluded version answered and that the weights hold contributions of, each with the
-    revisions that made them; `take_back` is to be told."""
-    held: dict[str, tuple[int, ...]] = {}
+def find_excluded_contributions(state: LineageState, version: str) -> dict[str, tuple[int, ...]]:
+    """Return the experiences of an excluded version that the weights hold contributions of, with their revisions.
+
+    Pass the result to `take_back`.
+    """
+    revisions_by_name: dict[str, tuple[int, ...]] = {}
     for name in state.window:
         entry = state.window.get(name)
-        if entry is not None and state.history.excluded_of(entry.versions) == version:
+        if entry is not None and state.history.first_excluded(entry.versions) == version:
             revisions = entry.held_revisions(state.history, state.steps)
             if revisions and entry.holds(state.history, state.steps):
-                held[name] = tuple(sorted(revisions))
-    return held
+                revisions_by_name[name] = tuple(sorted(revisions))
+    return revisions_by_name
 
 
 def take_back(
-    state: LineageState, held: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime
+    state: LineageState,
+    revisions_by_name: Mapping[str, Sequence[int]],
+    experiences: Mapping[str, Experience],
+    now: datetime,
 ) -> int:
-    """Queue a correction for each experience that `held_of` returned: it takes out of the weights what they hold.
+    """Queue a correction for each experience that `held_of` returned. The correction reverses its contributions.
 
-    `found` were read again from the bus. Returns how many stay in the weights: those that are too old to be trained
-    (P5), whose tokens the bus no longer has, and those without room in the queue.
+    Args:
+        state: The state of the lineage.
+        held: Revisions of each experience.
+        found: The experiences as they were read again from the bus.
+        now: The present time.
+
+    Returns:
+        The number of experiences that stay in the weights: too old to be trained (P5), no longer on the bus, or without
+        room in the queue.
     """
-    left = 0
-    for name, revisions in held.items():
-        experience = found.get(name)
-        if state.waits(name):  # what waits is a correction, and takes back just as much
+    remaining = 0
+    for name, revisions in revisions_by_name.items():
+        experience = experiences.get(name)
+        if state.is_waiting(name):  # the waiting revision is a correction already and reverses just as much
             state.note_undone(name, revisions)
         elif experience is not None and _correctable(state, experience):
             state.put_again(experience, now)
             state.note_undone(name, revisions, again=experience.revision)
         else:
-            left += 1
-    return left
+            remaining += 1
+    return remaining
 
 
 def _correctable(state: LineageState, experience: Experience) -> bool:
-    """Whether it can be queued, and is the last word that was read about it."""
+    """Return whether the experience can be queued and is the newest revision that was read."""
     entry = state.window.get(experience.experience_id)
     if entry is None or experience.revision != entry.revisions[-1] or not state.room:
         return False
-    return objection(experience, entry, state.history, state.steps, state.limits) is None
+    return find_objection(experience, entry, state.history, state.steps, state.limits) is None

@@ -1,8 +1,8 @@
-"""The versions of a lineage as a tree, and how far apart two of them are (P5).
+"""The tree of a lineage's versions, and the distance between two of them (P5).
 
 Usually the tree is a chain. It branches when the registry refuses a version: the weights go back to the champion, and
 the next version is its child. Staleness is therefore the length of the path between two versions, not a difference of
-step numbers: after ten refused versions the champion's experiences are as fresh as they ever were.
+step numbers: after ten refused versions the champion's experiences are as fresh as before.
 """
 
 from __future__ import annotations
@@ -15,61 +15,62 @@ from headrace_schemas.base import Model, Version
 from headrace_schemas.blobs import BlobRef
 
 
-class Published(Model):
+class PublishedVersion(Model):
     """One version of the lineage. Its weights are its parent's after the steps `first_step .. last_step`."""
 
     version: Version
     parent: Version | None
     number: int
-    """`Manifest.step`: versions of the lineage before this one."""
+    """The value of `Manifest.step`: the number of earlier versions in the lineage."""
     manifest: BlobRef
     first_step: int = 1
     last_step: int = 0
-    """Steps are counted over the lineage's whole life and never reused. A version without steps has none in between."""
+    """Steps are counted over the lineage's whole life and never reused. A version without steps has `last_step` before
+    `first_step`."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Immutable. `head` is the version that the weights in training descend from; they also hold all steps since then,
-    from `head_step` on (exclusive)."""
+    """Immutable tree of versions. `head` is the version that the weights in training descend from. The weights also
+    hold all steps after `head_step`."""
 
-    versions: tuple[Published, ...]
+    versions: tuple[PublishedVersion, ...]
     head: str
     head_step: int
     replayed: Mapping[str, int] = field(default_factory=dict)
-    """Versions of another lineage whose experiences are trained again here, by number: each counts as ours of the same
-    number, so that a replay makes the same decisions about staleness (P9)."""
+    """Numbers of the versions of the lineage that is replayed. Each of them counts as this lineage's version of the
+    same number, so that a replay makes the same decisions about staleness (P9)."""
     excluded: frozenset[str] = frozenset()
-    """Versions whose experiences are not trained: their rollouts took them back."""
+    """Versions whose experiences are not trained, because their rollouts excluded them."""
 
     @classmethod
-    def begin(cls, first: Published) -> History:
+    def begin(cls, first: PublishedVersion) -> History:
         return cls((first,), first.version, first.last_step)
 
     @cached_property
-    def _by_name(self) -> dict[str, Published]:
+    def _by_name(self) -> dict[str, PublishedVersion]:
         return {published.version: published for published in self.versions}
 
     @cached_property
     def distances(self) -> dict[str, int]:
-        """Edges between each version and the head. A version that the tree no longer connects to it has no entry."""
+        """Number of edges between each version and the head. A version without a path to the head has no entry."""
         neighbours: dict[str, list[str]] = {name: [] for name in self._by_name}
         for published in self.versions:
             if published.parent in neighbours:
                 neighbours[published.version].append(published.parent)
                 neighbours[published.parent].append(published.version)
-        found, frontier = {self.head: 0}, [self.head]
+        distances, frontier = {self.head: 0}, [self.head]
         for name in frontier:  # breadth first: the list grows while it is walked
             for neighbour in neighbours[name]:
-                if neighbour not in found:
-                    found[neighbour] = found[name] + 1
+                if neighbour not in distances:
+                    distances[neighbour] = distances[name] + 1
                     frontier.append(neighbour)
-        return found
+        return distances
 
     def __contains__(self, version: object) -> bool:
         return version in self._by_name
 
-    def __getitem__(self, version: str) -> Published:
+    def __getitem__(self, version: str) -> PublishedVersion:
         return self._by_name[version]
 
     @property
@@ -77,19 +78,22 @@ class History:
         return max(published.number for published in self.versions) + 1
 
     def staleness(self, versions: Iterable[str]) -> int | None:
-        """Versions between the oldest of `versions` and the head; None when one of them is not of this lineage."""
-        found = [self._distance(version) for version in versions]
-        known = [distance for distance in found if distance is not None]
-        return max(known, default=0) if len(known) == len(found) else None
+        """Return the number of versions between the oldest of `versions` and the head; None when one is of another
+        lineage."""
+        distances = [self._distance(version) for version in versions]
+        own = [distance for distance in distances if distance is not None]
+        return max(own, default=0) if len(own) == len(distances) else None
 
-    def excluding(self, version: str, *, ends: bool = False) -> History:
-        """Nothing that `version` answered is trained from now on; `ends`: it is again. Versions that are not remembered
-        are foreign anyway."""
-        known = version in self and not ends
-        return replace(self, excluded=self.excluded | {version} if known else self.excluded - {version})
+    def with_exclusion(self, version: str, *, ends: bool = False) -> History:
+        """Return the history with `version` excluded from training, or included again with `ends`.
 
-    def excluded_of(self, versions: Iterable[str]) -> str | None:
-        """The first of them whose experiences are not trained."""
+        A version that is not remembered is foreign and needs no exclusion.
+        """
+        excludes = version in self and not ends
+        return replace(self, excluded=self.excluded | {version} if excludes else self.excluded - {version})
+
+    def first_excluded(self, versions: Iterable[str]) -> str | None:
+        """Return the first of `versions` whose experiences are not trained."""
         return next((version for version in versions if version in self.excluded), None)
 
     def _distance(self, version: str) -> int | None:
@@ -99,44 +103,48 @@ class History:
         return max(0, self[self.head].number - number)
 
     def descends_from(self, version: str) -> bool:
-        """Whether the weights in training hold what `version` learned: it is the head or one of its ancestors."""
+        """Return whether the weights in training hold the steps of `version`: it is the head or one of its
+        ancestors."""
         return self.descends(self.head, version)
 
     def descends(self, version: str, ancestor: str) -> bool:
-        """Whether `version` is `ancestor` or was trained from it, over however many versions."""
+        """Return whether `version` is `ancestor` or was trained from it, over any number of versions."""
         return any(published.version == ancestor for published in self._line(version))
 
     def holds_step(self, step: int, now: int) -> bool:
-        """Whether the weights after `now` steps hold what `step` changed. Steps of abandoned versions are undone.
+        """Return whether the weights after `now` steps hold the change of `step`. Steps of abandoned versions are
+        undone.
 
-        Steps older than everything remembered count as held; their experiences are long past any staleness bound.
+        Steps older than all remembered versions count as held; their experiences are long past any staleness bound.
         """
         if self.head_step < step <= now:
             return True
         line = list(self._line(self.head))
         return any(p.first_step <= step <= p.last_step for p in line) or step < line[-1].first_step
 
-    def published(self, version: Published, keep: Collection[str], limit: int) -> History:
-        """With `version`, which becomes the head, and at most `limit` versions; those in `keep` are never forgotten."""
+    def with_version(self, version: PublishedVersion, keep: Collection[str], limit: int) -> History:
+        """Return the history with `version` as its head and at most `limit` versions. Versions in `keep` always
+        stay."""
         versions = [*self.versions, version]
         spare = len(versions) - limit
-        kept = []
+        remaining = []
         for old in versions[:-1]:
             if spare > 0 and old.version not in keep and old.version != version.parent:
                 spare -= 1
             else:
-                kept.append(old)
-        excluded = self.excluded & {old.version for old in kept}
+                remaining.append(old)
+        excluded = self.excluded & {old.version for old in remaining}
         return replace(
-            self, versions=(*kept, version), head=version.version, head_step=version.last_step, excluded=excluded
+            self, versions=(*remaining, version), head=version.version, head_step=version.last_step, excluded=excluded
         )
 
-    def moved(self, version: str, now: int) -> History:
-        """The weights are those of `version` again; everything that the steps up to `now` added to it is undone."""
+    def rewound(self, version: str, now: int) -> History:
+        """Return the history after the weights went back to `version`: the steps since then, up to `now`, are
+        undone."""
         return replace(self, head=version, head_step=now)
 
-    def _line(self, version: str) -> Iterator[Published]:
-        """`version` and its ancestors, newest first, as far as they are remembered."""
+    def _line(self, version: str) -> Iterator[PublishedVersion]:
+        """Yield `version` and its ancestors, newest first, as far as they are remembered."""
         published = self._by_name.get(version)
         while published is not None:
             yield published

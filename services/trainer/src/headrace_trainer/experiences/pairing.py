@@ -1,8 +1,8 @@
-"""Answers that were compared meet by the name of their comparison, in one experience or in two. Pure.
+"""Pairs the answers of a comparison, which come in one experience or in two. Pure.
 
-An experience waits until both answers of each of its comparisons are there. What has met in one batch stays together: a
-*party* is all experiences that are connected by comparisons. When the first of a party has waited for long enough the
-party goes as it is, with those of its comparisons that are whole; an experience of which none is goes nowhere.
+An experience waits until both answers of each of its comparisons have arrived. Experiences that are connected by
+comparisons form a *party* and are trained in one batch. When the first experience of a party has waited long enough,
+the party is trained with the comparisons that are complete; an experience without any complete one is dropped.
 """
 
 from __future__ import annotations
@@ -13,84 +13,94 @@ from datetime import datetime, timedelta
 
 from headrace_runtime.clock import from_epoch_ms
 from headrace_trainer.experiences.examples import Example
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 
-Open = Callable[[Waiting], Sequence[Example]]
-"""The examples of an experience that wait for another one."""
+FindOpenAnswers = Callable[[WaitingExperience], Sequence[Example]]
+"""Returns the examples of an experience that must be trained with another answer."""
 
 
-def met(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str], str]:
-    """Experience and part of each answer whose other one is there, to the name of the pair. Of several that claim the
-    same side of a comparison the first one is taken."""
+def match_answers(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str], str]:
+    """Map each answer whose counterpart has arrived, by experience and part, to the name of its pair.
+
+    If several answers claim the same side of a comparison, the first one is used.
+    """
     sides: dict[str, dict[bool, tuple[str, str]]] = {}
-    for name, one in answers:
-        if one.pair and one.value:
-            sides.setdefault(one.pair, {}).setdefault(one.value > 0, (name, one.part))
+    for name, example in answers:
+        if example.pair and example.value:
+            sides.setdefault(example.pair, {}).setdefault(example.value > 0, (name, example.part))
     return {answer: pair for pair, both in sides.items() if len(both) == 2 for answer in both.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """What can go, party by party, corrections first; to which party each experience belongs; and what waited in
-    vain."""
+    """Result of the pairing: experiences that can be trained, party by party, corrections first; the party of each
+    experience; and experiences whose counterpart did not come in time."""
 
-    ready: tuple[Waiting, ...]
+    ready: tuple[WaitingExperience, ...]
     party: Mapping[str, str]
-    unpaired: tuple[Waiting, ...]
+    unpaired: tuple[WaitingExperience, ...]
 
 
-def parties(
-    waiting: Sequence[Waiting],
+def form_parties(
+    waiting: Sequence[WaitingExperience],
     wait: timedelta,
     now: datetime,
-    open_answers: Open,
-    is_correction: Callable[[Waiting], bool],
+    find_open_answers: FindOpenAnswers,
+    is_correction: Callable[[WaitingExperience], bool],
 ) -> Parties:
-    """`waiting` is in order of arrival. A correction has nothing that is open, or something else to train."""
-    answers = {item.experience.experience_id: tuple(open_answers(item)) for item in waiting}
-    flat = [(name, one) for name, several in answers.items() for one in several]
-    pairs = met(flat)
-    party = _connected(answers, pairs)
-    members: dict[str, list[Waiting]] = {}
+    """Divide the waiting experiences into parties.
+
+    Args:
+        waiting: The experiences in order of arrival.
+        wait: How long a party waits for missing answers.
+        now: The present time.
+        open_answers: Returns the examples of an experience that must be trained with another answer.
+        is_correction: Whether an experience has other updates to train, or no open answer.
+    """
+    answers = {item.experience.experience_id: tuple(find_open_answers(item)) for item in waiting}
+    flat = [(name, example) for name, examples in answers.items() for example in examples]
+    pairs = match_answers(flat)
+    party_of = _connect(answers, pairs)
+    members: dict[str, list[WaitingExperience]] = {}
     for item in waiting:
-        members.setdefault(party[item.experience.experience_id], []).append(item)
-    alone: list[Waiting] = []
-    ready: list[Waiting] = []
-    unpaired: list[Waiting] = []
-    for several in members.values():
-        late = any(now - from_epoch_ms(item.since_ms) >= wait for item in several)
-        whole = all(
-            (item.experience.experience_id, one.part) in pairs
-            for item in several
-            for one in answers[item.experience.experience_id]
+        members.setdefault(party_of[item.experience.experience_id], []).append(item)
+    corrections: list[WaitingExperience] = []
+    ready: list[WaitingExperience] = []
+    unpaired: list[WaitingExperience] = []
+    for items in members.values():
+        late = any(now - from_epoch_ms(item.since_ms) >= wait for item in items)
+        complete = all(
+            (item.experience.experience_id, example.part) in pairs
+            for item in items
+            for example in answers[item.experience.experience_id]
         )
-        if not (whole or late):
+        if not (complete or late):
             continue
-        for item in several:
+        for item in items:
             name = item.experience.experience_id
-            if any((name, one.part) in pairs for one in answers[name]):
+            if any((name, example.part) in pairs for example in answers[name]):
                 ready.append(item)
             elif is_correction(item):
-                alone.append(item)
+                corrections.append(item)
             else:
                 unpaired.append(item)
-    return Parties((*alone, *ready), party, tuple(unpaired))
+    return Parties((*corrections, *ready), party_of, tuple(unpaired))
 
 
-def _connected(answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Each experience to the first one of its party."""
+def _connect(answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Map each experience to the first one of its party (union-find)."""
     root = {name: name for name in answers}
 
-    def find(name: str) -> str:
+    def find_root(name: str) -> str:
         while root[name] != name:
             root[name] = root[root[name]]
             name = root[name]
         return name
 
-    order = {name: place for place, name in enumerate(answers)}
+    order = {name: index for index, name in enumerate(answers)}
     seen: dict[str, str] = {}
     for (name, _), pair in pairs.items():
-        one, other = find(name), find(seen.setdefault(pair, name))
-        first, second = sorted((one, other), key=order.__getitem__)
+        roots = find_root(name), find_root(seen.setdefault(pair, name))
+        first, second = sorted(roots, key=order.__getitem__)
         root[second] = first
-    return {name: find(name) for name in answers}
+    return {name: find_root(name) for name in answers}

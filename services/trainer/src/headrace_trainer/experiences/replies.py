@@ -1,8 +1,9 @@
-"""What the user said after an answer, found in the tokens of the branch; and which answers that makes examples of.
+"""Finds the user's reply to an answer in the tokens of a branch, and the examples that follow from it.
 
-A branch holds what the engine was asked with: after an answer its end, the next messages, and the opening of the next
-answer. The base's chat template says what a single message of a user looks like there. What has another form (a tool's
-result, several messages, what a client rewrote) is no reply. No token is made here (P2).
+A branch holds the prompt of each answer as the engine received it: after an answer come its end, the next messages, and
+the opening of the next answer. The base's chat template defines the form of a single message of a user. Tokens of
+another form (a tool's result, several messages, a message that a client rewrote) are no reply. No token is created
+here (P2).
 """
 
 from __future__ import annotations
@@ -17,52 +18,58 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import TOKENIZER_FILE
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.experiences.examples import Example
-from headrace_trainer.experiences.templates import environment, special_tokens, template_of
+from headrace_trainer.experiences.templates import environment, read_template, special_tokens
 
 CONTRADICTED, ACCEPTED = "contradicted/", "accepted/"
-"""How the parts of such examples begin."""
+"""Prefixes of the parts of such examples."""
 _CACHED_MAX = 4096
 _OPENING_TOKENS_MAX = 32
 _MARK = "\ue000"
-_ASKED = {"role": "user", "content": "x"}
-_ANSWER = {"role": "assistant", "content": _MARK}
+_USER_MESSAGE = {"role": "user", "content": "x"}
+_ANSWER_MESSAGE = {"role": "assistant", "content": _MARK}
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_CALL_MESSAGE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Of one answer: its prompt without the opening of an answer, the user's next message with one, and what the model
-    answered to that."""
+    """The prompt of an answer without the opening of the answer, the user's next message with one, and the model's
+    answer to that message."""
 
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
-    next: Span
+    next_span: Span
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """What stands before and after the content of a message, the opening of an answer included."""
+class _MessageForm:
+    """Text before and after the content of a message, the opening of an answer included."""
 
     before: str
     after: str
 
-    def holds(self, text: str) -> bool:
+    def matches(self, text: str) -> bool:
         longer = len(text) > len(self.before) + len(self.after)
         return longer and text.startswith(self.before) and text.endswith(self.after)
 
 
 class ReplyReader:
-    """Reads a model folder once. `contradicted_max` and `accepted_min` are bounds on the reward of a turn;
-    `earlier_max` is how many answers before a contradicted one are looked for.
+    """Finds replies with the tokenizer and the chat template of a model folder.
 
-    Raises `SettingError` when the folder has no tokenizer, or no chat template that shows where messages begin and end.
+    Args:
+        folder: The model folder. It is read once.
+        contradicted_max: The highest reward of a turn whose answer counts as contradicted.
+        accepted_min: The lowest reward of a turn whose answer counts as accepted.
+        earlier_max: How many answers before a contradicted one `earlier` returns at most.
+
+    Raises:
+        SettingError: The folder has no tokenizer, or its chat template does not show where messages begin and end.
     """
 
     def __init__(self, folder: Path, contradicted_max: float, accepted_min: float, earlier_max: int = 0) -> None:
         from tokenizers import Tokenizer
 
-        template = template_of(folder)
+        template = read_template(folder)
         if template is None or not (folder / TOKENIZER_FILE).is_file():
             raise SettingError("trainer.base", str(folder), f"replies need its chat template and {TOKENIZER_FILE}")
         self._bounds = contradicted_max, accepted_min
@@ -71,66 +78,72 @@ class ReplyReader:
         self._names = special_tokens(folder)
         self._template = environment().from_string(template)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._controls = frozenset(number for number, one in added.items() if one.special)
-        plain, answered = self._render([_ASKED]), self._render([_ASKED, _ANSWER])
-        asking = self._render([_ASKED], opens=True)
-        user = self._form([_ASKED, _ANSWER], {"role": "user", "content": _MARK})
+        self._controls = frozenset(token_id for token_id, token in added.items() if token.special)
+        plain, answered = self._render([_USER_MESSAGE]), self._render([_USER_MESSAGE, _ANSWER_MESSAGE])
+        asking = self._render([_USER_MESSAGE], opens=True)
+        user = self._form([_USER_MESSAGE, _ANSWER_MESSAGE], {"role": "user", "content": _MARK})
         if user is None or not user.before or plain is None or answered is None or not str(asking).startswith(plain):
             remedy = "its chat template does not show where a user's message begins and ends; replies need that"
             raise SettingError("trainer.base", str(folder), remedy)
         self._user = user
-        self._tool = self._form([_ASKED, _CALLED], {"role": "tool", "tool_call_id": "1", "content": _MARK})
+        self._tool = self._form([_USER_MESSAGE, _CALL_MESSAGE], {"role": "tool", "tool_call_id": "1", "content": _MARK})
         self._opening = str(asking)[len(plain) :]
         self._closing = answered.partition(_MARK)[2]
-        self._cached = lru_cache(_CACHED_MAX)(self._places)
+        self._cached = lru_cache(_CACHED_MAX)(self._find_boundaries)
 
     def examples(self, experience: Experience) -> Iterator[Example]:
-        """Contradicted answers, and accepted ones with the value 0. Calls that a tool answered are neither."""
+        """Yield contradicted answers with the value 1, and accepted ones with 0. Answers to which a tool replied are
+        skipped."""
         branch, (contradicted_max, accepted_min) = experience.branch, self._bounds
-        rewards = {one.turn_id: one.value for one in experience.turn_rewards}
+        rewards = {reward.turn_id: reward.value for reward in experience.turn_rewards}
         if branch is None or experience.origin != "sampled":
             return
         for span in branch.spans:
             reward, name = rewards.get(span.turn_id), f"{span.turn_id}/{span.choice}"
             if reward is None or contradicted_max < reward < accepted_min:
                 continue
-            found = self.read(branch, span)
-            if reward >= accepted_min and (found is not None or span is branch.spans[-1]):
+            reply = self.read(branch, span)
+            if reward >= accepted_min and (reply is not None or span is branch.spans[-1]):
                 yield Example(f"{ACCEPTED}{name}", 0.0, "", span.turn_id, span.choice)
-            if found is not None and reward <= contradicted_max:
-                longest = max(len(span.logprobs), len(found.next.logprobs))
-                longest += len(found.prompt) + len(found.reply)
+            if reply is not None and reward <= contradicted_max:
+                longest = max(len(span.logprobs), len(reply.next_span.logprobs))
+                longest += len(reply.prompt) + len(reply.reply)
                 yield Example(f"{CONTRADICTED}{name}", 1.0, "", span.turn_id, span.choice, (), longest)
 
     def read(self, branch: Branch, span: Span) -> Reply | None:
-        """What the user said after the answer `span`; None where no message of a user, or no answer to one,
+        """Return the user's reply to the answer `span`; None where no message of a user, or no answer to one,
         follows."""
-        place = branch.spans.index(span) + 1
-        if place == len(branch.spans):
+        index = branch.spans.index(span) + 1
+        if index == len(branch.spans):
             return None
-        following, ids = branch.spans[place], branch.token_ids
-        found = self._cached(
+        following, ids = branch.spans[index], branch.token_ids
+        boundaries = self._cached(
             tuple(ids[max(0, span.start - _OPENING_TOKENS_MAX) : span.start]), tuple(ids[span.stop : following.start])
         )
-        if found is None:
+        if boundaries is None:
             return None
-        opening, closing = found
+        opening, closing = boundaries
         prompt, reply = ids[: span.start - opening], ids[span.stop + closing : following.start]
         return Reply(tuple(prompt), tuple(reply), following) if prompt else None
 
     def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
-        """The last answers before `span`, in order, since the user spoke before it."""
-        found: list[Span] = []
-        for one in reversed(branch.spans[: branch.spans.index(span)]):
-            if len(found) == self._earlier_max or self.read(branch, one) is not None:
+        """Return the last answers before `span` since the user's previous message, in order."""
+        spans: list[Span] = []
+        for earlier in reversed(branch.spans[: branch.spans.index(span)]):
+            if len(spans) == self._earlier_max or self.read(branch, earlier) is not None:
                 break
-            found.append(one)
-        return tuple(reversed(found))
+            spans.append(earlier)
+        return tuple(reversed(spans))
 
-    def _places(self, asked: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int] | None:
-        """Tokens of the opening that `asked` ends with, and of the end of an answer that `between` begins with."""
-        lengths = range(len(asked) + 1)
-        opening = next((n for n in lengths if self._text(asked[len(asked) - n :]) == self._opening), None)
+    def _find_boundaries(self, prompt_end: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return the number of opening tokens at the end of a prompt, and of end tokens after its answer.
+
+        Args:
+            prompt_end: The last tokens before the answer.
+            between: The tokens between the answer and the next one.
+        """
+        lengths = range(len(prompt_end) + 1)
+        opening = next((n for n in lengths if self._text(prompt_end[len(prompt_end) - n :]) == self._opening), None)
         text = self._text(between)
         closing_text = text[: max(0, text.find(self._user.before))]
         if opening is None or not self._closing.endswith(closing_text):
@@ -139,22 +152,25 @@ class ReplyReader:
         if closing is None:
             return None
         message = text[len(closing_text) :]
-        whole = self._text(between[closing:]) == message and self._user.holds(message)
-        if not whole or (self._tool is not None and self._tool != self._user and self._tool.holds(message)):
+        valid = self._text(between[closing:]) == message and self._user.matches(message)
+        if not valid or (self._tool is not None and self._tool != self._user and self._tool.matches(message)):
             return None
-        return (opening, closing) if self._single(between[closing:]) else None
+        return (opening, closing) if self._is_single_message(between[closing:]) else None
 
-    def _single(self, message: tuple[int, ...]) -> bool:
-        """No control token but those of the form: else it is several messages."""
+    def _is_single_message(self, message: tuple[int, ...]) -> bool:
+        """Return whether the tokens have no control tokens but those of a user's message; else they are several
+        messages."""
         form = self._tokenizer.encode(f"{self._user.before}x{self._user.after}", add_special_tokens=False).ids
-        return [one for one in message if one in self._controls] == [one for one in form if one in self._controls]
+        return [token for token in message if token in self._controls] == [
+            token for token in form if token in self._controls
+        ]
 
-    def _form(self, messages: list[Any], last: Any) -> _Form | None:
+    def _form(self, messages: list[Any], last: Any) -> _MessageForm | None:
         before, after = self._render(messages), self._render([*messages, last], opens=True)
         if before is None or after is None or not after.startswith(before):
             return None
         head, mark, tail = after[len(before) :].partition(_MARK)
-        return _Form(head, tail) if mark else None
+        return _MessageForm(head, tail) if mark else None
 
     def _render(self, messages: list[Any], *, opens: bool = False) -> str | None:
         try:

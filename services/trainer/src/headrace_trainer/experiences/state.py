@@ -1,8 +1,8 @@
-"""The state of a lineage beside its tensors (P4): what was read, and what became of it.
+"""The state of a lineage besides its tensors (P4): positions in the stream, waiting experiences, outcomes.
 
-The state is saved as a whole, together with the weights it belongs to. Its offsets say which part of the stream was
-read. Each experience of that part is trained (the state has its outcome and its contribution), dropped (the state has
-its outcome) or waiting (the state has the experience itself). So a restart loses nothing and repeats nothing, even if
+The state is saved as a whole, together with the weights it belongs to. Its offsets define the part of the stream that
+was read. Each experience of that part is trained (the state has its outcome and its contribution), dropped (the state
+has its outcome) or waiting (the state has the experience itself). So a restart loses and repeats no experience, even if
 the bus delivers records again or has deleted them.
 """
 
@@ -22,16 +22,16 @@ from headrace_trainer.experiences.admission import (
     AdmissionLimits,
     Decision,
     decide,
-    due_of,
-    expired,
-    objection,
+    find_expiry,
+    find_objection,
+    pending_updates_of,
     versions_of,
 )
-from headrace_trainer.experiences.due import Due
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.pending_updates import PendingUpdate
 from headrace_trainer.experiences.trained_experience import TrainedExperience
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
@@ -43,8 +43,8 @@ Offsets = dict[str, dict[int, int]]
 _DETAIL_LENGTH_MAX = 200
 
 
-class Reported(NamedTuple):
-    """What a save reports: what became of experiences since the one before it."""
+class SaveReport(NamedTuple):
+    """The part of a save that is published: outcomes, reversals and batches since the previous save."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[Undone, ...] = ()
@@ -54,7 +54,7 @@ class Reported(NamedTuple):
 
 
 class Unreported(Model):
-    """What waits for the next account, because the last one had no room for it."""
+    """Outcomes that the next report must contain, because the last one was full."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[Undone, ...] = ()
@@ -72,7 +72,7 @@ class LineageState:
         *,
         baselines: Baselines | None = None,
         window: Window | None = None,
-        waiting: Sequence[Waiting] = (),
+        waiting: Sequence[WaitingExperience] = (),
         offsets: Offsets | None = None,
         promoted: tuple[str, ...] = (),
         steps: int = 0,
@@ -95,35 +95,35 @@ class LineageState:
         self.outcomes = list(outcomes)
         """Outcomes since the last save."""
         self.undone = list(undone)
-        """Outcomes that were taken back since the last save."""
+        """Outcomes that were reversed since the last save."""
         self.restored = list(restored)
-        """Revisions that the weights hold again, since the last save. Nothing changes them before they are saved."""
+        """Revisions that the weights hold again since the last save. They stay unchanged until they are saved."""
         self.batches: list[BatchRecord] = []
         """Batches since the last save."""
         self.read: list[Read] = []
-        """What was read after the last of these batches."""
+        """Ranges of the topic that were read after the last of these batches."""
         self.left_out = list(left_out)
         """Experiences that no step can train, since the last batch."""
         self._gauge()
 
     @property
-    def waiting(self) -> Sequence[Waiting]:
-        """In order of arrival."""
+    def waiting(self) -> Sequence[WaitingExperience]:
+        """Waiting experiences in order of arrival."""
         return tuple(self._waiting.values())
 
     @property
     def room(self) -> int:
-        """Experiences that may still be admitted."""
+        """Number of experiences that may still be admitted."""
         if self._tokens >= self._memory.queue_tokens:
             return 0
         return max(0, self._memory.queue_experiences - len(self._waiting))
 
     @property
     def current(self) -> str | None:
-        """The version that the weights equal, None when steps have moved them on from it."""
+        """Version whose weights equal the present ones, None when steps have changed them since."""
         return self.history.head if self.steps == self.history.head_step else None
 
-    def passed(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
+    def record_offset(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
         """Move the offset past a record that was admitted or refused. `noted`: batches depend on its order (P9)."""
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not noted:
@@ -132,43 +132,47 @@ class LineageState:
             self.read.pop()
         self.read.append(Read(partition=partition, until=offset + 1))
 
-    def admit(self, experience: Experience, place: tuple[int, int], now: datetime) -> Decision:
+    def admit(self, experience: Experience, position: tuple[int, int], now: datetime) -> Decision:
         """Decide about an experience that arrived, and record it. `place` is its partition and offset on the bus."""
         name = experience.experience_id
         entry = self.window.get(name)
         decision = decide(self.bounded(experience), entry, self.history, self.steps, self.limits)
-        if decision.fate == "ignore":
+        if decision.action == "ignore":
             DUPLICATES.inc()
             return decision
         ranges = self.baselines.ranges.note(experience, self.limits.ranges)
         if ranges is not self.baselines.ranges:
             self.baselines = self.baselines.model_copy(update={"ranges": ranges})
         versions = versions_of(experience)
-        self.window.see(name, experience.revision, versions, place if experience.branch is not None else None, now)
+        self.window.record_arrival(
+            name, experience.revision, versions, position if experience.branch is not None else None, now
+        )
         replaced = self._waiting.get(name) if decision.replaces else None
         if replaced is not None:
             self._record(replaced.experience, "superseded")
-        if decision.fate == "queue":
-            self._put(Waiting(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now)))
+        if decision.action == "queue":
+            self._put(
+                WaitingExperience(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now))
+            )
             return decision
         if replaced is not None:
             self._remove(name)
         self._record(experience, decision.reason, decision.detail)
         return decision
 
-    def is_correction(self, item: Waiting) -> bool:
-        """Whether an earlier revision of the same experience was trained, and nothing of it is to be compared with
-        others for the first time."""
+    def is_correction(self, item: WaitingExperience) -> bool:
+        """Return whether an earlier revision of the experience was trained, and all its updates have their
+        advantage."""
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained
-        found = self.due(item)
-        return bool(found) and not any(one.missing is None for one in found)
+        updates = self.pending_updates(item)
+        return bool(updates) and not any(update.advantage is None for update in updates)
 
-    def due(self, item: Waiting) -> tuple[Due, ...]:
-        """What of it is to be trained."""
+    def pending_updates(self, item: WaitingExperience) -> tuple[PendingUpdate, ...]:
+        """Return the updates that the weights still lack for a waiting experience."""
         entry = self.window.get(item.experience.experience_id)
-        return due_of(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
+        return pending_updates_of(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
 
     def bounded(self, experience: Experience) -> Experience:
         """Return the experience with its stray rewards winsorised, as it is trained.
@@ -179,19 +183,25 @@ class LineageState:
             return experience
         return self.baselines.ranges.bound(experience, self.limits.ranges)
 
-    def open_answers(self, item: Waiting) -> tuple[Example, ...]:
-        """The answers of it that can only be trained with another one. One that was trained needs none: it is
-        corrected."""
-        return tuple(one.example for one in self.due(item) if one.new and one.example.pair)
+    def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
+        """Return the answers of a waiting experience that can only be trained with their counterpart.
 
-    def has_corrections(self, item: Waiting) -> bool:
-        """Whether there is something of it to train that needs no other answer."""
-        return any(not (one.new and one.example.pair) for one in self.due(item))
+        An answer that was trained before needs no counterpart: it is corrected.
+        """
+        return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
+
+    def has_corrections(self, item: WaitingExperience) -> bool:
+        """Return whether a waiting experience has an update that needs no other answer."""
+        return any(not (update.is_new and update.example.pair) for update in self.pending_updates(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
-        """Follow the weights back to `version`. Returns the experiences that the weights have lost, each with the
-        revisions that are undone. Revisions that only the weights of `version` hold are restored."""
-        before, after = self.history, self.history.moved(version, self.steps)
+        """Set the history back to `version`, as the weights were, and restore the revisions that only those weights
+        hold.
+
+        Returns:
+            The experiences that the weights have lost, each with the revisions that are undone.
+        """
+        before, after = self.history, self.history.rewound(version, self.steps)
         lost: dict[str, tuple[int, ...]] = {}
         for name in self.window:
             entry = self.window.get(name)
@@ -211,72 +221,78 @@ class LineageState:
             self._remove(name)
         self.restored.append(Restored(experience_id=name, revision=revision))
 
-    def places(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
-        """Where on the bus the experiences are that can be trained again, up to the room in the queue."""
-        found: dict[tuple[int, int], str] = {}
+    def bus_positions(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
+        """Return the bus positions of the experiences that can be trained again, up to the room in the queue."""
+        positions: dict[tuple[int, int], str] = {}
         for name in names:
             entry = self.window.get(name)
-            if entry is None or name in self._waiting or len(found) >= self.room:
+            if entry is None or name in self._waiting or len(positions) >= self.room:
                 continue
             staleness = self.history.staleness(entry.versions)
             if staleness is not None and staleness <= self.limits.max_staleness and entry.partition >= 0:
-                found[entry.partition, entry.offset] = name
-        return found
+                positions[entry.partition, entry.offset] = name
+        return positions
 
-    def undo(self, lost: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> None:
-        """Record what `go_back` returned. `found` are experiences that were read again from the bus. Their newest
-        revisions are queued again if they are fresh enough, even if they had been dropped."""
+    def undo(self, lost: Mapping[str, Sequence[int]], experiences: Mapping[str, Experience], now: datetime) -> None:
+        """Record the losses that `go_back` returned, and queue again the newest revisions that are fresh enough.
+
+        Args:
+            lost: The undone revisions of each experience.
+            found: The experiences as they were read again from the bus. They may have been dropped before.
+            now: The present time.
+        """
         for name, revisions in lost.items():
-            entry, experience = self.window.get(name), found.get(name)
+            entry, experience = self.window.get(name), experiences.get(name)
             assert entry is not None, "nothing is evicted between two saves"
             again = None
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
-                reason = objection(self.bounded(experience), entry, self.history, self.steps, self.limits)
-                tried = len({one.step for one in entry.contributions if one.revision == experience.revision})
-                # Only once: a version that was trained on the same experiences may be refused for the same reason.
-                if reason is None and name not in self._waiting and tried <= 1:
+                reason = find_objection(self.bounded(experience), entry, self.history, self.steps, self.limits)
+                attempts = len({past.step for past in entry.contributions if past.revision == experience.revision})
+                # Queued once only: a version that was trained on the same experiences may be refused for the same
+                # reason.
+                if reason is None and name not in self._waiting and attempts <= 1:
                     again = experience.revision
             if again is not None and experience is not None:
                 self.put_again(experience, now)
             self.note_undone(name, revisions, again)
 
     def exclude(self, version: str, *, ends: bool = False) -> None:
-        """Nothing that `version` answered is trained from now on; `ends`: it is again."""
-        self.history = self.history.excluding(version, ends=ends)
+        """Exclude the answers of `version` from training, or include them again with `ends`."""
+        self.history = self.history.with_exclusion(version, ends=ends)
 
-    def waits(self, name: str) -> bool:
+    def is_waiting(self, name: str) -> bool:
         return name in self._waiting
 
     def put_again(self, experience: Experience, now: datetime) -> None:
-        """Queue what was read again from the bus."""
-        self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
+        """Queue an experience that was read again from the bus."""
+        self._put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
 
     def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
-        """The outcomes of these revisions are taken back; revision `again` is queued."""
+        """Record that the outcomes of these revisions are undone. Revision `again` is queued."""
         for revision in sorted({*revisions, *(() if again is None else (again,))}):
             UNDONE.labels(str(revision == again).lower()).inc()
             self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
 
-    def drop(self, item: Waiting, reason: DropReason, detail: str | None = None) -> None:
-        """Take it out of the queue for good."""
+    def drop(self, item: WaitingExperience, reason: DropReason, detail: str | None = None) -> None:
+        """Remove a waiting experience from the queue for good."""
         self._remove(item.experience.experience_id)
         self._record(item.experience, reason, detail)
 
-    def leave_out(self, item: Waiting, reason: str) -> None:
-        """Drop it as `invalid`, because the batch that it was cut for cannot be trained with it."""
+    def leave_out(self, item: WaitingExperience, reason: str) -> None:
+        """Drop an experience as `invalid`, because its batch cannot be trained with it."""
         self.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
         self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
-        """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
+        """Drop experiences that became too old or unchanged while they waited (P5: also right after a restart)."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
-            found = expired(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
-            if found is not None:
-                self.drop(item, found.reason, found.detail)
+            cause = find_expiry(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
+            if cause is not None:
+                self.drop(item, cause.reason, cause.detail)
 
-    def cut(self, digest: str, experiences: int) -> None:
-        """Record a batch, so that it can be built again. Called after `stepped` if there was a step."""
+    def record_batch(self, digest: str, experiences: int) -> None:
+        """Record a batch, so that it can be built again. Call it after `stepped` if there was a step."""
         read, left_out = tuple(self.read), tuple(self.left_out)
         batch = BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=read, left_out=left_out)
         self.batches.append(batch)
@@ -284,62 +300,69 @@ class LineageState:
         self.left_out.clear()
 
     @property
-    def moved(self) -> bool:
+    def has_reversals(self) -> bool:
         """Whether outcomes were undone or restored since the last save."""
         return bool(self.undone or self.restored)
 
-    def hand_over(self) -> Reported:
-        """Return what is to be reported, for a save that holds it from now on, up to as much as one account takes.
+    def take_report(self) -> SaveReport:
+        """Return the outcomes to report with the next save, at most as many as one event holds, and remove them.
 
-        Outcomes come first: they are those from before anything was undone or restored.
+        Earlier outcomes are reported before the reversals and restorations that followed them.
         """
         held_back = (self.undone, self.restored) if len(self.outcomes) > LISTED_MAX else ()
-        limits = [0 if any(kept is late for late in held_back) else LISTED_MAX for kept in self._reported]
-        reported = Reported(*(tuple(kept[:limit]) for kept, limit in zip(self._reported, limits, strict=True)))
-        for kept, limit in zip(self._reported, limits, strict=True):
-            del kept[:limit]
+        limits = [0 if any(items is late for late in held_back) else LISTED_MAX for items in self._reported]
+        reported = SaveReport(*(tuple(items[:limit]) for items, limit in zip(self._reported, limits, strict=True)))
+        for items, limit in zip(self._reported, limits, strict=True):
+            del items[:limit]
         return reported
 
-    def take_back(self, reported: Reported) -> None:
-        """The save did not come about. What was reported since comes after it."""
-        for kept, earlier in zip(self._reported, reported, strict=True):
-            kept[:0] = earlier
+    def put_back(self, reported: SaveReport) -> None:
+        """Put a report back at the front, because its save failed."""
+        for items, earlier in zip(self._reported, reported, strict=True):
+            items[:0] = earlier
 
     @property
     def _reported(self) -> tuple[list[Any], ...]:
-        """As in `Reported`."""
+        """The lists that are reported, in the order of the fields of `Reported`."""
         return self.outcomes, self.undone, self.restored, self.batches, self.read
 
-    def stepped(self, trained: Sequence[TrainedExperience], baselines: Baselines, token_weight: float = 0.0) -> None:
-        """Record a step: contributions, outcomes, baselines. Called once the weights have changed. `token_weight` is
-        the factor of the gradients of experiences that correct nothing."""
+    def record_step(
+        self, trained: Sequence[TrainedExperience], baselines: Baselines, token_weight: float = 0.0
+    ) -> None:
+        """Record a step: contributions, outcomes, baselines. Call it once the weights have changed.
+
+        Args:
+            trained: The examples of the step.
+            baselines: The baselines after the step.
+            token_weight: The factor of the gradients of experiences that correct no earlier training.
+        """
         self.steps += 1
         self.baselines = baselines
-        for one in trained:
-            experience = one.waiting.experience
+        for record in trained:
+            experience = record.waiting.experience
             entry = self.window.get(experience.experience_id)
             assert entry is not None, "an experience that waits is never evicted"
-            weight = token_weight * one.factor if one.token_weight is None else one.token_weight
+            weight = token_weight * record.factor if record.token_weight is None else record.token_weight
             contribution = Contribution(
                 revision=experience.revision,
                 step=self.steps,
-                advantage=one.advantage,
+                advantage=record.advantage,
                 token_weight=weight,
-                what=one.contributed,
+                what=record.contribution_detail,
             )
             update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
-            if not one.example.part and (one.anew or all(earlier.part for earlier in entry.contributions)):
-                update |= {"baseline": one.baseline, "scale": one.scale, "turn_terms": one.turn_terms}
+            if not record.example.part and (record.reappraised or all(earlier.part for earlier in entry.contributions)):
+                update |= {"baseline": record.baseline, "scale": record.scale, "turn_terms": record.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
-        for experience in {one.waiting.experience.experience_id: one.waiting.experience for one in trained}.values():
+        for experience in {item.waiting.experience.experience_id: item.waiting.experience for item in trained}.values():
             self._remove(experience.experience_id)
-            if self.history.excluded_of(versions_of(experience)) is not None:
+            if self.history.first_excluded(versions_of(experience)) is not None:
                 self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
             else:
                 self._record(experience, None)
 
     def snapshot(self) -> dict[str, object]:
-        """The fields of `Saved` that this state holds. A copy: later calls do not change it."""
+        """Return the fields of `Saved` that this state holds. Later calls do not change the copy."""
         return {
             "offsets": {topic: dict(offsets) for topic, offsets in self.offsets.items()},
             "waiting": self.waiting,
@@ -353,14 +376,17 @@ class LineageState:
         }
 
     def forget(self, now: datetime) -> None:
-        """Keep the window within its bounds. Experiences that wait stay. Trained ones stay while they are fresh
-        enough to be trained again, by the present weights or by those that the lineage may go back to."""
-        places = [self.history, *(self.history.moved(version, self.steps) for version in self.promoted)]
+        """Keep the window within its bounds.
+
+        Experiences that wait stay. Trained ones stay while they are fresh enough to be trained again, by the present
+        weights or by those that the lineage may go back to.
+        """
+        histories = [self.history, *(self.history.rewound(version, self.steps) for version in self.promoted)]
 
         def needed(name: str, entry: Entry) -> bool:
-            # What nobody sampled is always fresh: it is kept by count and age alone.
-            found = [history.staleness(entry.versions) for history in places if entry.trained and entry.versions]
-            fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in found)
+            # Written tokens are always fresh, so only count and age bound their entries.
+            distances = [history.staleness(entry.versions) for history in histories if entry.trained and entry.versions]
+            fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in distances)
             return fresh or name in self._waiting
 
         age = timedelta(seconds=self._memory.window_age_s)
@@ -381,8 +407,8 @@ class LineageState:
         else:
             DROPPED.labels(detail or dropped).inc()
 
-    def _put(self, item: Waiting) -> None:
-        """Add, or replace in the same place."""
+    def _put(self, item: WaitingExperience) -> None:
+        """Add a waiting experience, or replace it in its position of the queue."""
         old = self._waiting.get(item.experience.experience_id)
         self._waiting[item.experience.experience_id] = item
         self._tokens += item.tokens - (old.tokens if old else 0)

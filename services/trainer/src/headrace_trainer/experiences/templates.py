@@ -1,4 +1,4 @@
-"""A base's chat template and the texts of its special tokens, read without transformers."""
+"""Reads a base's chat template and the texts of its special tokens without transformers."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def read_json(path: Path) -> Any:
-    """None where it cannot be read."""
+    """Return the JSON value of a file; None where it cannot be read."""
     try:
         return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def template_of(folder: Path) -> str | None:
-    """The file of that name, else what older folders have in the tokenizer's configuration: a text, or named ones."""
+def read_template(folder: Path) -> str | None:
+    """Return the chat template of a model folder, None where it has none.
+
+    The template is a file, or in older folders a text or a list of named texts in the tokenizer's configuration.
+    """
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return read_user_text(path)
     config = read_json(folder / _TOKENIZER_CONFIG)
-    given = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(given, list):
-        named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """By the names that templates know them by."""
+    """Return the texts of the special tokens by the names that templates use for them."""
     config = read_json(folder / _TOKENIZER_CONFIG)
-    found = {}
+    tokens = {}
     for name, value in (config if isinstance(config, dict) else {}).items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark what an assistant said; it changes no text."""
+    """`{% generation %}`, by which templates mark the assistant's text; it changes no output."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -62,12 +65,14 @@ class _Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """As Hugging Face's own renders chat templates."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 (local, as there)
-    return made
+    """Return a jinja2 environment with the options and functions of Hugging Face's chat template renderer."""
+    renderer = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    renderer.filters["tojson"] = _to_json
+    renderer.globals["raise_exception"] = _raise
+    renderer.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 (local, as there)
+    return renderer
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **_: object) -> str:

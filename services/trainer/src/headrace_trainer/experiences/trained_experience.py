@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace_trainer.experiences.examples import BRANCH, Example
-from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.experiences.window import Contributed
+from headrace_trainer.experiences.waiting import WaitingExperience
+from headrace_trainer.experiences.window import ContributionDetail
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class TrainedExperience:
     `baseline` and `scale` are those of the branch's first training.
     """
 
-    waiting: Waiting
+    waiting: WaitingExperience
     advantage: float
     baseline: float
     scale: float
@@ -28,11 +28,11 @@ class TrainedExperience:
     turns: tuple[float, ...] = ()
     """The advantage of each span, where they differ."""
     turn_terms: tuple[float, float] | None = None
-    anew: bool = False
-    """`baseline` is of this training, and not of the branch's first one."""
+    reappraised: bool = False
+    """Whether `baseline` belongs to this training and not to the branch's first one."""
     factor: float = 1.0
-    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share
-    in a mean over sequences."""
+    """Weight of the gradient of its tokens relative to a token of the batch: the slope of its loss, and its share in a
+    mean over sequences."""
 
     @property
     def name(self) -> str:
@@ -41,12 +41,12 @@ class TrainedExperience:
         return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
 
     @property
-    def contributed(self) -> Contributed | None:
+    def contribution_detail(self) -> ContributionDetail | None:
         """Return the details that the window stores, None for a whole branch that was trained with one advantage."""
         example = self.example
         if not (example.part or self.turns):
             return None
-        return Contributed(
+        return ContributionDetail(
             part=example.part,
             turn_id=example.turn_id,
             choice=example.choice,

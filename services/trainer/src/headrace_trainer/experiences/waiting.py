@@ -1,4 +1,4 @@
-"""Experiences that were admitted and wait for a batch, and which of them make the next one."""
+"""Experiences that were admitted and wait for a batch, and the selection of the next batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace_schemas.base import Model
 from headrace_schemas.ids import tenant_name
 
 
-class Waiting(Model):
-    """One admitted experience."""
+class WaitingExperience(Model):
+    """An admitted experience and the time of its arrival."""
 
     experience: Experience
     since_ms: int
@@ -24,8 +24,8 @@ class Waiting(Model):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """When a batch is ready; see the settings of the same names. `group_size` 0: no groups are needed."""
+class BatchRules:
+    """Conditions for a batch; see the settings of the same names. `group_size` 0: no groups are needed."""
 
     experiences: int
     experiences_min: int
@@ -33,50 +33,58 @@ class Rules:
     group_size: int
     group_wait: timedelta
     equal_groups: bool = True
-    """Whether groups whose runs all have one reward are trained, too."""
+    """Whether groups whose runs all have the same reward are trained, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The next batch, in order of arrival, empty when it is not time yet; and runs that waited for a group in vain."""
+    """The next batch, in order of arrival, empty when it is not time yet; and runs whose group did not come in time."""
 
-    batch: tuple[Waiting, ...] = ()
-    singletons: tuple[Waiting, ...] = ()
-    equal: tuple[Waiting, ...] = ()
-    """Groups whose runs all have one reward, where they are not trained."""
-    unpaired: tuple[Waiting, ...] = ()
-    """Answers whose other one never came."""
+    batch: tuple[WaitingExperience, ...] = ()
+    singletons: tuple[WaitingExperience, ...] = ()
+    equal: tuple[WaitingExperience, ...] = ()
+    """Groups whose runs all have the same reward, where they are not trained."""
+    unpaired: tuple[WaitingExperience, ...] = ()
+    """Answers whose counterpart never came."""
 
 
 def task_of(experience: Experience) -> str | None:
-    """What experiences are compared within; None when nobody said what the task was."""
+    """Return the name of the task whose experiences are compared with each other; None when no task was named."""
     return None if experience.task_id is None else tenant_name(experience.tenant, experience.task_id)
 
 
 def run_of(experience: Experience) -> str:
-    """Branches and parts of one run share it."""
+    """Return the name that all branches and parts of one run share."""
     task = task_of(experience)
     return f"{task}/{experience.run_id}" if task and experience.run_id else experience.trajectory_id
 
 
 def select(
-    waiting: Sequence[Waiting],
-    rules: Rules,
+    waiting: Sequence[WaitingExperience],
+    rules: BatchRules,
     now: datetime,
     full: bool,
-    is_correction: Callable[[Waiting], bool],
+    is_correction: Callable[[WaitingExperience], bool],
 ) -> Selection:
-    """`waiting` is in order of arrival. `full`: nothing more can arrive before some of them go."""
+    """Select the next batch.
+
+    Args:
+        waiting: The experiences in order of arrival.
+        rules: The conditions for a batch.
+        now: The present time.
+        full: Whether the queue is full, so that no further experience can arrive before some are trained.
+        is_correction: Whether an experience corrects an earlier training and needs no group.
+    """
     if not rules.group_size:
-        return Selection(batch=timely(waiting, run_of, rules, now, full))
-    complete, singletons, equal = _groups(waiting, rules, now, is_correction)
-    return Selection(timely(complete, _group_of, rules, now, full), tuple(singletons), tuple(equal))
+        return Selection(batch=take_ready(waiting, run_of, rules, now, full))
+    complete, singletons, equal = _split_groups(waiting, rules, now, is_correction)
+    return Selection(take_ready(complete, _group_name, rules, now, full), tuple(singletons), tuple(equal))
 
 
-def timely(
-    ready: Sequence[Waiting], unit: Callable[[Experience], str], rules: Rules, now: datetime, full: bool
-) -> tuple[Waiting, ...]:
-    """The first `rules.experiences` and what belongs to the last one's unit; fewer when they have waited enough."""
+def take_ready(
+    ready: Sequence[WaitingExperience], unit: Callable[[Experience], str], rules: BatchRules, now: datetime, full: bool
+) -> tuple[WaitingExperience, ...]:
+    """Return the first `rules.experiences` and the rest of the last one's unit; fewer when they have waited enough."""
     if len(ready) >= rules.experiences:
         cut = rules.experiences
         while cut < len(ready) and unit(ready[cut].experience) == unit(ready[cut - 1].experience):
@@ -86,18 +94,21 @@ def timely(
     return tuple(ready) if full or (waited and len(ready) >= rules.experiences_min) else ()
 
 
-def _group_of(experience: Experience) -> str:
+def _group_name(experience: Experience) -> str:
     return task_of(experience) or run_of(experience)
 
 
-def _groups(
-    waiting: Sequence[Waiting], rules: Rules, now: datetime, is_correction: Callable[[Waiting], bool]
-) -> tuple[list[Waiting], list[Waiting], list[Waiting]]:
-    """Members of usable groups, group by group, corrections first (they need none); those who will never have one; and
-    those of groups that teach nothing, where these are not wanted."""
+def _split_groups(
+    waiting: Sequence[WaitingExperience],
+    rules: BatchRules,
+    now: datetime,
+    is_correction: Callable[[WaitingExperience], bool],
+) -> tuple[list[WaitingExperience], list[WaitingExperience], list[WaitingExperience]]:
+    """Return the members of complete groups, group by group, after the corrections, which need none; the runs that can
+    never have a group; and the members of groups with equal rewards, where these are not trained."""
     complete = [item for item in waiting if is_correction(item)]
-    equal: list[Waiting] = []
-    groups: dict[str | None, list[Waiting]] = {}
+    equal: list[WaitingExperience] = []
+    groups: dict[str | None, list[WaitingExperience]] = {}
     for item in waiting:
         if not is_correction(item):
             groups.setdefault(task_of(item.experience), []).append(item)

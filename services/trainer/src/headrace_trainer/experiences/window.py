@@ -1,9 +1,9 @@
-"""The dedupe window: what is known about every experience seen lately, and what it has done to the weights (P4).
+"""The dedupe window: the revisions, the sampling versions and the contributions of every recent experience (P4).
 
 The window is saved with the weights, so both always describe the same prefix of the stream. It is bounded by count and
 age, but an entry that changed the weights stays for as long as the experience is fresh enough to be trained: once it
 has left, the staleness bound alone keeps the experience from changing the weights again. Other entries leave by count
-and age; a record that is delivered once more after that is judged anew.
+and age; a record that is delivered once more after that is judged as if it were new.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from headrace_schemas.base import Finite, Model, Version
 from headrace_trainer.experiences.history import History
 
 REVISIONS_MAX = 64
-"""Revisions of one experience that are remembered one by one; lower ones than those count as seen."""
+"""Number of revisions of an experience that are remembered one by one; lower ones count as seen."""
 
 
-class Contributed(Model):
-    """What a contribution was of, where it was not a whole branch with one advantage."""
+class ContributionDetail(Model):
+    """The trained example of a contribution, where it was not a whole branch with one advantage."""
 
     part: str = ""
     turn_id: str = ""
     choice: int = 0
-    """The answer that the example is about."""
+    """Choice of the answer that the example is about."""
     tokens: TokenIds = ()
-    """What was written in place of that answer: a withdrawn edit is nowhere else."""
+    """Tokens that replaced that answer: a withdrawn edit is stored nowhere else."""
     turns: tuple[Finite, ...] = ()
 
 
 class Contribution(Model):
-    """In step `step` an experience was trained with this advantage. A correction adds another contribution."""
+    """Training of an experience by step `step` with this advantage. A correction adds another contribution."""
 
     revision: int = -1
-    """-1: not known, because an earlier release trained it."""
+    """-1: unknown, because an earlier release trained it."""
 
     step: int
     advantage: Finite
     token_weight: Finite = 0.0
-    """What the gradient of each of its tokens was multiplied with; 0: not known, because an earlier release trained
-    it. A correction is multiplied with the same."""
-    what: Contributed | None = None
-    """None: the branch, with one advantage for all of it."""
+    """Factor of the gradient of each of its tokens; 0: unknown, because an earlier release trained it. A correction
+    uses the same factor."""
+    what: ContributionDetail | None = None
+    """None: the whole branch, with one advantage."""
 
     @property
     def part(self) -> str:
-        """Which example of the experience it was; empty: its branch."""
+        """The example of the experience that was trained; empty for its branch."""
         return self.what.part if self.what else ""
 
     @property
@@ -63,53 +63,57 @@ class Entry(Model):
     """One experience. `baseline` and `scale` turned its first trained reward into an advantage, and turn later ones."""
 
     revisions: tuple[int, ...]
-    """Seen so far, ascending."""
+    """Revisions seen so far, ascending."""
     versions: tuple[Version, ...]
-    """What sampled it; empty when it came without a branch, or when nobody sampled it."""
+    """Versions that sampled it; empty when it came without a branch, or when no model sampled it."""
     contributions: tuple[Contribution, ...] = ()
     baseline: Finite = 0.0
     scale: Finite = 1.0
     turn_terms: tuple[Finite, Finite] | None = None
-    """Baseline and scale of the rewards of its turns; None: there was nothing to compare them with."""
+    """Baseline and scale of the rewards of its turns; None when there were no other rewards to compare them with."""
     partition: int = -1
     offset: int = -1
-    """Where on the bus its tokens were last seen."""
+    """Partition and offset on the bus at which its tokens were last seen."""
     touched_ms: int
 
     @property
     def trained(self) -> bool:
         return bool(self.contributions)
 
-    def held(self, history: History, steps: int) -> Sequence[Contribution]:
-        """What the weights after so many steps hold of it: a version that was abandoned took its steps along."""
-        return [one for one in self.contributions if history.holds_step(one.step, steps)]
+    def held_contributions(self, history: History, steps: int) -> Sequence[Contribution]:
+        """Return the contributions that the weights hold after `steps` steps: an abandoned version took its own
+        along."""
+        return [contribution for contribution in self.contributions if history.holds_step(contribution.step, steps)]
 
     def holds(self, history: History, steps: int) -> bool:
-        """Whether those weights hold anything of it: of some example the contributions do not cancel out."""
+        """Return whether those weights hold any of it: the contributions of some example do not cancel out."""
         parts: dict[str, list[Contribution]] = {}
-        for one in self.held(history, steps):
-            parts.setdefault(one.part, []).append(one)
+        for contribution in self.held_contributions(history, steps):
+            parts.setdefault(contribution.part, []).append(contribution)
         return any(
-            math.fsum(one.advantage for one in several)
-            or any(map(math.fsum, zip_longest(*(one.turns for one in several), fillvalue=0.0)))
-            for several in parts.values()
+            math.fsum(contribution.advantage for contribution in contributions)
+            or any(map(math.fsum, zip_longest(*(contribution.turns for contribution in contributions), fillvalue=0.0)))
+            for contributions in parts.values()
         )
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
-        """The revisions of what is held."""
+        """Return the revisions of the contributions that the weights hold."""
         newest = self.revisions[-1]
-        return {newest if one.revision < 0 else one.revision for one in self.held(history, steps)}
+        return {
+            newest if contribution.revision < 0 else contribution.revision
+            for contribution in self.held_contributions(history, steps)
+        }
 
     def seen(self, revision: int) -> bool:
         return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])
 
     def advantage_of(self, reward: float | None, limit: float) -> float:
-        """What `reward` is worth on the terms of the first training; 0 when there is none (any more)."""
+        """Return the advantage of `reward` by the first training's baseline and scale; 0 when there is no reward."""
         return 0.0 if reward is None else max(-limit, min(limit, (reward - self.baseline) / self.scale))
 
 
 class Window:
-    """Entries by experience id, the one touched longest ago first."""
+    """Entries by experience id, least recently touched first."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self._entries = dict(entries or {})
@@ -124,43 +128,44 @@ class Window:
         return self._entries.get(experience_id)
 
     def put(self, experience_id: str, entry: Entry) -> None:
-        """Add or replace; the entry is then the one touched last."""
+        """Add or replace an entry, and make it the most recently touched one."""
         self._entries.pop(experience_id, None)
         self._entries[experience_id] = entry
 
-    def see(
+    def record_arrival(
         self,
         experience_id: str,
         revision: int,
         versions: Iterable[str],
-        place: tuple[int, int] | None,
+        position: tuple[int, int] | None,
         now: datetime,
     ) -> None:
-        """Note that a revision has arrived. `place` is the partition and offset of its tokens, None without any."""
+        """Record the arrival of a revision. `place` is the partition and offset of its tokens, None without tokens."""
         touched_ms = epoch_ms(now)
         entry = self._entries.get(experience_id) or Entry(revisions=(), versions=(), touched_ms=touched_ms)
         change: dict[str, object] = {
             "revisions": tuple(sorted({*entry.revisions, revision})[-REVISIONS_MAX:]),
             "touched_ms": touched_ms,
         }
-        if place is not None:
-            change |= {"versions": tuple(versions), "partition": place[0], "offset": place[1]}
+        if position is not None:
+            change |= {"versions": tuple(versions), "partition": position[0], "offset": position[1]}
         self.put(experience_id, entry.model_copy(update=change))
 
     def evict(self, now: datetime, count: int, age: timedelta, needed: Callable[[str, Entry], bool]) -> int:
-        """Forget the oldest entries beyond `count` or `age`, except those that are `needed`. Returns how many went."""
+        """Forget the oldest entries beyond `count` or `age`, except those that are `needed`. Return how many were
+        removed."""
         horizon = epoch_ms(now - age)
         surplus = len(self._entries) - count
-        gone: list[str] = []
+        evicted: list[str] = []
         for experience_id, entry in self._entries.items():
-            if surplus <= len(gone) and entry.touched_ms >= horizon:
+            if surplus <= len(evicted) and entry.touched_ms >= horizon:
                 break
             if not needed(experience_id, entry):
-                gone.append(experience_id)
-        for experience_id in gone:
+                evicted.append(experience_id)
+        for experience_id in evicted:
             del self._entries[experience_id]
-        return len(gone)
+        return len(evicted)
 
     def copy(self) -> dict[str, Entry]:
-        """Entries are immutable, so this is a consistent picture."""
+        """Return a copy of the table. Entries are immutable, so the copy is consistent."""
         return dict(self._entries)

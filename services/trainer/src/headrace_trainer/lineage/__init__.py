@@ -1,1 +1,1 @@
-"""A lineage: its state, what may happen to it, and how all of it becomes durable at once. No tensors in here."""
+"""A lineage: its state, the operations on it, and its durable saves. No module here touches tensors."""

@@ -1,8 +1,8 @@
-"""Weights that are stored once: a restore point refers to the files of its version for the tensors that both have.
+"""Stores weights once: a restore point refers to the files of its version for the tensors that both have.
 
-A restore point's file of weights and the files of the version that was made at the same moment hold the same tensors
-wherever the version has the type that is trained. Then only the frame is stored beside the version: the header of the
-file and the tensors that differ. The file is put together again byte for byte, and checked against its digest.
+The weights file of a restore point and the files of the version that was made at the same time hold the same tensors
+wherever the version has the type that is trained. In that case only the frame is stored besides the version: the header
+of the file and the tensors that differ. The file is assembled again byte for byte, and checked against its digest.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from headrace_trainer.lineage.saved import Assembly, Range
 _FRAME = "frame"
 _PIECE_BYTES = 4 << 20
 _SHARE_MIN = 0.5
-"""Share of a file that has to be in its version; with less, the file is stored whole."""
+"""Minimum share of a file that its version must hold; below it, the file is stored as a whole."""
 
 
 class _Tensor(NamedTuple):
     name: str
     type: str
     start: int
-    """In the file, its header included."""
+    """Offset in the file, its header included."""
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """A file of weights as ranges of a frame and of a version's files."""
+    """A weights file as ranges of a frame and of a version's files."""
 
     frame: Path
-    """A file beside the weights, with the bytes that no version file has."""
+    """A file next to the weights, with the bytes that no version file has."""
     files: tuple[str, ...]
-    """The version's files, by their paths in it."""
+    """Paths of the version's files within the version."""
     ranges: tuple[Range, ...]
 
     def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
-        """Return the ranges with the blobs that the files have become."""
+        """Return the ranges with the blobs in which `files` and the frame are stored."""
         blobs = {file.path: file.blob for file in files}
         return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
 
 
 def share_weights(folder: Path) -> SharedWeights | None:
-    """Return how the weights in `folder` follow from the version's files there, None where too little of them does, and
-    where a back end has files of another layout.
+    """Return how the weights in `folder` follow from the version's files there.
 
     The frame is written into `folder`. The version's files are compared byte by byte and not changed.
+
+    Returns:
+        The shared ranges; None where the version holds too little of the weights, or where a back end writes files of
+        another layout.
     """
     weights, version = folder / WEIGHTS, folder / VERSION
     paths = sorted(version.glob("*.safetensors")) if version.is_dir() else []
@@ -64,22 +67,22 @@ def share_weights(folder: Path) -> SharedWeights | None:
         tensors = [(number, tensor) for number, path in enumerate(paths) for tensor in _tensors(path)]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    places = {(tensor.name, tensor.type, tensor.size): (number, tensor) for number, tensor in tensors}
+    version_tensors = {(tensor.name, tensor.type, tensor.size): (number, tensor) for number, tensor in tensors}
     ranges: list[Range] = []
     framed = 0
     frame = folder / _FRAME
-    with weights.open("rb") as file, frame.open("wb") as rest:
+    with weights.open("rb") as file, frame.open("wb") as frame_file:
         handles = [path.open("rb") for path in paths]
         try:
             for tensor in parts:
-                number, source = places.get((tensor.name, tensor.type, tensor.size), (0, tensor))
-                if source is not tensor and _same(file, tensor, handles[number], source):
+                number, source = version_tensors.get((tensor.name, tensor.type, tensor.size), (0, tensor))
+                if source is not tensor and _is_same_data(file, tensor, handles[number], source):
                     _append(ranges, Range(number + 1, source.start, tensor.size))
                     continue
                 _append(ranges, Range(0, framed, tensor.size))
                 framed += tensor.size
                 for piece in _pieces(file, tensor.start, tensor.size):
-                    rest.write(piece)
+                    frame_file.write(piece)
         finally:
             for handle in handles:
                 handle.close()
@@ -90,7 +93,7 @@ def share_weights(folder: Path) -> SharedWeights | None:
 
 
 def assemble(sources: Sequence[Path], ranges: Sequence[Range], target: Path) -> None:
-    """Write the file that `ranges` of `sources` make. The first of the sources is the frame."""
+    """Write the file that consists of `ranges` of `sources`. The first of the sources is the frame."""
     handles = [path.open("rb") for path in sources]
     try:
         with target.open("wb") as file:
@@ -111,7 +114,7 @@ def _header(path: Path) -> _Tensor:
 
 
 def _tensors(path: Path) -> list[_Tensor]:
-    """Return the tensors of a safetensors file in the order of their bytes, which are all that follows its header."""
+    """Return the tensors of a safetensors file in the order of their bytes, which fill the file after its header."""
     data = _header(path).size
     with path.open("rb") as file:
         file.seek(8)
@@ -124,13 +127,13 @@ def _tensors(path: Path) -> list[_Tensor]:
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.size))
 
 
-def _same(file: BinaryIO, tensor: _Tensor, other: BinaryIO, source: _Tensor) -> bool:
+def _is_same_data(file: BinaryIO, tensor: _Tensor, other: BinaryIO, source: _Tensor) -> bool:
     pairs = zip(_pieces(file, tensor.start, tensor.size), _pieces(other, source.start, source.size), strict=True)
-    return all(ours == theirs for ours, theirs in pairs)
+    return all(left == right for left, right in pairs)
 
 
 def _append(ranges: list[Range], following: Range) -> None:
-    """Add a range, as part of the last one where it goes on there."""
+    """Append a range, or extend the last one if `following` continues it."""
     if ranges and ranges[-1].source == following.source and ranges[-1].start + ranges[-1].size == following.start:
         ranges[-1] = ranges[-1]._replace(size=ranges[-1].size + following.size)
     elif following.size:

@@ -1,8 +1,8 @@
-"""Whether training goes well: each step's measures beside the limits of `[trainer.health]`. Pure.
+"""Compares each step's measures with the limits of `[trainer.health]`. Pure.
 
-A measure describes the weights that the step began with, or the step itself. One that stays beyond its limit for
+A measure describes the weights that the step began with, or the step itself. A measure that stays beyond its limit for
 `patience_steps` steps stops training. From the first of these steps on no version is made, so that going back to the
-last one undoes them. A step without the measure (nothing was fresh, the base was not asked) says nothing about it.
+last one undoes them. A step without the measure (no fresh rows, no comparison with the base) does not count for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from headrace_schemas.base import Finite, Model
 from headrace_trainer.settings import HealthSettings
 
 NORMS_MAX = 64
-"""Gradient norms that the running median is of: the last ones within the limit."""
+"""Number of gradient norms in the running median: the last ones within the limit."""
 NORMS_MIN = 8
-"""With fewer no norm is called a spike."""
+"""Number of gradient norms that are needed before a norm can be a spike."""
 _MEASURES = {
     "entropy": "entropy_min",
     "mismatch_mean": "mismatch_max",
@@ -28,23 +28,23 @@ _MEASURES = {
     "guard_drop": "guard_drop_max",
     "gradient_spike": "gradient_spike_max",
 }
-"""Measure to the setting that bounds it: from below (`_min`) or from above (`_max`)."""
+"""Maps each measure to the setting that bounds it: from below (`_min`) or from above (`_max`)."""
 
 
 class Stop(Model):
-    """Why training has stopped: `value` is the last step's, None when it was not finite."""
+    """The reason why training has stopped. `value` is the last step's, None when it was not finite."""
 
     measure: str
     value: Finite | None
     limit: Finite
     steps: int
-    """Steps in a row beyond the limit; 0: the first one was refused."""
+    """Steps in a row beyond the limit; 0 where the first step was refused."""
     why: str = ""
-    """Of a refusal: all of it."""
+    """The whole reason of a refusal; empty otherwise."""
 
     @property
     def reason(self) -> str:
-        """A sentence, with the setting."""
+        """Describe the stop in a sentence with the name of the setting."""
         if self.why:
             return self.why
         setting = _MEASURES[self.measure]
@@ -56,17 +56,17 @@ class Stop(Model):
 
 
 class Health(Model):
-    """Saved with the weights: a crash forgets nothing of it."""
+    """Measures of the last steps. They are saved with the weights, so a crash loses none of them."""
 
     streaks: dict[str, int] = Field(default_factory=dict)
-    """By measure, the last steps in a row that were beyond its limit."""
+    """Number of the last steps in a row that were beyond the limit, by measure."""
     doubtful: bool = False
-    """The last step was beyond a limit; no version is to be made of it."""
+    """Whether the last step was beyond a limit, so that no version may be made of it."""
     gradient_norms: tuple[Finite, ...] = ()
     stopped: Stop | None = None
 
-    def after(self, measured: Mapping[str, float], limits: HealthSettings) -> Health:
-        """With one more step."""
+    def with_step(self, measured: Mapping[str, float], limits: HealthSettings) -> Health:
+        """Return the health after one more step."""
         norm = measured.get("gradient_norm", 0.0)
         values = {**measured, **self._spike(norm)}
         beyond = {name: _beyond(name, values[name], limits) for name in _MEASURES if name in values}
@@ -83,26 +83,26 @@ class Health(Model):
             stopped=_stop(over[0], values[over[0]], streaks[over[0]], limits) if over else self.stopped,
         )
 
-    def refusing(self, measure: str, value: float, why: str) -> Health:
-        """A step was refused before it was taken."""
+    def with_refusal(self, measure: str, value: float, why: str) -> Health:
+        """Return the health after a step that was refused before it was taken."""
         finite = value if math.isfinite(value) else None
         return self.model_copy(update={"stopped": Stop(measure=measure, value=finite, limit=0.0, steps=0, why=why)})
 
-    def rewound(self) -> Health:
-        """The weights are those of another version: what was seen of them does not count any more."""
+    def after_rewind(self) -> Health:
+        """Return the health after the weights went back to another version: earlier measures do not count any more."""
         return self.model_copy(update={"streaks": {}, "doubtful": False})
 
-    def resumed(self) -> Health:
-        """Somebody has said that training goes on. What gradients usually are is learned anew."""
+    def after_resume(self) -> Health:
+        """Return the health after an operator resumed training. The usual gradient norms are measured again."""
         return Health()
 
-    def under(self, limits: HealthSettings) -> Health:
-        """At a start: a limit that was changed so that it would not have stopped training does not any more."""
+    def with_limits(self, limits: HealthSettings) -> Health:
+        """Return the health under the limits of this start: a stop that the present limits allow is removed."""
         stop = self.stopped
         if stop is not None and stop.why:
             return self
         value = None if stop is None else math.inf if stop.value is None else stop.value
-        return self if stop is None or value is None or _beyond(stop.measure, value, limits) else self.resumed()
+        return self if stop is None or value is None or _beyond(stop.measure, value, limits) else self.after_resume()
 
     def _spike(self, norm: float) -> dict[str, float]:
         if not math.isfinite(norm):

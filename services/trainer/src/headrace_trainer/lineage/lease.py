@@ -1,8 +1,8 @@
-"""When a process may take a lineage over, and how it shows that it still has it.
+"""Acquires, renews and releases the ownership of a lineage.
 
-The owner gives signs of life. Whoever wants the lineage watches them by its own monotonic clock: an owner that shows
-nothing new for `lease_s` is taken for dead. No clock of another process counts. That the judgement may be wrong harms
-nobody: a lineage that was taken over can be saved by its new owner only (`headrace_trainer.lineage.store`).
+The owner gives signs of life. A process that waits for the lineage watches them by its own monotonic clock: an owner
+without a new sign for `lease_s` counts as dead. Clocks of other processes are not compared. A wrong judgement does no
+harm: a lineage that was taken over can be saved by its new owner only (`headrace_trainer.lineage.store`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from headrace_runtime import holders
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
-from headrace_trainer.lineage.store import LineageStore, LineageTaken, Sign
+from headrace_trainer.lineage.store import LineageStore, LineageTaken, OwnerSign
 
 log = get_logger(__name__)
-_LOOK_S_MAX = 1.0
+_POLL_S_MAX = 1.0
 _BEATS_PER_LEASE = 4
 T = TypeVar("T")
 
 
 class Retry(Protocol):
-    """Does blocking work beside the event loop, again while something is away."""
+    """Runs blocking work in a thread, and retries it while a dependency is unavailable."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Lease:
-    """`acquire` once, then `keep` until the end, then `release`."""
+    """Ownership of a lineage: call `acquire` once, then `keep` until the end, then `release`."""
 
     def __init__(
         self,
@@ -45,31 +45,38 @@ class Lease:
         self._lease_s = lease_s
         self._wait_s = wait_s
         self._died = died
-        self.waits = False
-        """Another process has the lineage, and shows that it lives."""
+        self.is_waiting = False
+        """Whether another process owns the lineage and is alive."""
 
-    async def acquire(self, do: Retry) -> None:
-        """Returns as the owner, `wait_s` later at most. Raises `LineageTaken` when the owner lives that long."""
+    async def acquire(self, retry: Retry) -> None:
+        """Return as the owner, `wait_s` later at most.
+
+        Raises:
+            LineageTaken: The present owner is still alive after `wait_s`.
+        """
         began_s = self._clock.monotonic_s()
-        seen: Sign | None = None
+        seen: OwnerSign | None = None
         since_s = began_s
         while True:
-            asked_s = self._clock.monotonic_s()
-            sign = await do(self._store.sign)
-            silent = sign == seen and asked_s - since_s >= self._lease_s
-            if (sign.free or silent or self._died(sign.owner)) and await do(self._store.take):
-                self._owned(sign, silent=silent)
+            read_at_s = self._clock.monotonic_s()
+            sign = await retry(self._store.read_owner_sign)
+            silent = sign == seen and read_at_s - since_s >= self._lease_s
+            if (sign.free or silent or self._died(sign.owner)) and await retry(self._store.take_over):
+                self._note_takeover(sign, silent=silent)
                 return
             if sign != seen:
                 seen, since_s = sign, self._clock.monotonic_s()
-            self._wait(sign, since_s=began_s)
-            await self._clock.sleep(min(_LOOK_S_MAX, self._lease_s / _BEATS_PER_LEASE))
+            self._note_waiting(sign, since_s=began_s)
+            await self._clock.sleep(min(_POLL_S_MAX, self._lease_s / _BEATS_PER_LEASE))
 
     async def keep(self) -> NoReturn:
-        """Give signs of life until cancelled. Raises `LineageTaken` when somebody else has the lineage.
+        """Give signs of life until cancelled.
 
-        In real time, whatever `Clock` says: it is others who wait for them. A sign that the store does not take is no
-        reason to stop: without the store nobody else can take over either.
+        The interval is in real time even if `Clock` is simulated, because other processes wait for the signs. A sign
+        that the store does not accept is no reason to stop: without the store no other process can take over either.
+
+        Raises:
+            LineageTaken: Another process has taken the lineage over.
         """
         while True:
             try:
@@ -79,21 +86,22 @@ class Lease:
             await asyncio.sleep(self._lease_s / _BEATS_PER_LEASE)
 
     async def release(self) -> None:
-        """Let the next one begin at once. Best effort: without it, it waits for `lease_s`."""
+        """Release the lineage, so that the next process can start at once. Without it, the next one waits for
+        `lease_s`."""
         try:
             await asyncio.to_thread(self._store.release)
         except Unavailable as error:
             log.warning("not_released", error=str(error))
 
-    def _owned(self, sign: Sign, *, silent: bool) -> None:
-        self.waits = False
+    def _note_takeover(self, sign: OwnerSign, *, silent: bool) -> None:
+        self.is_waiting = False
         if silent:
             log.warning("lineage_taken_over", owner=holders.describe(sign.owner), silent_s=self._lease_s)
 
-    def _wait(self, sign: Sign, *, since_s: float) -> None:
-        """Raises `LineageTaken` when it has been long enough."""
-        if not self.waits:
-            self.waits = True
+    def _note_waiting(self, sign: OwnerSign, *, since_s: float) -> None:
+        """Record that the lineage is owned by another process. Raise `LineageTaken` after `wait_s`."""
+        if not self.is_waiting:
+            self.is_waiting = True
             log.info("standing_by", owner=holders.describe(sign.owner))
         if self._clock.monotonic_s() - since_s > self._wait_s:
             raise LineageTaken(

@@ -1,8 +1,8 @@
-"""A lineage: weights, optimizer and state, and everything that may happen to them. No bus in here, and no event loop.
+"""A lineage: weights, optimizer and state, and the operations on them. Independent of the bus and the event loop.
 
-`open_lineage` (in `opening`) finds the state that was saved last, or begins from the base. After that, experiences are
-admitted one by one, a step is taken when `next_batch` has one, and `save` makes all of it durable at once. If the
-process dies, the next one goes on from the last save. Weights and optimizer are with a `Learner`.
+`open_lineage` (in `opening`) loads the state that was saved last, or begins from the base. After that, experiences are
+admitted one by one, a step is taken when `next_batch` has a batch, and `save` makes all of it durable at once. If the
+process dies, the next one continues from the last save. A `Learner` holds weights and optimizer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.batches.prepare import Prepared, prepare, prepare_isolated
+from headrace_trainer.batches.prepare import PreparedBatch, prepare, prepare_isolated
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.culprits import StepFailed, open_trials, try_step
 from headrace_trainer.lineage.saved import Saved
-from headrace_trainer.lineage.saving import LineagePlace, Moment, Save
+from headrace_trainer.lineage.saving import LineageResources, LineageSnapshot, Save
+from headrace_trainer.lineage.step_result import apply_result
 from headrace_trainer.lineage.store import LineageStore
-from headrace_trainer.lineage.taken import as_taken
 from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
@@ -39,7 +39,7 @@ log = get_logger(__name__)
 
 
 class Lineage:
-    """Not safe for concurrent use: whoever owns it makes one call at a time. `step`, `save` and `control` block."""
+    """Not safe for concurrent use: the owner makes one call at a time. `step`, `save` and `control` block."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Lineage:
         self.learner = learner
         self.state = state
         self.saved = saved
-        """What is durable."""
+        """The state that is durable."""
         self.health = saved.health
         self._measured: list[Mapping[str, float]] = []
         self._tensors_moved = False
-        self._differs = saved.differs_from_head
+        self._differs_from_head = saved.differs_from_head
         """Whether a step has changed the weights since the version that they descend from."""
         self._steps_saved = saved.steps
         self._decay = decay(settings)
@@ -74,82 +74,95 @@ class Lineage:
         self._trained_batch: Batch | None = None
         """The last batch that was trained."""
         self._undecided = 0
-        """Experiences of the last step that was refused because they were too few to decide on it. Not saved: the next
-        process measures the same of them."""
+        """Number of experiences of the last step that was refused because they were too few. It is not saved: the next
+        process measures the same for them."""
 
     @property
-    def version_due(self) -> bool:
-        due = self.state.steps - self.state.history.head_step >= self._settings.steps_per_version
-        return due and self.unpublished
+    def is_version_due(self) -> bool:
+        """Whether enough steps were taken for the next version."""
+        enough_steps = self.state.steps - self.state.history.head_step >= self._settings.steps_per_version
+        return enough_steps and self.has_unpublished_steps
 
     @property
-    def unpublished(self) -> bool:
-        """Whether steps have changed the weights that no version holds, and that one may be made of."""
-        return self.state.current is None and self._differs and not self.health.doubtful
+    def has_unpublished_steps(self) -> bool:
+        """Whether steps have changed the weights since the last version, and a version may be made of them."""
+        return self.state.current is None and self._differs_from_head and not self.health.doubtful
 
     @property
     def save_bytes(self) -> int:
-        """About what the next save writes: weights and optimizer, and the weights once more as a version."""
+        """Estimate of the next save's size in bytes: weights and optimizer, and the weights once more as a version."""
         return 2 * self.saved.present.weights.size + self.saved.present.optimizer.size
 
-    def save_due(self, since_s: float) -> bool:
-        """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
+    def is_save_due(self, since_s: float) -> bool:
+        """Return whether a save is due, `since_s` seconds after the last one. A due version is saved with its last
+        step."""
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
-        if stepped and self.version_due:
+        if stepped and self.is_version_due:
             return True
         late = since_s >= self._settings.save_interval_s
         full = max(outcomes, len(self.state.read)) >= self._settings.memory.outcomes
         return full or (late and (stepped or outcomes > 0))
 
-    def finished(self) -> bool:
-        """Whether the lineage has taken all its steps. Each step may change it."""
+    def is_finished(self) -> bool:
+        """Return whether the lineage has taken all its steps. Each step may change the result."""
         return self._settings.max_steps is not None and self.state.steps >= self._settings.max_steps
 
-    def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:
-        """What to train now, empty when it is not time or training is stopped; see `Cutter.next`. `over`: nothing more
-        will come."""
+    def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[WaitingExperience, ...]:
+        """Return the batch to train now, empty when it is not time or training is stopped; see `Cutter.next`.
+
+        `over`: no more experiences will come.
+        """
         if self.health.stopped is not None:
             return ()
         if over:
             return self._cutter.next(self.state, END_OF_TIME, mark, self._undecided)
-        # What is complete from the start is not waited for: then no batch depends on how fast it is read.
+        # A recording is complete from the start. Without waiting times no batch depends on how fast it is read.
         now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
         return self._cutter.next(self.state, now, mark, self._undecided)
 
-    def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
-        """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
-        was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops, unless a
-        larger one may decide otherwise.
-        Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see, and `StepFailed`, with
-        nothing changed at all: `step_isolated` is then called."""
+    def step(self, items: Sequence[WaitingExperience], stop: threading.Event) -> Mapping[str, float]:
+        """Train on a batch of `next_batch`.
+
+        Returns:
+            The measurements. They are empty when the gradient was not finite and the batch was dropped as `invalid`,
+            and when the step was refused: then training stops, or the batch waits if a larger one may be allowed.
+
+        Raises:
+            Abandoned: The process is ending. The state in memory must not be saved.
+            LearnerLost: The learner has failed. The state in memory must not be saved.
+            StepFailed: The step failed and nothing was changed. Call `step_isolated` next.
+        """
         settings = self._settings
         items, prepared = self._prepare(self._without_recorded(items))
         if prepared is None:
             return {}
-        digest, asks_base = prepared.batch.digest(), self._asks_base
+        digest, asks_base = prepared.batch.digest(), self._measures_base
         try:
-            taken = try_step(lambda batch: self.learner.step(batch, stop, from_base=asks_base), items, prepared.batch)
+            result = try_step(lambda batch: self.learner.step(batch, stop, from_base=asks_base), items, prepared.batch)
         except StepRefused as refused:
-            self._refused(refused, len(items))
+            self._handle_refusal(refused, len(items))
             return {}
         self._undecided, self._trained_batch = 0, prepared.batch
-        found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
-        self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])
-        self.state.cut(digest, len(items))
+        measured = {**summary.summarize_batch(prepared, self.state.history), **result.measured}
+        self.state.record_step(apply_result(prepared, result), prepared.baselines, measured[GRADIENT_FACTOR])
+        self.state.record_batch(digest, len(items))
         self._tensors_moved = True
-        self._differs = self._differs or taken.moved
-        self._measured.append(found)
-        self.health = self.health.after(found, settings.health)
-        return found
+        self._differs_from_head = self._differs_from_head or result.moved
+        self._measured.append(measured)
+        self.health = self.health.with_step(measured, settings.health)
+        return measured
 
     def step_isolated(self, failure: StepFailed, stop: threading.Event) -> Mapping[str, float]:
-        """Leave out the experiences because of which a step failed, and train the others; return what `step` does.
+        """Drop the experiences because of which a step failed, and train the others.
 
-        Must not be called while a save is being written: there is one copy of the weights at a time. A batch whose
-        gradient is not finite whichever part of it is left out is dropped as a whole.
+        Must not be called while a save is being written, because only one copy of the weights may exist. If no single
+        experience makes the gradient infinite, the whole batch is dropped.
+
+        Returns:
+            The measurements, as `step` does.
 
         Raises:
-            Exception: The cause of `failure`; the learner fails whatever it is given. Otherwise as `step` does.
+            Exception: The cause of `failure`; the learner fails on every batch. Otherwise as `step` does.
         """
         while items := self._isolate(failure, stop):
             try:
@@ -158,10 +171,10 @@ class Lineage:
                 failure = again
         return {}
 
-    def _isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[Waiting]:
-        """Leave out the experiences because of which a step failed, and return the others."""
+    def _isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[WaitingExperience]:
+        """Drop the experiences because of which a step failed, and return the others."""
         not_finite = isinstance(failure.cause, NotFinite)
-        with open_trials(self.learner, self._store, self._ready, stop) as trials:
+        with open_trials(self.learner, self._store, self._prepare_batch, stop) as trials:
             if not not_finite and trials.passes(failure.items):
                 return failure.items
             culprits = trials.find_culprits(failure)
@@ -180,45 +193,48 @@ class Lineage:
         names = {item.experience.experience_id for item, _ in culprits}
         return [item for item in failure.items if item.experience.experience_id not in names]
 
-    def _drop_not_finite(self, items: Sequence[Waiting]) -> None:
-        digest = self._ready(items).batch.digest()
+    def _drop_not_finite(self, items: Sequence[WaitingExperience]) -> None:
+        digest = self._prepare_batch(items).batch.digest()
         log.error("gradient_not_finite", batch=digest, experiences=len(items))
         NOT_FINITE.inc()
         for item in items:
             self.state.drop(item, "invalid")
-        self.state.cut(digest, len(items))
-        self.health = self.health.after({"gradient_norm": math.inf}, self._settings.health)
+        self.state.record_batch(digest, len(items))
+        self.health = self.health.with_step({"gradient_norm": math.inf}, self._settings.health)
 
-    def _leave_out(self, item: Waiting, reason: str) -> None:
+    def _leave_out(self, item: WaitingExperience, reason: str) -> None:
         name, kind = item.experience.experience_id, reason.partition(":")[0]
         log.error("item_failed", step="training", item=name, kind=kind)
         ITEMS_FAILED.labels("training").inc()
         self.state.leave_out(item, reason)
 
-    def _without_recorded(self, items: Sequence[Waiting]) -> Sequence[Waiting]:
-        """Leave out what the original of a replay left out, whatever it would do here (P9)."""
+    def _without_recorded(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
+        """Drop the experiences that the original of a replay dropped, even if they would not fail here (P9)."""
         left_out = [item for item in items if item.experience.experience_id in self.recorded_left_out]
         for item in left_out:
             self.state.leave_out(item, "the step of the original lineage failed with it")
         return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
 
-    def _prepare(self, items: Sequence[Waiting]) -> tuple[Sequence[Waiting], Prepared | None]:
-        """Prepare a batch. An experience that breaks it is dropped as `invalid`, and the others go on without it."""
+    def _prepare(self, items: Sequence[WaitingExperience]) -> tuple[Sequence[WaitingExperience], PreparedBatch | None]:
+        """Prepare a batch. An experience that breaks it is dropped as `invalid`, and the others stay."""
         if not items:
             return (), None
-        isolated = prepare_isolated(items, self._ready)
+        isolated = prepare_isolated(items, self._prepare_batch)
         for item, reason in isolated.culprits:
             self._leave_out(item, reason)
         return isolated.items, isolated.prepared
 
-    def _ready(self, items: Sequence[Waiting]) -> Prepared:
+    def _prepare_batch(self, items: Sequence[WaitingExperience]) -> PreparedBatch:
         settings = self._settings
-        # What waited until it was decided is one step and no longer one, however much came together.
-        whole = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
-        return prepare(items, self.state, settings.advantage, self._decay, whole, settings.loss)
+        # A batch that waited until it was large enough for a decision counts as one step, whatever its size.
+        full_batch_rows = max(settings.batch_experiences, len(items) if settings.needs.hindsight else 0)
+        return prepare(items, self.state, settings.advantage, self._decay, full_batch_rows, settings.loss)
 
-    def _refused(self, refused: StepRefused, experiences: int) -> None:
-        """It waits for more experiences where these decide it, unless none came since it waited last."""
+    def _handle_refusal(self, refused: StepRefused, experiences: int) -> None:
+        """Handle a refused step: wait for more experiences if a larger batch may be allowed, otherwise stop training.
+
+        The batch waits only if it has grown since it waited last.
+        """
         if refused.undecided and experiences > self._undecided:
             log.info(
                 "step_waits",
@@ -231,109 +247,118 @@ class Lineage:
             return
         log.error("step_refused", measure=refused.measure, value=refused.value, why=refused.why)
         self._undecided = 0
-        self.health = self.health.refusing(refused.measure, refused.value, refused.why)
+        self.health = self.health.with_refusal(refused.measure, refused.value, refused.why)
 
     @property
-    def _asks_base(self) -> bool:
-        """Whether the next step measures how far the weights are from the base."""
+    def _measures_base(self) -> bool:
+        """Whether the next step measures the distance between the weights and the base."""
         interval = self._settings.health.kl_base_interval_steps
         return interval > 0 and self.state.steps % interval == 0
 
-    def give_up(self) -> dict[str, tuple[int, ...]]:
-        """Training has stopped: go back to the last version, which has none of the steps that stopped it. Returns what
-        `control` does."""
+    def revert_to_last_version(self) -> dict[str, tuple[int, ...]]:
+        """Go back to the last version, without the steps that stopped training. Return the undone revisions."""
         return self._go_back(self.state.history.head)
 
     def resume(self) -> None:
-        """Somebody wants training to go on."""
-        self.health = self.health.resumed()
+        """Resume training after it has stopped."""
+        self.health = self.health.after_resume()
 
     def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
-        """Follow a decision of the registry; see `headrace_trainer.lineage.control`. Returns what that undid, see
-        `LineageState.go_back`; `LineageState.undo` is to be told."""
+        """Follow a decision of the registry; see `headrace_trainer.lineage.control`.
+
+        Returns:
+            The undone revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
+        """
         state = self.state
-        course = control.follow(event, state.history, state.promoted)
+        course = control.plan_control(event, state.history, state.promoted)
         state.promoted = course.promoted
-        if course.rewind is None:
+        if course.rewind_to is None:
             return {}
-        log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
-        return self._go_back(course.rewind)
+        log.info("weights_go_back", version=course.rewind_to, decision=event.decision, about=event.version)
+        return self._go_back(course.rewind_to)
 
     def _go_back(self, version: str) -> dict[str, tuple[int, ...]]:
         REWINDS.inc()
         point = self.saved.restore_points.get(version)
         if point is not None:
-            with self._store.unpacked(point) as folder:
+            with self._store.open_tensors(point) as folder:
                 self.learner.restore(folder, with_random=False)
         else:
             log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
             versions.load(self._blobs, self._manifest(version), self.learner)
-        self._tensors_moved, self._differs = True, False
-        self.health = self.health.rewound()
+        self._tensors_moved, self._differs_from_head = True, False
+        self.health = self.health.after_rewind()
         return self.state.go_back(version)
 
     def save(self, *, publish: bool) -> bool:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
 
-        Returns whether there is a new version. The bus is then to be told `saved.checkpoint`, if there is, and
-        `saved.metrics`. Raises what `Save.write` does, with nothing changed.
+        Publish `saved.checkpoint` afterwards if there is a new version, and `saved.metrics` in any case.
+
+        Returns:
+            Whether there is a new version.
+
+        Raises:
+            Exception: As `Save.write` does, with nothing changed.
         """
         save = self.begin_save(publish=publish)
         try:
             save.write()
         except BaseException:
-            self._give_up_save(save)
+            self._revert_save(save)
             raise
         return self.end_save(save)
 
     def begin_save(self, *, publish: bool) -> Save:
-        """The same in three: what is to be saved is what there is by now, and steps may follow. `Save.write` is called
-        then, beside them or not, and `end_save` before anything but a step."""
+        """Begin a save of the present state, after which steps may go on.
+
+        Call `Save.write` next, in any thread, and `end_save` before any other operation than a step.
+        """
         state, moved = self.state, self._tensors_moved
         copy = self.learner.copy(self._first.version if publish else None) if moved or publish else None
         now = self._clock.now()
         state.forget(now)
-        reported = state.hand_over()
-        moment = Moment(
+        reported = state.take_report()
+        snapshot = LineageSnapshot(
             time=now,
             steps=state.steps,
             history=state.history,
-            snapshot=state.snapshot(),
+            state_fields=state.snapshot(),
             reported=reported,
             measured=tuple(self._measured),
             health=self.health,
             promoted=state.promoted,
         )
-        save = Save(LineagePlace(self._settings, self._blobs, self._store, self._first), self.saved, moment, copy)
+        save = Save(LineageResources(self._settings, self._blobs, self._store, self._first), self.saved, snapshot, copy)
         self._measured.clear()
         self._tensors_moved, self._steps_saved = False, state.steps
-        self._differs = self._differs and not publish
-        state.history = save.history_meanwhile()
+        self._differs_from_head = self._differs_from_head and not publish
+        state.history = save.provisional_history()
         return save
 
     def end_save(self, save: Save) -> bool:
-        """Once `save` is durable; as `save` returns."""
-        assert save.made is not None, "it is written first"
-        self.saved, self.state.history, new = save.made
+        """Apply a save that is durable. Return whether there is a new version."""
+        assert save.result is not None, "it is written first"
+        self.saved, self.state.history, new = save.result
         return new
 
-    def _give_up_save(self, save: Save) -> None:
-        self.state.take_back(save.moment.reported)
-        self.state.history, self._steps_saved = save.moment.history, self.saved.steps
-        self._measured[:0] = save.moment.measured
+    def _revert_save(self, save: Save) -> None:
+        self.state.put_back(save.snapshot.reported)
+        self.state.history, self._steps_saved = save.snapshot.history, self.saved.steps
+        self._measured[:0] = save.snapshot.measured
         self._tensors_moved = save.copy is not None
-        self._differs = self._differs or save.publishes
+        self._differs_from_head = self._differs_from_head or save.publishes
         if save.copy is not None:
             save.copy.drop()
 
     def check(self) -> None:
-        """Raises `LearnerLost` when what holds the weights has failed: nobody waits for a step to find it out."""
+        """Raise `LearnerLost` when the learner has failed, so that the failure is noticed before the next step."""
         if (why := self.learner.failure) is not None:
             name = self._settings.lineage
             raise LearnerLost(f"lineage {name} has lost its weights: {why}; a new start goes on from the last save")
 
     def close(self) -> None:
-        """Give back what the learner holds. Nothing may be asked afterwards, and closing again does nothing."""
+        """Close the learner. No method may be called afterwards, except `close` again."""
         self.learner.close()
 
     def _manifest(self, version: str) -> Manifest:

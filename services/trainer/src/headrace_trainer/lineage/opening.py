@@ -1,4 +1,4 @@
-"""How a lineage is found or begun. Blocks; runs in the training thread."""
+"""Opens a lineage, or begins a new one. Blocks; runs in the training thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.admission import limits_of
-from headrace_trainer.experiences.history import History, Published
+from headrace_trainer.experiences.history import History, PublishedVersion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Window
 from headrace_trainer.learner import VERSION, Learner
@@ -22,14 +22,14 @@ from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.saved import Saved
-from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
+from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed_versions
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 
 
 def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
-    """Raises `SettingError` for what would stop `open_lineage`, before a lineage that somebody owns is taken over."""
+    """Raise `SettingError` for problems that `open_lineage` would find, before the lineage is taken from its owner."""
     versions.check_base(Path(settings.base))
     blobs.check_exclusive()
     saved = LineageStore(blobs, settings.lineage).read()
@@ -42,44 +42,51 @@ def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
 def open_lineage(
     settings: TrainerSettings, blobs: BlobStore, clock: Clock, store: LineageStore | None = None
 ) -> Lineage:
-    """Continue where the last save was, or publish the base as version 0 and start from there. `store` has the lineage;
-    without one it is taken over at once, whoever has it.
+    """Continue a lineage from its last save, or publish the base as version 0 and start from there.
 
-    Raises `SettingError` when the settings are not those of the saved lineage, `CorruptBlob` or `Unavailable` when its
-    state cannot be read. Nothing is guessed.
+    Args:
+        settings: The trainer's settings.
+        blobs: The blob store.
+        clock: The clock.
+        store: The store of a lineage that this process owns. Without it the lineage is taken over at once.
+
+    Raises:
+        SettingError: The settings are not those of the saved lineage.
+        CorruptBlob: The saved state is damaged. It is never repaired by guessing.
+        Unavailable: The saved state cannot be read.
     """
     base = Path(settings.base)
     versions.check_base(base)
     if store is None:
         store = LineageStore(blobs, settings.lineage)
-        if not store.take():
+        if not store.take_over():
             raise LineageTaken(f"lineage {settings.lineage} has just been taken over by another process")
     saved = store.load()
     first = files.read_manifest(blobs, saved.versions[0].manifest) if saved else None
     if saved is not None and first is not None:
         _check_settings(settings, saved)
         versions.check_same(base, first, settings.lineage)
-    # From here on the folder is not read again: what is in the store under its digest is what the lineage started from.
+    # The folder is not read again: from here on the lineage's base is the files in the store, by their digests.
     contents = first.files if first else versions.base_files(blobs, base)
-    with versions.unpacked(blobs, contents) as folder:
+    with versions.open_files(blobs, contents) as folder:
         learner = BACKENDS.get(settings.backend).open(folder, settings)
     try:
         if saved is None or first is None:
-            first, saved = _begin(settings, blobs, store, contents, clock, learner)
+            first, saved = _begin_lineage(settings, blobs, store, contents, clock, learner)
             log.info("lineage_begins", lineage=settings.lineage, version=first.version)
         else:
-            with store.unpacked(saved.present) as folder:
+            with store.open_tensors(saved.present) as folder:
                 learner.restore(folder, with_random=True)
             log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
-            saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
-        state = _state(settings, learner, saved, replayed(settings, blobs))
+            saved = saved.model_copy(update={"health": saved.health.with_limits(settings.health)})
+        state = _restore_state(settings, learner, saved, replayed_versions(settings, blobs))
     except BaseException:
         learner.close()
         raise
     return Lineage(settings, clock, blobs, store, first, learner, state, saved)
 
 
-def _begin(
+def _begin_lineage(
     settings: TrainerSettings,
     blobs: BlobStore,
     store: LineageStore,
@@ -94,7 +101,7 @@ def _begin(
         copy.write(folder)
         weights = tuple(file for file in manifest.files if file.path.endswith(".safetensors"))
         files.fetch_files(blobs, weights, folder / VERSION)
-        present = store.packed(folder, share_weights(folder), manifest.files)
+        present = store.store_tensors(folder, share_weights(folder), manifest.files)
     copy.drop()
     version = manifest.version
     saved = Saved(
@@ -104,7 +111,7 @@ def _begin(
         offsets={},
         waiting=(),
         window={},
-        versions=(Published(version=version, parent=None, number=0, manifest=ref),),
+        versions=(PublishedVersion(version=version, parent=None, number=0, manifest=ref),),
         head=version,
         head_step=0,
         promoted=(version,),
@@ -138,18 +145,20 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
         )
 
 
-def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: dict[str, int]) -> LineageState:
+def _restore_state(
+    settings: TrainerSettings, learner: Learner, saved: Saved, replayed_versions: dict[str, int]
+) -> LineageState:
     abilities = learner.abilities
     context = abilities.context
     if settings.memory.sequence_tokens is None:
-        pair = 2 if settings.advantage.signals.paired else 1  # both answers of a comparison are in one pass
+        pair = 2 if settings.advantage.signals.paired else 1  # both answers of a comparison share one forward pass
         context = min(context, learner.sequence_bound() // pair)
         log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
     limits = limits_of(settings, abilities.vocabulary, context)
     for outcome in saved.refused:
         log.warning("waiting_experience_refused", experience=outcome.experience_id, problem=outcome.detail)
     return LineageState(
-        History(saved.versions, saved.head, saved.head_step, replayed, frozenset(saved.excluded)),
+        History(saved.versions, saved.head, saved.head_step, replayed_versions, frozenset(saved.excluded)),
         limits,
         settings.memory,
         baselines=saved.baselines,

@@ -1,4 +1,4 @@
-"""What a lineage's saved state looks like: JSON for all but the tensors, and no pickle anywhere."""
+"""The saved state of a lineage: JSON for all but the tensors, and no pickle."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from headrace_schemas.base import Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
-from headrace_trainer.experiences.history import Published
+from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.experiences.state import Offsets, Unreported
-from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
 
 _BOUNDS = frozenset({"bound", "greater_than_equal", "too_short"})
-"""Types of pydantic errors of values that earlier releases accepted; `too_short` follows a refused item of a list."""
+"""Types of pydantic errors for values that earlier releases accepted; `too_short` follows a refused list item."""
 _DETAIL_LENGTH_MAX = 200
 
 
 class Range(NamedTuple):
-    """Bytes of one of several files."""
+    """A range of bytes in one of several files."""
 
     source: int
     """0 for the frame of an `Assembly`, n for its n-th file."""
@@ -33,42 +33,42 @@ class Range(NamedTuple):
 
 
 class Assembly(Model):
-    """A file as ranges of blobs that are stored anyway; see `headrace_trainer.lineage.assembly`."""
+    """A file as ranges of blobs that are stored for a version; see `headrace_trainer.lineage.assembly`."""
 
     frame: BlobRef
     """The bytes that only this file has."""
     files: tuple[BlobRef, ...]
-    """Files of a version, which lie among the blobs of all."""
+    """Files of a version, which are shared blobs of the store."""
     ranges: tuple[Range, ...]
 
 
 class Tensors(Model):
-    """Weights and optimizer at one moment, as safetensors blobs."""
+    """Weights and optimizer after the same step, as safetensors blobs."""
 
     weights: BlobRef
     optimizer: BlobRef
     assembly: Assembly | None = None
-    """How `weights` is put together; None where it is stored as it is."""
+    """How `weights` is assembled; None where it is stored as one blob."""
 
     @property
     def blobs(self) -> tuple[BlobRef, ...]:
-        """What is stored of it besides versions."""
+        """The blobs that are stored for these tensors besides versions."""
         return (self.assembly.frame if self.assembly else self.weights), self.optimizer
 
 
 class Saved(Model):
-    """A lineage between two steps. See `headrace_trainer.experiences.state` for what the fields mean and why they
-    belong together."""
+    """The state of a lineage between two steps. `headrace_trainer.experiences.state` describes the fields and why they
+    are saved together."""
 
     format: Literal[1] = 1
     model: ModelName
     lineage: ModelName
     kind: Literal["full", "lora"]
     offsets: Offsets
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[WaitingExperience, ...]
     window: dict[str, Entry]
-    versions: Annotated[tuple[Published, ...], Field(min_length=1)]
-    """The first is the base that everything started from."""
+    versions: Annotated[tuple[PublishedVersion, ...], Field(min_length=1)]
+    """The first version is the base of the lineage."""
     head: Version
     head_step: int
     promoted: Annotated[tuple[Version, ...], Field(min_length=1, max_length=2)]
@@ -84,9 +84,9 @@ class Saved(Model):
     present: Tensors
     restore_points: dict[str, Tensors]
     checkpoint: Checkpoint
-    """The last version, announced again after a restart."""
+    """Announcement of the last version, sent once more after a restart."""
     metrics: TrainingMetrics
-    """The outcomes since the save before this one, announced again after a restart."""
+    """Outcomes since the save before this one, announced once more after a restart."""
     refused: Annotated[tuple[TrainingOutcome, ...], Field(exclude=True)] = ()
     """Outcomes of the experiences that `read_saved` left out of `waiting`. They are not part of the stored JSON."""
 
@@ -97,7 +97,7 @@ class Saved(Model):
         return point is None or point.weights.sha256 != self.present.weights.sha256
 
     def blobs(self) -> dict[str, BlobRef]:
-        """The tensors that must exist as long as this is the lineage's state, by digest."""
+        """Return the tensors that must exist as long as this is the lineage's state, by digest."""
         points = (self.present, *self.restore_points.values())
         return {ref.sha256: ref for point in points for ref in point.blobs}
 
@@ -105,11 +105,11 @@ class Saved(Model):
 def read_saved(data: bytes) -> Saved:
     """Read a state that this release or an earlier one saved.
 
-    An earlier release may have stored text and numbers that no event may hold today. Such text is cleaned. An
-    experience that waited with such a number is left out and gets an outcome in `Saved.refused`; the others go on.
+    An earlier release may have stored text and numbers that no event may hold today. Such text is cleaned. A waiting
+    experience with such a number is left out and gets an outcome in `Saved.refused`; the others stay.
 
     Raises:
-        ValidationError: Something else is wrong with the state.
+        ValidationError: The state has another error.
     """
     try:
         return Saved.model_validate_json(data, context={STORED: True})
@@ -118,16 +118,18 @@ def read_saved(data: bytes) -> Saved:
         if not problems:
             raise
     fields = json.loads(data)
-    outcomes = tuple(_refused(fields["waiting"][place]["experience"], detail) for place, detail in problems.items())
-    fields["waiting"] = [item for place, item in enumerate(fields["waiting"]) if place not in problems]
+    outcomes = tuple(
+        _refusal_outcome(fields["waiting"][index]["experience"], detail) for index, detail in problems.items()
+    )
+    fields["waiting"] = [item for index, item in enumerate(fields["waiting"]) if index not in problems]
     saved = Saved.model_validate_json(json.dumps(fields), context={STORED: True})
     return saved.model_copy(update={"refused": outcomes})
 
 
 def _waiting_beyond_bounds(error: ValidationError) -> dict[int, str]:
-    """Return the first problem of each experience that waits with a number beyond its bound, by its place.
+    """Return the first problem of each waiting experience with a number beyond its bound, by its index.
 
-    The result is empty if anything else is wrong.
+    The result is empty if the state has any other error.
     """
     problems: dict[int, str] = {}
     for problem in error.errors(include_input=False, include_url=False):
@@ -139,27 +141,27 @@ def _waiting_beyond_bounds(error: ValidationError) -> dict[int, str]:
     return problems
 
 
-def _refused(experience: dict[str, Any], detail: str) -> TrainingOutcome:
+def _refusal_outcome(experience: dict[str, Any], detail: str) -> TrainingOutcome:
     fields = {name: experience[name] for name in ("experience_id", "revision", "turn_ids")}
     return TrainingOutcome.model_validate(fields | {"dropped": "invalid", "detail": detail}, context={STORED: True})
 
 
 class Pointer(Model):
-    """The one thing that is replaced: what it names is the truth about the lineage, and whose it is."""
+    """The record that makes a state current: it refers to the state and names its owner. It is replaced atomically."""
 
     format: Literal[2] = 2
     epoch: Annotated[int, Field(ge=0)]
-    """Counts owners. Each writes its blobs in an area of its own."""
+    """Number of owners so far. Each owner writes its blobs into an area of its own."""
     owner: str
     """See `headrace_runtime.holders`."""
     state: BlobRef | None
     """None while the first owner has not saved yet."""
     epochs: dict[Sha256, int]
-    """In whose area each blob of the state lies, by digest."""
+    """Epoch whose area holds each blob of the state, by digest."""
 
 
-class ShortPointer(Model):
-    """The same as earlier releases wrote it: no owner, and all blobs among those of everybody."""
+class LegacyPointer(Model):
+    """The pointer of earlier releases, without an owner: all blobs are shared ones."""
 
     format: Literal[1] = 1
     state: BlobRef

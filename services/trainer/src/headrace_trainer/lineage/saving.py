@@ -1,11 +1,11 @@
-"""One save: what is to become durable, from the moment that it speaks of until it is.
+"""One save of a lineage, from the snapshot of its state until it is durable.
 
-`Lineage.begin_save` takes the moment in hand, and steps may go on; `Save.write` makes it durable, beside them or not;
-`Lineage.end_save` takes note. There is one at a time. A crash before the end of `write` leaves the save before it: the
-pointer is replaced last, by the lineage's owner alone (`headrace_trainer.lineage.store`).
+`Lineage.begin_save` takes the snapshot, and steps may go on; `Save.write` makes it durable, in any thread;
+`Lineage.end_save` applies it. There is one save at a time. A crash before the end of `write` leaves the previous save:
+the pointer is replaced last, by the lineage's owner alone (`headrace_trainer.lineage.store`).
 
-The version that a save makes has its name from its files, so steps in between know it by a name that nobody else does.
-It counts for their staleness as if it were durable: when that will be has no part in what is trained (P9).
+A version gets its name from its files when the save is written. Until then steps use a provisional name for it. The
+version counts for their staleness as if it were durable, so the duration of a save does not change the training (P9).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.batches import summary
-from headrace_trainer.experiences.history import History, Published
-from headrace_trainer.experiences.state import Reported
+from headrace_trainer.experiences.history import History, PublishedVersion
+from headrace_trainer.experiences.state import SaveReport
 from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.assembly import share_weights
@@ -34,27 +34,27 @@ from headrace_trainer.metrics import SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 
 _POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 4
-"""The bound on restore points where no setting has another: 1 GiB, or four of their size."""
+"""The bound on restore points without a setting: 1 GiB, or four times their size."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A lineage between two steps. Nothing in it changes any more."""
+class LineageSnapshot:
+    """Immutable snapshot of a lineage between two steps."""
 
     time: datetime
     steps: int
     history: History
-    snapshot: Mapping[str, object]
-    """`LineageState.snapshot`."""
-    reported: Reported
+    state_fields: Mapping[str, object]
+    """The result of `LineageState.snapshot`."""
+    reported: SaveReport
     measured: Sequence[Mapping[str, float]]
     health: Health
     promoted: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class LineagePlace:
-    """Where the lineage is kept, and what its versions have in common."""
+class LineageResources:
+    """The stores of a lineage, and the settings and base that its versions share."""
 
     settings: TrainerSettings
     blobs: BlobStore
@@ -64,94 +64,101 @@ class LineagePlace:
 
 @dataclass
 class Save:
-    """`write` may be called again when it has raised."""
+    """One save. `write` may be called again after it has raised an error."""
 
-    place: LineagePlace
-    before: Saved
-    moment: Moment
+    resources: LineageResources
+    previous: Saved
+    snapshot: LineageSnapshot
     copy: Copy | None
     """None where weights and optimizer are those of `before`, and no version is made."""
-    made: tuple[Saved, History, bool] | None = field(default=None, init=False)
-    """What is durable, the versions that there are then, and whether one of them is new; None until it is."""
+    result: tuple[Saved, History, bool] | None = field(default=None, init=False)
+    """The durable state, its history, and whether it has a new version; None until the save is durable."""
 
     @property
     def publishes(self) -> bool:
-        """Whether a version is made, unless it would answer as its parent does."""
+        """Whether a version is made, unless its weights equal its parent's."""
         return self.copy is not None and self.copy.fingerprint is not None
 
-    def history_meanwhile(self) -> History:
-        """What steps in between go by."""
+    def provisional_history(self) -> History:
+        """Return the history for steps between the snapshot and the end of the save."""
         if not self.publishes:
-            return self.moment.history
-        digest = hashlib.sha256(f"step {self.moment.steps}, being saved".encode()).hexdigest()
-        name = f"{self.place.settings.model}@{digest[:16]}"
+            return self.snapshot.history
+        digest = hashlib.sha256(f"step {self.snapshot.steps}, being saved".encode()).hexdigest()
+        name = f"{self.resources.settings.model}@{digest[:16]}"
         return self._history_with(name, BlobRef(uri="none", sha256=digest, size=0))
 
     def write(self) -> None:
-        """Make everything durable at once. Blocks. Raises what `LineageStore.save` does, and `LearnerLost`."""
-        store = self.place.store
+        """Make everything durable at once. Blocks. Raises as `LineageStore.save` does, and `LearnerLost`."""
+        store = self.resources.store
         with SAVE_SECONDS.time():
             with store.scratch() as folder:
-                present, found = self.before.present, None
+                present, published = self.previous.present, None
                 if self.copy is not None:
                     self.copy.write(folder)
-                    present, found = self._stored(folder)
-            history = self._history_with(found[0].version, found[1]) if found else self.moment.history
-            saved = self._picture(history, present, found)
+                    present, published = self._store_tensors(folder)
+            history = self._history_with(published[0].version, published[1]) if published else self.snapshot.history
+            saved = self._build_saved(history, present, published)
             store.save(saved)
             if self.copy is not None:
                 self.copy.drop()
-        self.made = saved, history, found is not None
+        self.result = saved, history, published is not None
 
-    def _stored(self, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
-        """Store what the copy has written: weights and optimizer, and the new version if there is one."""
-        store, head = self.place.store, self.before.restore_points.get(self.moment.history.head)
+    def _store_tensors(self, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
+        """Store the files that the copy has written: weights and optimizer, and the new version if there is one."""
+        store, head = self.resources.store, self.previous.restore_points.get(self.snapshot.history.head)
         if head is not None and head.weights.sha256 == digest_of(folder / WEIGHTS)[0]:
-            return store.packed(folder, like=head), None  # the version's own weights, whatever files it has
+            # The weights equal the version's, whatever files the version has.
+            return store.store_tensors(folder, like=head), None
         shared = share_weights(folder)  # before the version's files are moved away
-        found, files = self._published(folder)
-        return store.packed(folder, shared, files), found
+        published, version_files = self._publish_version(folder)
+        return store.store_tensors(folder, shared, version_files), published
 
-    def _published(self, folder: Path) -> tuple[tuple[Manifest, BlobRef] | None, tuple[File, ...]]:
-        """A new version, unless it would answer as its parent does; and the files that hold its weights, or its
-        parent's, in the store."""
+    def _publish_version(self, folder: Path) -> tuple[tuple[Manifest, BlobRef] | None, tuple[File, ...]]:
+        """Publish a new version, unless its weights equal its parent's.
+
+        Returns:
+            The version's manifest with its blob, None without a new version; and the stored files that hold the
+            weights.
+        """
         if self.copy is None or self.copy.fingerprint is None:
             return None, ()
-        place, history = self.place, self.moment.history
+        resources, history = self.resources, self.snapshot.history
         manifest, ref = versions.publish(
-            place.blobs,
+            resources.blobs,
             folder / VERSION,
             self.copy.fingerprint,
-            first=place.first,
-            lineage=place.settings.lineage,
+            first=resources.first,
+            lineage=resources.settings.lineage,
             step=history.next_number,
             parent=history.head,
-            kind=self.before.kind,
+            kind=self.previous.kind,
         )
-        parent = files.read_manifest(place.blobs, history[history.head].manifest)
+        parent = files.read_manifest(resources.blobs, history[history.head].manifest)
         same = versions.weight_digests(manifest) == versions.weight_digests(parent)
         return None if same else (manifest, ref), manifest.files
 
     def _history_with(self, version: str, manifest: BlobRef) -> History:
-        old, settings = self.moment.history, self.place.settings
-        published = Published(
+        history, settings = self.snapshot.history, self.resources.settings
+        published = PublishedVersion(
             version=version,
-            parent=old.head,
-            number=old.next_number,
+            parent=history.head,
+            number=history.next_number,
             manifest=manifest,
-            first_step=old.head_step + 1,
-            last_step=self.moment.steps,
+            first_step=history.head_step + 1,
+            last_step=self.snapshot.steps,
         )
-        return old.published(published, {self.place.first.version, *self.moment.promoted}, settings.memory.versions)
+        return history.with_version(
+            published, {self.resources.first.version, *self.snapshot.promoted}, settings.memory.versions
+        )
 
-    def _picture(self, history: History, present: Tensors, found: tuple[Manifest, BlobRef] | None) -> Saved:
-        settings, moment, before = self.place.settings, self.moment, self.before
-        measured = summary.between_saves(moment.measured, moment.reported.outcomes)
-        checkpoint, version = before.checkpoint, found[0].version if found else None
-        if found is not None:
-            manifest, ref = found
+    def _build_saved(self, history: History, present: Tensors, published: tuple[Manifest, BlobRef] | None) -> Saved:
+        settings, snapshot, previous = self.resources.settings, self.snapshot, self.previous
+        measured = summary.summarize_steps(snapshot.measured, snapshot.reported.outcomes)
+        checkpoint, version = previous.checkpoint, published[0].version if published else None
+        if published is not None:
+            manifest, ref = published
             checkpoint = Checkpoint(
-                time=moment.time,
+                time=snapshot.time,
                 model=settings.model,
                 version=manifest.version,
                 lineage=settings.lineage,
@@ -161,41 +168,41 @@ class Save:
                 metrics=measured,
             )
         metrics = TrainingMetrics(
-            time=moment.time,
+            time=snapshot.time,
             model=settings.model,
             lineage=settings.lineage,
             step=history[history.head].number,
-            account=before.account + 1,
+            account=previous.account + 1,
             version=version,
             metrics=measured,
-            verdicts=moment.reported.outcomes,
-            stopped=moment.health.stopped.reason if moment.health.stopped else None,
-            undone=moment.reported.undone,
-            restored=moment.reported.restored,
-            batches=moment.reported.batches,
-            read=moment.reported.read,
+            verdicts=snapshot.reported.outcomes,
+            stopped=snapshot.health.stopped.reason if snapshot.health.stopped else None,
+            undone=snapshot.reported.undone,
+            restored=snapshot.reported.restored,
+            batches=snapshot.reported.batches,
+            read=snapshot.reported.read,
         )
         update = {
-            **moment.snapshot,
+            **snapshot.state_fields,
             "versions": history.versions,
             "head": history.head,
             "head_step": history.head_step,
-            "health": moment.health,
+            "health": snapshot.health,
             "present": present,
             "restore_points": self._restore_points(history, present, version),
-            "account": before.account + 1,
+            "account": previous.account + 1,
             "checkpoint": checkpoint,
             "metrics": metrics,
         }
-        return before.model_copy(update=update)
+        return previous.model_copy(update=update)
 
     def _restore_points(self, history: History, present: Tensors, version: str | None) -> dict[str, Tensors]:
-        """Those of base, head, champion and previous, and the newest of the rest."""
-        points = dict(self.before.restore_points)
+        """Return the restore points of base, head, champion and previous champion, and the newest of the rest."""
+        points = dict(self.previous.restore_points)
         if version is not None:
             points[version] = present
-        keep = {self.place.first.version, history.head, *self.moment.promoted}
-        memory = self.place.settings.memory
+        keep = {self.resources.first.version, history.head, *self.snapshot.promoted}
+        memory = self.resources.settings.memory
         bytes_max = memory.restore_points_bytes or default_points_bytes(sum_bytes([present]))
         for spare in [name for name in points if name not in keep]:  # the oldest first
             if len(points) <= memory.restore_points and sum_bytes([present, *points.values()]) <= bytes_max:
@@ -205,10 +212,10 @@ class Save:
 
 
 def default_points_bytes(point: int) -> int:
-    """Return the bound where no setting has another, for restore points of `point` bytes."""
+    """Return the default bound for restore points of `point` bytes."""
     return max(_POINTS_BYTES_MIN, _POINTS_OF_SIZE * point)
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:
-    """Return the bytes that `points` take besides versions. What several refer to counts once."""
+    """Return the bytes that `points` take besides versions. A blob that several points share counts once."""
     return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())

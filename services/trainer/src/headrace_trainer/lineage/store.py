@@ -1,12 +1,12 @@
-"""Saves a lineage atomically, finds it again, and knows whose it is. All methods block.
+"""Saves the state of a lineage atomically, loads it, and records its owner. All methods block.
 
-Blobs first, each durable; then the pointer is replaced by compare-and-swap. A crash before that leaves the old state, a
-crash after it the new one. Nothing is ever repaired by guessing: a damaged or missing blob ends the process with its
-name.
+A save stores the blobs first, each durable, and then replaces the pointer by compare-and-swap. A crash before that
+leaves the old state, a crash after it the new one. A state is never repaired by guessing: a damaged or missing blob
+ends the process with the name of the blob.
 
-A lineage has one owner at a time. Taking it over replaces the pointer, with the same state and the next epoch: from
-then on no save of the former owner can succeed, however late it comes. Each owner writes its blobs in an area of its
-own, so nothing that a former owner still writes or removes can touch what its successors need.
+A lineage has one owner at a time. A takeover replaces the pointer, with the same state and the next epoch: after that
+no save of the former owner can succeed, however late it comes. Each owner writes its blobs in an area of its own, so a
+former owner that still writes or removes blobs cannot touch those of its successors.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
 from headrace_trainer.lineage.assembly import SharedWeights, assemble
-from headrace_trainer.lineage.saved import Assembly, Pointer, Saved, ShortPointer, Tensors, read_saved
+from headrace_trainer.lineage.saved import Assembly, LegacyPointer, Pointer, Saved, Tensors, read_saved
 from headrace_trainer.settings import TrainerSettings
 
-_M = TypeVar("_M", Pointer, ShortPointer, Saved)
+_M = TypeVar("_M", Pointer, LegacyPointer, Saved)
 _BEAT = "beat"
 _RELEASED = b"released"
 _READS_MAX = 20
 _SHARED = 0
-"""The epoch of blobs that lie among those of all: an earlier release wrote them there."""
+"""The epoch of shared blobs, which an earlier release wrote outside any area."""
 
 
 class LineageTaken(HeadraceError):
@@ -44,22 +44,23 @@ class LineageTaken(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """What a lineage's owner shows of itself. Two that are equal: it has given no sign of life in between."""
+class OwnerSign:
+    """Sign of life of a lineage's owner. Two equal signs mean that the owner has given none in between."""
 
     number: int
-    """Of the pointer; 0 when the lineage has never had an owner."""
+    """Number of the pointer record; 0 when the lineage has never had an owner."""
     owner: str
     beat: bytes | None
 
     @property
     def free(self) -> bool:
-        """Whether nobody owns it, or its owner has given it up."""
+        """Whether the lineage has no owner, or its owner has released it."""
         return not self.owner or self.beat == _RELEASED
 
 
 class LineageStore:
-    """The saved state of one lineage. `take` makes it ours; `load`, `save`, `beat` and `release` are for its owner."""
+    """The saved state of one lineage. `take` makes this process its owner; `load`, `save`, `beat` and `release` are for
+    the owner."""
 
     def __init__(self, blobs: BlobStore, lineage: str, owner: str | None = None) -> None:
         self.owner = owner or holders.me()
@@ -68,26 +69,27 @@ class LineageStore:
         self._records = Records(blobs, f"lineages/{lineage}")
         self._number = 0
         self._pointer: Pointer | None = None
-        """The truth as far as we know it."""
+        """The pointer as this process read or wrote it last."""
         self._written: set[str] = set()
-        """What we have put into our area."""
+        """Digests of the blobs that this process has written into its area."""
         self._beats = 0
 
-    # Whose it is
+    # Ownership
 
-    def sign(self) -> Sign:
-        """What the present owner shows."""
-        found = self._newest()
-        if found is None:
-            return Sign(0, "", None)
-        number, pointer = found
+    def read_owner_sign(self) -> OwnerSign:
+        """Return the sign of the present owner."""
+        newest = self._newest_pointer()
+        if newest is None:
+            return OwnerSign(0, "", None)
+        number, pointer = newest
         beat = self._area(pointer.epoch).pointer(_BEAT) if pointer.epoch else None
-        return Sign(number, pointer.owner, beat)
+        return OwnerSign(number, pointer.owner, beat)
 
-    def take(self) -> bool:
-        """Take the lineage over, whoever has it. False when it changed meanwhile: look again before another try."""
-        found = self._newest()
-        number, old = found or (0, None)
+    def take_over(self) -> bool:
+        """Take the lineage over from any owner. Return False when its pointer changed meanwhile: read the sign
+        again."""
+        newest = self._newest_pointer()
+        number, old = newest or (0, None)
         epoch = old.epoch + 1 if old else 1
         state, epochs = (old.state, old.epochs) if old else (None, {})
         pointer = Pointer(epoch=epoch, owner=self.owner, state=state, epochs=epochs)
@@ -97,45 +99,48 @@ class LineageStore:
         return True
 
     def beat(self) -> None:
-        """Give a sign of life. Raises `LineageTaken` when the lineage is not ours any more."""
+        """Give a sign of life. Raise `LineageTaken` when another process owns the lineage."""
         self._beats += 1
         self._area(self._epoch).set_pointer(_BEAT, str(self._beats).encode())
-        self._check_ours()
+        self._check_ownership()
 
     def release(self) -> None:
-        """Let the next one begin at once. Nothing may be saved afterwards."""
+        """Release the lineage, so that the next process can begin at once. Do not save afterwards."""
         self._area(self._epoch).set_pointer(_BEAT, _RELEASED)
 
-    # What it is
+    # State
 
     def load(self) -> Saved | None:
-        """The last durable state, to be continued; None when there has never been one. Removes what former owners have
-        left behind. Raises `CorruptBlob` and `Unavailable`.
+        """Return the last durable state, None when there has never been one, and remove blobs of former owners.
+
+        Raises:
+            CorruptBlob: The state is damaged.
+            Unavailable: The state cannot be read.
         """
         assert self._pointer is not None, "a lineage is taken before it is loaded"
-        saved = self._state(self._pointer)
+        saved = self._load_state(self._pointer)
         self._sweep(self._pointer)
         return saved
 
     def read(self) -> Saved | None:
-        """The same for one who only looks: changes nothing, and may be called while the lineage is being trained."""
+        """Return the last durable state without changing anything. The lineage may be in training meanwhile."""
         number = 0
         for _ in range(_READS_MAX):
-            found = self._newest()
-            if found is None:
+            newest = self._newest_pointer()
+            if newest is None:
                 return None
             try:
-                self._number, self._pointer = found
-                return self._state(found[1])
+                self._number, self._pointer = newest
+                return self._load_state(newest[1])
             except (CorruptBlob, Unavailable):
-                if found[0] == number:
+                if newest[0] == number:
                     raise
-                number = found[0]  # it may have been replaced while we read it
-        raise Unavailable(self._advise("is saved faster than it can be read"))
+                number = newest[0]  # the state may have been replaced while it was read
+        raise Unavailable(self._add_remedy("is saved faster than it can be read"))
 
     def get(self, ref: BlobRef) -> bytes:
-        """One blob of the state. Raises `CorruptBlob` when it is damaged, `Unavailable` when it is not there."""
-        with self._advising():
+        """Return one blob of the state. Raise `CorruptBlob` when it is damaged, `Unavailable` when it is not there."""
+        with self._adding_remedy():
             return self._area_of(ref).get(ref)
 
     def _area_of(self, ref: BlobRef) -> BlobStore:
@@ -143,19 +148,19 @@ class LineageStore:
         return self._area(self._pointer.epochs.get(ref.sha256, _SHARED))
 
     @contextlib.contextmanager
-    def _advising(self) -> Iterator[None]:
+    def _adding_remedy(self) -> Iterator[None]:
         try:
             yield
         except (CorruptBlob, Unavailable) as error:
             if self._pointer is not None and self._pointer.owner == self.owner:
-                self._check_ours()  # a new owner may have replaced it
-            raise type(error)(self._advise(str(error))) from error
+                self._check_ownership()  # a new owner may have removed the blob
+            raise type(error)(self._add_remedy(str(error))) from error
 
     @contextlib.contextmanager
-    def unpacked(self, point: Tensors) -> Iterator[Path]:
-        """A folder with the files of `point`, as a copy wrote them. Raises as `get` does."""
+    def open_tensors(self, point: Tensors) -> Iterator[Path]:
+        """Yield a folder with the files of `point`, as a copy wrote them. Raises as `get` does."""
         with self.scratch() as folder:
-            with self._advising():
+            with self._adding_remedy():
                 self._area_of(point.optimizer).get_file(point.optimizer, folder / OPTIMIZER)
                 if point.assembly is None:
                     self._area_of(point.weights).get_file(point.weights, folder / WEIGHTS)
@@ -174,18 +179,18 @@ class LineageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files of a save. What its disk refuses inside is raised as `save` does."""
+        """Yield a folder for the files of a save. Disk errors inside are raised as `save` does."""
         area = self._area(self._epoch)
         try:
             with area.scratch() as folder:
                 yield folder
         except (OSError, Unavailable) as error:
-            self._check_ours()  # a new owner may have removed it
+            self._check_ownership()  # a new owner may have removed the folder
             if isinstance(error, Unavailable):
                 raise
             raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
-    def packed(
+    def store_tensors(
         self,
         folder: Path,
         shared: SharedWeights | None = None,
@@ -193,14 +198,16 @@ class LineageStore:
         *,
         like: Tensors | None = None,
     ) -> Tensors:
-        """Store the files that a copy wrote into `folder`, which are gone afterwards, for the next save. Raises as
-        `save` does.
+        """Store the files that a copy wrote into `folder` for the next save, and remove them from the folder.
 
         Args:
             folder: A folder of `scratch`.
             shared: How the weights follow from `files` of a version, which are stored already.
             files: The files of that version.
-            like: A point of the present state that has the very weights in `folder`.
+            like: A point of the present state whose weights equal those in `folder`.
+
+        Raises:
+            Exception: As `save` does.
         """
 
         def put(path: Path) -> BlobRef:
@@ -219,10 +226,11 @@ class LineageStore:
         return Tensors(weights=weights, optimizer=optimizer, assembly=shared.assembly(files, frame))
 
     def save(self, saved: Saved) -> None:
-        """Make `saved` the truth; its blobs are stored (`packed`).
+        """Make `saved` the current state; its blobs are stored already (`packed`).
 
-        Raises `LineageTaken` when the lineage is not ours any more, `Unavailable` when the store is away: then it may
-        have happened, and saving again is right.
+        Raises:
+            LineageTaken: Another process owns the lineage.
+            Unavailable: The store is away. The state may have been saved; saving it again is right.
         """
         old = self._pointer
         assert old is not None, "a lineage is taken before it is saved"
@@ -233,7 +241,7 @@ class LineageStore:
         self._swap(pointer)
         superfluous = {*old.epochs.items(), *((digest, old.epoch) for digest in self._written)}
         for digest, epoch in sorted(superfluous - set(pointer.epochs.items())):
-            self._area(epoch).delete(_named(digest))
+            self._area(epoch).delete(_deletable_ref(digest))
         self._written &= {digest for digest, epoch in pointer.epochs.items() if epoch == pointer.epoch}
 
     def _put(self, how: Callable[[BlobStore], BlobRef], area: BlobStore) -> BlobRef:
@@ -242,54 +250,55 @@ class LineageStore:
             self._written.add(ref.sha256)
             return ref
         except Unavailable:
-            self._check_ours()  # a new owner may be removing the area while we write to it
+            self._check_ownership()  # a new owner may be removing the area
             raise
 
     def _swap(self, pointer: Pointer) -> None:
         data = pointer.model_dump_json().encode()
         while not self._records.append(self._number, data):
-            self._number = self._check_ours()  # ours still: an earlier try got through, and its answer did not
+            self._number = self._check_ownership()  # still the owner: an earlier try succeeded, but its answer was lost
         self._number, self._pointer = self._number + 1, pointer
 
-    def _check_ours(self) -> int:
-        """The pointer's number. Raises `LineageTaken` when it is not one of ours."""
-        found = self._newest()
-        if found is None or found[1].owner != self.owner:
-            raise LineageTaken(self._lost(found[1].owner if found else ""))
-        return found[0]
+    def _check_ownership(self) -> int:
+        """Return the pointer's number. Raise `LineageTaken` when another process owns the lineage."""
+        newest = self._newest_pointer()
+        if newest is None or newest[1].owner != self.owner:
+            raise LineageTaken(self._takeover_message(newest[1].owner if newest else ""))
+        return newest[0]
 
-    def _state(self, pointer: Pointer) -> Saved | None:
+    def _load_state(self, pointer: Pointer) -> Saved | None:
         if pointer.state is None:
             return None
-        saved = self._parsed(read_saved, self.get(pointer.state))
-        # What an earlier release wrote is in no table.
+        saved = self._parse(read_saved, self.get(pointer.state))
+        # Blobs of an earlier release are in no table of epochs.
         epochs = dict.fromkeys((*saved.blobs(), pointer.state.sha256), _SHARED) | pointer.epochs
         self._pointer = pointer.model_copy(update={"epochs": epochs})
         return saved
 
-    def _newest(self) -> tuple[int, Pointer] | None:
-        record = self._records.newest() or self._of_an_earlier_release()
-        return None if record is None else (record.number, self._parsed(Pointer.model_validate_json, record.data))
+    def _newest_pointer(self) -> tuple[int, Pointer] | None:
+        record = self._records.newest() or self._legacy_pointer()
+        return None if record is None else (record.number, self._parse(Pointer.model_validate_json, record.data))
 
-    def _of_an_earlier_release(self) -> Record | None:
-        """The pointer as a file that is replaced in place. It stays as it is; an owner's records come before it."""
+    def _legacy_pointer(self) -> Record | None:
+        """Read the pointer of an earlier release: a file that stays as it is. The records of an owner take
+        precedence."""
         data = self._blobs.pointer(f"lineages/{self._lineage}")
         if data is None:
             return None
         pointer = Pointer(
-            epoch=0, owner="", state=self._parsed(ShortPointer.model_validate_json, data).state, epochs={}
+            epoch=0, owner="", state=self._parse(LegacyPointer.model_validate_json, data).state, epochs={}
         )
         return Record(0, pointer.model_dump_json().encode())
 
-    def _parsed(self, read: Callable[[bytes], _M], data: bytes) -> _M:
+    def _parse(self, read: Callable[[bytes], _M], data: bytes) -> _M:
         try:
             return read(data)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
-            raise CorruptBlob(self._advise(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
+            raise CorruptBlob(self._add_remedy(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
     def _sweep(self, pointer: Pointer) -> None:
-        """Remove what former owners left. Those that still run can save no more, and write nowhere but there."""
+        """Remove the blobs of former owners. Such owners cannot save any more, and write only into their own areas."""
         needed = set(pointer.epochs.items())
         for name in self._blobs.areas(self._areas):
             epoch = int(name)
@@ -302,7 +311,7 @@ class LineageStore:
             area.remove_scratch()
             for digest in list(area.digests()):
                 if (digest, epoch) not in needed:
-                    area.delete(_named(digest))
+                    area.delete(_deletable_ref(digest))
 
     @property
     def _areas(self) -> str:
@@ -316,26 +325,27 @@ class LineageStore:
     def _area(self, epoch: int) -> BlobStore:
         return self._blobs if epoch == _SHARED else self._blobs.area(f"{self._areas}/{epoch:010d}")
 
-    def _lost(self, owner: str) -> str:
-        who = holders.describe(owner) if owner else "somebody who removed its pointer"
+    def _takeover_message(self, owner: str) -> str:
+        holder = holders.describe(owner) if owner else "somebody who removed its pointer"
         return (
-            f"lineage {self._lineage} belongs to {who} now, and this process can save nothing any more; what it saved "
-            "before is kept and goes on there. If two trainers were started, stop one of them or name another "
+            f"lineage {self._lineage} belongs to {holder} now, and this process can save nothing any more; its earlier "
+            "saves are kept and are continued there. If two trainers were started, stop one of them or name another "
             "trainer.lineage for it"
         )
 
-    def _advise(self, problem: str) -> str:
+    def _add_remedy(self, problem: str) -> str:
         remedy = "restore the blob store from a backup, or name another trainer.lineage"
         return f"lineages/{self._lineage}: {problem}; {remedy}"
 
 
-def _named(digest: str) -> BlobRef:
-    """Enough of a reference to delete by."""
+def _deletable_ref(digest: str) -> BlobRef:
+    """Return a reference that is sufficient to delete a blob by its digest."""
     return BlobRef(uri="none", sha256=digest, size=0)
 
 
-def replayed(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
-    """The versions of the lineage that is trained again, by number. Raises `SettingError` when there is none."""
+def replayed_versions(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
+    """Return the numbers of the versions of the replayed lineage. Raise `SettingError` when there is no such
+    lineage."""
     if settings.replays is None:
         return {}
     other = LineageStore(blobs, settings.replays).read()

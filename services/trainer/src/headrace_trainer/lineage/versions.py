@@ -1,5 +1,5 @@
-"""From the weights in training to an immutable version in the blob store, and back. The learner writes and reads the
-weights' files; here they get the base's other files, a manifest and with it a name."""
+"""Publishes the weights in training as an immutable version in the blob store, and loads a version. The learner writes
+and reads the weights' files; this module adds the base's other files, a manifest and with it a name."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from headrace_trainer.learner import Learner
 
 
 def check_base(folder: Path) -> None:
-    """Raises `SettingError` when `folder` cannot be the start of a lineage (P7)."""
+    """Raise `SettingError` when `folder` cannot be the base of a lineage (P7)."""
     if not folder.is_dir():
         raise SettingError("trainer.base", str(folder), "is not a folder; name one in Hugging Face's layout")
-    for pattern, what in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
+    for pattern, content in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
         if not any(folder.glob(pattern)):
-            raise SettingError("trainer.base", str(folder), f"has no {what}; convert the model first")
+            raise SettingError("trainer.base", str(folder), f"has no {content}; convert the model first")
     if not (folder / store.TOKENIZER_FILE).exists():
         raise SettingError("trainer.base", str(folder), f"has no {store.TOKENIZER_FILE}; save a fast tokenizer there")
 
 
 @contextlib.contextmanager
-def unpacked(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
-    """A folder with these files, for as long as the body runs. Raises `CorruptBlob` or `Unavailable`."""
+def open_files(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
+    """Yield a temporary folder with these files. Raise `CorruptBlob` or `Unavailable`."""
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
         yield store.fetch_files(blobs, files, Path(name))
 
 
 def base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """What a lineage starts from, by digest: each file is read once, and whatever becomes of it then changes nothing.
-    Blocks."""
+    """Store the files of a lineage's base by their digests. Each file is read once, so later changes of the folder have
+    no effect. Blocks."""
     return store.store_files(blobs, folder)
 
 
 def publish_base(
     blobs: BlobStore, files: tuple[File, ...], learner: Learner, *, name: str, lineage: str
 ) -> tuple[Manifest, BlobRef]:
-    """The base's own files, byte for byte, as step 0. Blocks."""
+    """Publish the base's own files, byte for byte, as step 0. Blocks."""
     fingerprint = learner.fingerprint_of_base()
     tokenizer, template = store.prompt_digests(blobs, files)
     manifest = Manifest(
@@ -70,15 +70,15 @@ def publish(
     parent: str,
     kind: Literal["full", "lora"],
 ) -> tuple[Manifest, BlobRef]:
-    """What a copy has written into `folder` as a new version: a whole model, or an adapter on the lineage's first
-    version. The files in it are gone afterwards. Blocks.
+    """Publish the files that a copy has written into `folder` as a new version. Blocks.
 
-    Everything but the weights (configuration, tokenizer, templates) is the first version's, from the store.
+    The version is a whole model, or an adapter on the lineage's first version. Everything but the weights
+    (configuration, tokenizer, templates) comes from the first version in the store. The folder is empty afterwards.
     """
     files = store.store_files(blobs, folder, move=True)
     if kind == "full":
-        kept = (file for file in first.files if not store.is_weights(file.path))
-        files = tuple(sorted((*files, *kept), key=lambda file: file.path))
+        other_files = (file for file in first.files if not store.is_weights(file.path))
+        files = tuple(sorted((*files, *other_files), key=lambda file: file.path))
     manifest = Manifest(
         name=first.name,
         lineage=lineage,
@@ -95,10 +95,10 @@ def publish(
 
 
 def check_same(folder: Path, first: Manifest, lineage: str) -> None:
-    """Raises `SettingError` when `folder` is not what the lineage started from."""
-    there = {path.relative_to(folder).as_posix(): store.file_digest(path) for path in store.model_files(folder)}
-    then = {file.path: file.blob.sha256 for file in first.files}
-    differing = sorted(name for name in there.keys() | then.keys() if there.get(name) != then.get(name))
+    """Raise `SettingError` when `folder` differs from the base that the lineage started from."""
+    present = {path.relative_to(folder).as_posix(): store.file_digest(path) for path in store.model_files(folder)}
+    original = {file.path: file.blob.sha256 for file in first.files}
+    differing = sorted(name for name in present.keys() | original.keys() if present.get(name) != original.get(name))
     if differing:
         raise SettingError(
             "trainer.base",
@@ -108,11 +108,11 @@ def check_same(folder: Path, first: Manifest, lineage: str) -> None:
 
 
 def load(blobs: BlobStore, manifest: Manifest, learner: Learner) -> None:
-    """Make the weights of `learner` those in a version's files. Blocks. Raises `CorruptBlob` or `Unavailable`."""
-    with unpacked(blobs, manifest.files) as folder:
+    """Load the weights of a version into `learner`. Blocks. Raise `CorruptBlob` or `Unavailable`."""
+    with open_files(blobs, manifest.files) as folder:
         learner.load(folder)
 
 
 def weight_digests(manifest: Manifest) -> frozenset[str]:
-    """What tells two versions of one lineage apart."""
+    """Return the digests of the weights, by which two versions of one lineage differ."""
     return frozenset(file.blob.sha256 for file in manifest.files if file.path.endswith(".safetensors"))

@@ -1,11 +1,11 @@
-"""A short training without a bus: all experiences of a recording, from the base, into a lineage that nobody serves.
+"""Trains all experiences of a recording from the base, without a bus, into a scratch lineage that is never served.
 
-As a filter (`python -m headrace_trainer.short_training`) it takes lines `experience` and writes one line `trained`.
-Admission, cutting, advantages, step and optimizer are those of training. One thing is not: versions of another lineage
-count as the newest, however old they are. Two such trainings shall differ by rewards alone, so nothing may be dropped
-in one for having been sampled long ago and trained in the other; what separates them from the weights is corrected by
-importance, as ever. What comes of it is compared and thrown away: no version of it is announced (P5 is about what
-serves).
+As a filter (`python -m headrace_trainer.short_training`) it reads lines `experience` and writes one line `trained`.
+Admission, cutting, advantages, step and optimizer are those of training, with one exception: versions of another
+lineage count as the newest, however old they are. Two such trainings must differ by rewards alone, so an experience
+must not be dropped as stale in one and trained in the other; importance weights correct the difference between the
+sampling version and the weights. The resulting version is compared and discarded, and never announced (P5 applies to
+versions that serve).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEWEST = 2**62
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """The filter."""
+    """Run the filter on standard input and output."""
     lines = Lines()
     training = ShortTraining(settings, BlobStore.open(common))
     async for _, value in lines.read():
@@ -39,53 +39,53 @@ async def run(common: Common, settings: TrainerSettings) -> None:
 
 
 class ShortTraining:
-    """`add` experiences in order, then `end`. Blocks: the process does nothing else."""
+    """A short training. `add` experiences in order, then call `end`. Blocks."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
-        """Raises as a start of the trainer does."""
+        """Raise the errors that a start of the trainer raises."""
         self._clock = SystemClock()
-        # Nobody waits: batches are cut by count alone, so that they are the same whenever they are made.
+        # Batches are cut by count alone, never by time, so that they do not depend on the speed of the process.
         self._settings = settings.model_copy(update={"until_end": True, "cut": "rules"})
         self._lineage = open_lineage(self._settings, blobs, self._clock)
         assert self._lineage.saved.checkpoint is not None
         self._base = self._lineage.saved.checkpoint
         self._stop = threading.Event()
-        self._place = 0
+        self._offset = 0
 
     def add(self, experience: Experience) -> None:
-        """Experiences of other models are passed over."""
+        """Admit an experience. Experiences of other models are skipped."""
         if experience.model != self._settings.model:
             return
         state = self._lineage.state
         foreign = [version for version in versions_of(experience) if version not in state.history]
         if any(version not in state.history.replayed for version in foreign):
-            known = {**state.history.replayed, **dict.fromkeys(foreign, _NEWEST)}
-            state.history = replace(state.history, replayed=known)
-        state.admit(experience, (0, self._place), self._clock.now())
-        self._place += 1
+            replayed = {**state.history.replayed, **dict.fromkeys(foreign, _NEWEST)}
+            state.history = replace(state.history, replayed=replayed)
+        state.admit(experience, (0, self._offset), self._clock.now())
+        self._offset += 1
         self._act()
 
     def end(self) -> ShortRun:
-        """Nothing more will come."""
+        """Train the remaining experiences and return the result."""
         while self._act(over=True):
             pass
         lineage = self._lineage
         stopped = lineage.health.stopped
-        fates = Counter(outcome.dropped for outcome in lineage.state.outcomes)
+        outcomes = Counter(outcome.dropped for outcome in lineage.state.outcomes)
         lineage.save(publish=lineage.state.steps > 0)
         lineage.close()
         assert lineage.saved.checkpoint is not None
         return ShortRun(
             base=self._base,
             last=lineage.saved.checkpoint,
-            trained=fates.pop(None, 0),
-            dropped={reason: count for reason, count in fates.items() if reason is not None},
+            trained=outcomes.pop(None, 0),
+            dropped={reason: count for reason, count in outcomes.items() if reason is not None},
             steps=lineage.state.steps,
             stopped=stopped.reason if stopped else None,
         )
 
     def _act(self, *, over: bool = False) -> bool:
-        if self._lineage.finished():
+        if self._lineage.is_finished():
             return False
         items = self._lineage.next_batch(over=over)
         if items:

@@ -68,7 +68,7 @@ class HindsightTeacher:
             self.gap = gap
             self._measured = {
                 "hindsight_gap": gap.mean,
-                "hindsight_gap_chance": gap.chance,
+                "hindsight_gap_chance": gap.p_value,
                 "hindsight_runs": float(gap.count),
             }
         self.guard.extend(sorted((row for row in rows if row.hindsight is None), key=lambda row: row.name))
@@ -190,7 +190,7 @@ class HindsightTeacher:
         return [found[index] for index in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
-        known = (self.gap.count, self.gap.total, self.gap.as_said, *self.gap.dealt)
+        known = (self.gap.count, self.gap.total, self.gap.observed, *self.gap.permuted)
         found = {_GAP: torch.tensor(known, dtype=torch.float64)}
         if self.guard:
             found[_TOKENS] = torch.from_numpy(np.concatenate([row.token_ids_T for row in self.guard]))

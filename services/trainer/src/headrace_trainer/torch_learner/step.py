@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace_runtime import liveness
 from headrace_trainer.algorithms.divergences import DIVERGENCES
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
-from headrace_trainer.algorithms.losses import Compute, Sampled
+from headrace_trainer.algorithms.losses import Compute, LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
@@ -176,7 +176,7 @@ class _Share:
         start_N = current_N.detach() if start_N is None else start_N
         behaviour_N, advantage_N, row_N = one.behaviour_N[part], one.advantage_N[part], one.row_N[part]
         written_N = None if one.written_N is None else one.written_N[part]
-        sampled = Sampled(
+        sampled = LossInputs(
             current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N, written_N, one.pair_R
         )
         tokens = self.compute(sampled, self.settings)

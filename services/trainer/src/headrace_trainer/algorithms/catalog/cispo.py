@@ -2,8 +2,8 @@
 
     L = - 1/N sum_n sg(clip(pi/mu, 1 - clip_low, 1 + clip_high)) A log pi        sg: no gradient flows through it
 
-A as in `grpo`; mu is the engine that sampled it. Needs groups and logprobs. A revision is trained with the advantage
-that is missing.
+A as in `grpo`; mu is the engine that sampled the token. Needs groups and logprobs. A revision is trained with the
+missing advantage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from headrace_runtime.settings import Section
-from headrace_trainer.algorithms.losses import Compute, Loss, Sampled
+from headrace_trainer.algorithms.losses import Compute, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 
@@ -26,19 +26,19 @@ class CispoSettings(Section):
     """`[trainer.loss.cispo]`."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Weights count no further down than `1 - clip_low`; 1 bounds nothing."""
+    """Weights are clipped below at `1 - clip_low`; 1 sets no bound."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Weights count no further up than `1 + clip_high`."""
+    """Weights are clipped above at `1 + clip_high`."""
 
 
 def _load() -> Compute:
     from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, plain
 
-    def cispo(sampled: Sampled, settings: LossSettings) -> TokenLoss:
-        own = settings.of("cispo")
-        assert isinstance(own, CispoSettings)
+    def cispo(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+        options = settings.of("cispo")
+        assert isinstance(options, CispoSettings)
         log_ratio_N = (sampled.current_N.detach() - sampled.behaviour_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-        weight_N = log_ratio_N.exp().clamp(1 - own.clip_low, 1 + own.clip_high)
+        weight_N = log_ratio_N.exp().clamp(1 - options.clip_low, 1 + options.clip_high)
         return plain(-weight_N * sampled.advantage_N * sampled.current_N, sampled)
 
     return cispo

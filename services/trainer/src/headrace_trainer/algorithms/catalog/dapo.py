@@ -3,9 +3,9 @@
     A = (r - mean of the group) / (standard deviation of the group + 1e-6)
     L = - 1/N sum_n min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A)       over the N tokens of the batch
 
-Needs groups. A group whose runs all have one reward is dropped with `equal_rewards`, and others take its place in the
-batch. There is no divergence from the base. The paper's penalty for length is a matter of the reward. A revision is
-trained with the advantage that is missing.
+Needs groups. A group whose runs all have the same reward is dropped with `equal_rewards`, and other groups fill the
+batch. There is no divergence from the base. The paper's penalty for length belongs into the reward. A revision is
+trained with the missing advantage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dpo`: direct preference optimization (arXiv:2305.18290), of the answers that somebody compared, and of edits.
+"""`dpo`: direct preference optimization (arXiv:2305.18290), on compared answers and on edits.
 
     m = beta ((log pi(y+) - log pi_base(y+)) - (log pi(y-) - log pi_base(y-)))
     L = - mean over pairs of (1 - e) log sigmoid(m) + e log sigmoid(-m)
@@ -6,12 +6,12 @@
 where log pi(y) is the sum over the answer's tokens, and e is `label_smoothing`.
 
 Needs pairs and a reference. Both answers of a pair are rows of one pass: the chosen one with an advantage of 1, the
-rejected one with -1. An edit is a pair of its own: what should have been answered, over what was.
+rejected one with -1. An edit is a pair of its own: the edited answer over the original one.
 
 The loss is not linear in the advantage. Its gradient is that of the policy gradient with the slope
 2 beta ((1 - e) sigmoid(-m) - e sigmoid(m)) in place of 1, the same for all tokens of both rows. That slope is
 remembered with the weight of the row's tokens, and a withdrawn preference is trained once more as a policy gradient
-with it and the opposite sign; the two sides need not meet for that.
+with it and the opposite sign; the two sides need not be in one batch for that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pydantic import Field
 
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.catalog.sft import LATE
-from headrace_trainer.algorithms.estimators import as_they_are, estimator
-from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, Sampled
+from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
+from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.signals import Signals
@@ -37,9 +37,9 @@ class DpoSettings(Section):
     """`[trainer.loss.dpo]`."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a nat of difference from the base counts; the smaller, the further training goes from it."""
+    """Weight of a nat of difference from the base; the smaller, the further training moves away from it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of preferences that are taken to be the wrong way round (conservative DPO)."""
+    """The share of preferences that are assumed to be reversed (conservative DPO)."""
 
 
 def _load() -> Compute:
@@ -47,17 +47,17 @@ def _load() -> Compute:
 
     from headrace_trainer.algorithms.loss import plain, row_counts, row_sums
 
-    def dpo(sampled: Sampled, settings: LossSettings) -> TokenLoss:
-        own = settings.of("dpo")
-        assert isinstance(own, DpoSettings)
+    def dpo(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+        options = settings.of("dpo")
+        assert isinstance(options, DpoSettings)
         assert sampled.reference_N is not None
         assert sampled.pair_R is not None
         rows = len(sampled.pair_R)
         sums_R = row_sums(sampled.current_N - sampled.reference_N, sampled.row_N, rows)
         counts_R = row_counts(sampled.row_N, rows)
         sides_R = row_sums(sampled.advantage_N, sampled.row_N, rows) / counts_R
-        margins_R = own.beta * sides_R.sign() * (sums_R - sums_R[sampled.pair_R])
-        smoothing = own.label_smoothing
+        margins_R = options.beta * sides_R.sign() * (sums_R - sums_R[sampled.pair_R])
+        smoothing = options.label_smoothing
         losses_R = -(1 - smoothing) * logsigmoid(margins_R) - smoothing * logsigmoid(-margins_R)
         return plain((losses_R / counts_R)[sampled.row_N], sampled)
 
@@ -66,6 +66,6 @@ def _load() -> Compute:
 
 preferences = estimator(
     Needs(pairs=True), signals=Signals(rewards=False, edits=True, replaced=True, preferences=True, paired=True)
-)(as_they_are)
+)(reward_as_advantage)
 LOSS = Loss(_load, Needs(pairs=True, reference=True), DpoSettings, correction=LIKELIHOOD.load)
 DPO = Algorithm("preferences", "dpo", {**LATE, "loss.agg_mode": "seq-mean-token-sum"})

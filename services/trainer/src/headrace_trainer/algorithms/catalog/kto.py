@@ -1,15 +1,15 @@
-"""`kto`: Kahneman-Tversky optimization (arXiv:2402.01306), of answers that somebody called good or bad, each by itself.
+"""`kto`: Kahneman-Tversky optimization (arXiv:2402.01306), of answers that are labelled good or bad one by one.
 
     h = log pi(y) - log pi_base(y)                        a sum over the answer's tokens
     L = mean over answers of    l+ (1 - sigmoid(beta (h - z)))    for good ones,
                                 l- (1 - sigmoid(beta (z - h)))    for bad ones
 
-Needs a reference, and any of: a reward (a thumb is one), an edit, a side of a preference. Sides need not meet. The
-paper estimates z from answers to other prompts of the batch; here it is a constant, `reference_point`, so that what one
-answer does to the weights does not depend on those beside it, and a revision can take it back. With 0 it is what TRL
-calls `apo_zero_unpaired`.
+Needs a reference, and any of: a reward (a thumb is one), an edit, a side of a preference. The two sides need not be in
+one batch. The paper estimates z from answers to other prompts of the batch; here it is a constant, `reference_point`,
+so that the effect of one answer does not depend on the others in its batch, and a revision can reverse it. With 0 it
+equals TRL's `apo_zero_unpaired`.
 
-Rewards from `good_min` on are good, those up to `bad_max` bad, and what lies between says nothing (`no_signal`).
+Rewards from `good_min` on are good, those up to `bad_max` bad, and rewards in between are not trained (`no_signal`).
 Revisions are trained as in `dpo`, by the slope that was remembered.
 """
 
@@ -21,8 +21,8 @@ from pydantic import Field
 
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.catalog.sft import LATE
-from headrace_trainer.algorithms.estimators import as_they_are, estimator
-from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, Sampled
+from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
+from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.signals import Signals
@@ -36,28 +36,28 @@ class LabelSettings(Section):
     """`[trainer.advantage.labels]`."""
 
     good_min: float = 0.5
-    """Rewards from here on are good."""
+    """Rewards of at least this are good."""
     bad_max: float = 0.5
-    """Rewards up to here, and below `good_min`, are bad."""
+    """Rewards of at most this, and below `good_min`, are bad."""
 
 
 class KtoSettings(Section):
     """`[trainer.loss.kto]`."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a nat of difference from the base counts."""
+    """Weight of a nat of difference from the base."""
     good_weight: Annotated[float, Field(ge=0)] = 1.0
-    """What a good answer counts."""
+    """Weight of a good answer."""
     bad_weight: Annotated[float, Field(ge=0)] = 1.0
-    """What a bad answer counts."""
+    """Weight of a bad answer."""
     reference_point: Annotated[float, Field(ge=0)] = 0.0
     """The difference from the base, in nats, that counts as none."""
 
 
 def _worth(reward: float, settings: AdvantageSettings) -> float:
-    own = settings.of("labels")
-    assert isinstance(own, LabelSettings)
-    return 1.0 if reward >= own.good_min else -1.0 if reward <= own.bad_max else 0.0
+    section = settings.of("labels")
+    assert isinstance(section, LabelSettings)
+    return 1.0 if reward >= section.good_min else -1.0 if reward <= section.bad_max else 0.0
 
 
 def _load() -> Compute:
@@ -65,16 +65,16 @@ def _load() -> Compute:
 
     from headrace_trainer.algorithms.loss import plain, row_counts, row_sums
 
-    def kto(sampled: Sampled, settings: LossSettings) -> TokenLoss:
-        own = settings.of("kto")
-        assert isinstance(own, KtoSettings)
+    def kto(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+        options = settings.of("kto")
+        assert isinstance(options, KtoSettings)
         assert sampled.reference_N is not None
         rows = int(sampled.row_N[-1]) + 1
         counts_R = row_counts(sampled.row_N, rows)
-        gain_R = row_sums(sampled.current_N - sampled.reference_N, sampled.row_N, rows) - own.reference_point
+        gain_R = row_sums(sampled.current_N - sampled.reference_N, sampled.row_N, rows) - options.reference_point
         label_R = row_sums(sampled.advantage_N, sampled.row_N, rows) / counts_R
-        weight_R = where(label_R > 0, own.good_weight, own.bad_weight) * label_R.abs()
-        losses_R = weight_R * (1 - (own.beta * label_R.sign() * gain_R).sigmoid())
+        weight_R = where(label_R > 0, options.good_weight, options.bad_weight) * label_R.abs()
+        losses_R = weight_R * (1 - (options.beta * label_R.sign() * gain_R).sigmoid())
         return plain((losses_R / counts_R)[sampled.row_N], sampled)
 
     return kto
@@ -82,6 +82,6 @@ def _load() -> Compute:
 
 labels = estimator(
     settings=LabelSettings, signals=Signals(edits=True, replaced=True, preferences=True, written=True), worth=_worth
-)(as_they_are)
+)(reward_as_advantage)
 LOSS = Loss(_load, Needs(reference=True), KtoSettings, correction=LIKELIHOOD.load)
 KTO = Algorithm("labels", "kto", {**LATE, "loss.agg_mode": "seq-mean-token-sum"})

@@ -3,8 +3,8 @@
     L = (1 - mu) 1/N sum over sampled tokens of the clipped loss  +  mu 1/M sum over written tokens of - log pi
 
 N sampled and M written tokens of the batch (`token-mean-by-origin`). The advantage of sampled runs is `reinforce++`, or
-any other kind that `advantage.kind` names; that of demonstrations is 1. Needs demonstrations and logprobs, of sampled
-tokens alone. Both parts are linear in the advantage, and revisions are trained as in `reinforce++` and `sft`.
+any other kind that `advantage.kind` names; that of demonstrations is 1. Needs demonstrations, and logprobs of sampled
+tokens. Both parts are linear in the advantage, and revisions are trained as in `reinforce++` and `sft`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from headrace_runtime.settings import Section
-from headrace_trainer.algorithms.losses import CLIPPED, Compute, Loss, Sampled
+from headrace_trainer.algorithms.losses import CLIPPED, Compute, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 
@@ -28,7 +28,7 @@ class MixSettings(Section):
     """`[trainer.loss.mix]`."""
 
     mu: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """What demonstrations count; the rest is the policy gradient's."""
+    """Weight of demonstrations; the policy gradient has the rest."""
 
 
 def _load() -> Compute:
@@ -36,19 +36,19 @@ def _load() -> Compute:
 
     clipped = CLIPPED.load()
 
-    def mix(sampled: Sampled, settings: LossSettings) -> TokenLoss:
-        own = settings.of("mix")
-        assert isinstance(own, MixSettings)
-        found = clipped(sampled, settings)
+    def mix(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+        options = settings.of("mix")
+        assert isinstance(options, MixSettings)
+        policy_loss = clipped(sampled, settings)
         if sampled.written_N is None:
-            return replace(found, loss_N=(1 - own.mu) * found.loss_N)
+            return replace(policy_loss, loss_N=(1 - options.mu) * policy_loss.loss_N)
         written_N = sampled.written_N
         likelihood_N = -sampled.advantage_N * sampled.current_N
         return replace(
-            found,
-            loss_N=where(written_N, own.mu * likelihood_N, (1 - own.mu) * found.loss_N),
-            masked_N=found.masked_N & ~written_N,
-            clipped_N=found.clipped_N & ~written_N,
+            policy_loss,
+            loss_N=where(written_N, options.mu * likelihood_N, (1 - options.mu) * policy_loss.loss_N),
+            masked_N=policy_loss.masked_N & ~written_N,
+            clipped_N=policy_loss.clipped_N & ~written_N,
         )
 
     return mix

@@ -8,19 +8,19 @@ r_t is the run's reward at the last sampled token, and 0 before it. Needs a crit
 V is a linear map of the policy's last hidden states, with an optimizer of its own; no gradient of it reaches the
 policy. `[trainer.critic]` has gamma, lam and its learning rate.
 
-Advantages are not whitened over the batch as in Trinity-RFT: that would make difficulty of tasks out of quality, and
-full advantages out of a good critic's rounding. The reward enters A_t as (gamma lam)^(T - t) r, so a revision is
-trained with that times what is missing, exactly, whatever V was. For a withdrawal the learner reports what the critic
-had expected of each row: it is taken back in the sum over the row's tokens, and evenly among them. The critic keeps
-what it learned.
+Advantages are not whitened over the batch as in Trinity-RFT: that would confuse the difficulty of tasks with quality,
+and turn the rounding errors of a good critic into full advantages. The reward enters A_t as (gamma lam)^(T - t) r, so a
+revision is trained with that times the missing reward, exactly, whatever V was. For a withdrawal the learner reports
+the critic's expectation of each row: it is reversed in the sum over the row's tokens, and evenly among them. The critic
+keeps its own training.
 """
 
 from __future__ import annotations
 
-from headrace_trainer.algorithms.estimators import as_they_are, estimator
+from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 
-rewards = estimator(Needs(critic=True))(as_they_are)
-"""The reward itself, from which the learner makes the advantage of each token."""
+rewards = estimator(Needs(critic=True))(reward_as_advantage)
+"""The reward itself, from which the learner computes the advantage of each token."""
 PPO = Algorithm("ppo", "clipped", {"loss.clip_low": 0.2, "loss.clip_high": 0.2, "loss.clip_dual": 3.0})

@@ -1,10 +1,10 @@
-"""`sft`: supervised fine-tuning on what people or data sets wrote, and on what they say an answer should have been.
+"""`sft`: supervised fine-tuning on written experiences of people or data sets, and on edits.
 
     L = - 1/N sum_n log pi(n)        over the N tokens of demonstrations
 
 Needs demonstrations: experiences with `origin = "written"`, and edits. The loss is the one of a policy gradient with an
-advantage of 1 and without ratios, so it is linear: what is withdrawn is trained once more with an advantage of -1, and
-a revised edit so for its old tokens, and with 1 for its new ones.
+advantage of 1 and without ratios, so it is linear: a withdrawn demonstration is trained once more with an advantage of
+-1, and a revised edit with -1 for its old tokens and with 1 for its new ones.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from headrace_trainer.algorithms.estimators import as_they_are, estimator
+from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.signals import Signals
 
 LATE: Mapping[str, JsonValue] = {"max_staleness": 64} | {"health.effective_sample_min": 0.0}
-"""Who samples with which version says nothing to a loss without ratios: what is said late is trained all the same."""
+"""Defaults of losses without ratios, which do not depend on the sampling version: late feedback is trained as well."""
 
 demonstrations = estimator(Needs(demonstrations=True), signals=Signals(rewards=False, written=True, edits=True))(
-    as_they_are
+    reward_as_advantage
 )
 SFT = Algorithm("demonstrations", "likelihood", LATE)
