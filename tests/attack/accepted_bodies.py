@@ -21,7 +21,7 @@ from tests.system.line import Line, at_most
 
 _LIMIT_S = 0.1
 _ATTEMPTS = 3
-"""What blocks does it every time; a busy machine holds up a loop now and then."""
+"""A body that blocks a loop does so every time. A busy machine delays a loop now and then, so a body is sent again."""
 _SERVICES = ("gateway", "collector", "scorer")
 _REWARDS = "def read(trajectory, feedback, context):\n    return 1.0\n"
 _MODEL = "tiny"
@@ -36,13 +36,13 @@ class _Blocks:
     longest: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
     def read(self) -> dict[tuple[str, str], float]:
-        """Return what the services report of the last seconds."""
+        """Return the loop blocks that the services report for the last seconds."""
         kinds = ("busy", "late")
         return {(name, kind): blocked for kind in kinds for name, blocked in block_s(self.urls, kind).items()}
 
-    def note(self, name: str, found: dict[tuple[str, str], float]) -> None:
-        for place, blocked in found.items():
-            self.longest[place] = max(self.longest.get(place, (0.0, "")), (blocked, name))
+    def note(self, name: str, blocks: dict[tuple[str, str], float]) -> None:
+        for loop, blocked in blocks.items():
+            self.longest[loop] = max(self.longest.get(loop, (0.0, "")), (blocked, name))
 
     def lines(self) -> list[Line]:
         kinds = {"busy": "computed", "late": "stood still"}
@@ -79,8 +79,8 @@ async def accepted_bodies(folder: Path, rng: random.Random) -> list[Line]:
             order = _bodies(turns)
             rng.shuffle(order)
             refused = [text for path, name, body in order if (text := await _send(http, blocks, path, name, body))]
-    shown = "; ".join(refused[:3]) or f"0 of {len(order)}"
-    return [*blocks.lines(), Line("largest bodies that were not accepted", shown, "0", not refused)]
+    summary = "; ".join(refused[:3]) or f"0 of {len(order)}"
+    return [*blocks.lines(), Line("largest bodies that were not accepted", summary, "0", not refused)]
 
 
 def _bodies(turns: list[str]) -> list[tuple[str, str, bytes]]:
@@ -97,23 +97,23 @@ def _bodies(turns: list[str]) -> list[tuple[str, str, bytes]]:
 
 
 async def _send(http: httpx.AsyncClient, blocks: _Blocks, path: str, name: str, body: bytes) -> str | None:
-    """Send a body until no loop was blocked by it. Return what the gateway answered if it was not accepted."""
-    shown = f"{path}: {name}"
+    """Send a body until it has blocked no loop. Return the gateway's answer if the body was not accepted."""
+    label = f"{path}: {name}"
     lowest: dict[tuple[str, str], float] = {}
     for attempt in range(_ATTEMPTS):
         before = await asyncio.to_thread(blocks.read)
         content = body.replace(b'"worst"', f'"worst-{name}-{attempt}"'.encode())
         answer = await http.post(f"{blocks.urls['gateway']}{path}", content=content, headers=_JSON)
         if answer.status_code not in (200, 202):
-            return f"{shown}: {answer.status_code} {answer.text[:200]}"
+            return f"{label}: {answer.status_code} {answer.text[:200]}"
         await asyncio.sleep(1.5)  # the services behind the gateway read it within that time
         after = await asyncio.to_thread(blocks.read)
-        found = {place: blocked for place, blocked in after.items() if blocked > before[place]}
-        lowest = {place: min(blocked, lowest.get(place, blocked)) for place, blocked in found.items()}
-        if max(found.values(), default=0.0) <= _LIMIT_S:
+        longer = {loop: blocked for loop, blocked in after.items() if blocked > before[loop]}
+        lowest = {loop: min(blocked, lowest.get(loop, blocked)) for loop, blocked in longer.items()}
+        if max(longer.values(), default=0.0) <= _LIMIT_S:
             break
         await asyncio.to_thread(wait_until, lambda: max(blocks.read().values()) < _LIMIT_S, 120, "loops run freely")
-    blocks.note(shown, lowest)
+    blocks.note(label, lowest)
     return None
 
 
@@ -121,19 +121,19 @@ _JSON = {"content-type": "application/json"}
 
 
 def _replica() -> FakeReplica:
-    """A replica whose prompts are as long as a turn can be."""
+    """Start a replica whose prompts are as long as a turn allows."""
     return FakeReplica(prompt_tokens_max=MAX_LENGTH - LENGTH)
 
 
 async def _turns(http: httpx.AsyncClient, url: str) -> list[str]:
     """Call the model in one session and return the ids of the responses."""
     body = {"model": _MODEL, "messages": [{"role": "user", "content": "hi"}]}
-    made = []
+    turns = []
     for _ in range(3):
         answer = await http.post(f"{url}/v1/chat/completions", json=body, headers={"x-session-id": "worst"})
         answer.raise_for_status()
-        made.append(str(answer.json()["id"]))
-    return made
+        turns.append(str(answer.json()["id"]))
+    return turns
 
 
 async def _beat(stack: SmallStack, replica: FakeReplica) -> None:

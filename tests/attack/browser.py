@@ -1,7 +1,7 @@
 """A hostile page in a real Chromium: `.venv-browser/bin/python tests/attack/browser.py < targets.json`.
 
-Reads `{"targets": [{"url": ..., "routes": [[path, [methods]], ...]}]}` and prints what a page could read. It needs
-Playwright and nothing of ours. `evil.example` leads to this machine, as after DNS rebinding.
+Reads `{"targets": [{"url": ..., "routes": [[path, [methods]], ...]}]}` and prints the responses that a page could read.
+It needs Playwright and no package of Headrace. `evil.example` resolves to this machine, as after DNS rebinding.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class _Empty(BaseHTTPRequestHandler):
 
 def requests_of(target: dict[str, Any], root: str) -> list[list[str]]:
     """Return method and URL of every route, with a name in place of each parameter."""
-    made = []
+    requests = []
     for path, methods in target["routes"]:
         parts = ["m" if part.startswith("{") else part for part in path.split("/")]
-        made += [[method, root + "/".join(parts)] for method in [*methods, "DELETE"]]
-    return made
+        requests += [[method, root + "/".join(parts)] for method in [*methods, "DELETE"]]
+    return requests
 
 
 def play(page: Page, target: dict[str, Any], root: str) -> dict[str, Any]:
-    found: dict[str, Any] = page.evaluate(HOSTILE, requests_of(target, root))
-    return found
+    outcome: dict[str, Any] = page.evaluate(HOSTILE, requests_of(target, root))
+    return outcome
 
 
 def main() -> None:
     targets = json.load(sys.stdin)["targets"]
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Empty)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    tried, readable = 0, list[str]()
+    attempts, readable = 0, list[str]()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
@@ -66,8 +66,11 @@ def main() -> None:
             page = browser.new_page()
             page.goto(f"http://{host}:{server.server_address[1]}/")
             for target in targets:
-                found = play(page, target, target["url"])
-                tried, readable = tried + found["tried"], [*readable, *(f"{host}: {one}" for one in found["readable"])]
+                outcome = play(page, target, target["url"])
+                attempts, readable = (
+                    attempts + outcome["tried"],
+                    [*readable, *(f"{host}: {url}" for url in outcome["readable"])],
+                )
             page.close()
         for target in targets:  # a name of the attacker's that now leads to the service: same origin for the browser
             root = f"http://evil.example:{urlsplit(target['url']).port}"
@@ -76,11 +79,14 @@ def main() -> None:
                 f"{root}/attack.html", lambda route: route.fulfill(body="<body></body>", content_type="text/html")
             )
             page.goto(f"{root}/attack.html")
-            found = play(page, target, root)
-            tried, readable = tried + found["tried"], [*readable, *(f"rebinding: {one}" for one in found["readable"])]
+            outcome = play(page, target, root)
+            attempts, readable = (
+                attempts + outcome["tried"],
+                [*readable, *(f"rebinding: {url}" for url in outcome["readable"])],
+            )
             page.close()
         browser.close()
-    json.dump({"tried": tried, "readable": readable}, sys.stdout)
+    json.dump({"tried": attempts, "readable": readable}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`headrace up` with two tenants, a reward function whose results are hostile, and faults that may be planted."""
+"""`headrace up` with two tenants, a reward function with hostile results, and optional planted faults."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def hostile_stack(folder: Path, judge: FakeLLM, settings: dict[str, object], *, 
     chosen: dict[str, object] = {
         "gateway.keys": keys,
         **{
-            f"gateway.{whose}.{name}": value
-            for whose in ("limits_per_key", "limits_total")
+            f"gateway.{limit_name}.{name}": value
+            for limit_name in ("limits_per_key", "limits_total")
             for name, value in limits.items()
         },
         "trainer.base": str(base),

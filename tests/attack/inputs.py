@@ -53,7 +53,7 @@ NUMBERS = (
     "2147483647", "2147483648", "4294967296", "9007199254740993", "9223372036854775807", "9223372036854775808",
     "-9223372036854775809", "1" + "0" * 400, "NaN", "Infinity", "-Infinity", "1.0", "0.1e1",
 )  # fmt: skip
-"""As JSON texts, so that numbers which Python rounds away arrive as they are."""
+"""Numbers as JSON texts, so that values which Python would round arrive unchanged."""
 
 TEXTS = (
     "", " ", "\x00", "a\x00b", "\ud83d", "\ude00", "\ude00\ud83d", "bad \ud83d end", "\x1b[31mred\x1b]0;title\x07",
@@ -77,8 +77,8 @@ def mutate(document: object, rng: random.Random) -> bytes:
     """Return the bytes of `document` with one to three hostile changes, now and then damaged or left as it is."""
     changed: Any = {"": copy.deepcopy(document)}
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        places = list(_places(changed))
-        container, key = rng.choice(places)
+        paths = list(_paths(changed))
+        container, key = rng.choice(paths)
         change = rng.choice(_changes_of(container[key]))
         change(container, key, rng)
     return _damaged(to_bytes(changed.get("")), rng)
@@ -104,12 +104,12 @@ def to_bytes(document: object) -> bytes:
     return _MARK.sub(lambda mark: numbers[int(mark[1])], text).encode()
 
 
-def _places(container: Any) -> Iterator[_Place]:
+def _paths(container: Any) -> Iterator[_Place]:
     keys = list(container) if isinstance(container, dict) else range(min(len(container), 4))
     for key in keys:
         yield container, key
         if isinstance(container[key], dict | list):
-            yield from _places(container[key])
+            yield from _paths(container[key])
 
 
 def _set_number(container: Any, key: Any, rng: random.Random) -> None:

@@ -26,10 +26,10 @@ from tests.attack.serving import MODEL
 
 TENANT = "mallory"
 GARBLE = "garble the verdict"
-"""What in a conversation makes the judge's endpoint answer badly."""
+"""Text in a conversation that makes the judge's endpoint answer badly."""
 REFUSED_RECORDS = 200
 RESULTS = ("huge", "nul", "surrogate", "unprintable", "exit", "leave", "many", "deep")
-"""What the reward function does with the attacker's trajectories: see `tests.attack.neighbour_rewards`."""
+"""Behaviour of the reward function for the attacker's trajectories: see `tests.attack.neighbour_rewards`."""
 _AT_ONCE = 4
 _LONG = "a-" * 9000
 _REFUSED_S = 0.05
@@ -38,7 +38,7 @@ _REFUSED_S = 0.05
 
 @dataclass
 class Load:
-    """One attacker's connection, and what it was answered."""
+    """Connection of the attacker, and the answers to it."""
 
     http: aiohttp.ClientSession
     bus: str
@@ -47,7 +47,7 @@ class Load:
     answers: Counter[str] = field(default_factory=Counter)
     number: int = 0
 
-    async def post(self, what: str, path: str, body: object, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    async def post(self, label: str, path: str, body: object, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Send `body`, as it is if it is bytes, and return the answer's JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"content-type": "application/json", **(headers or {})}
@@ -55,19 +55,19 @@ class Load:
             async with self.http.post(path, data=data, headers=sent) as answer:
                 text = await answer.text()
         except aiohttp.ClientError as error:
-            self.answers[f"{what}: {type(error).__name__}"] += 1
+            self.answers[f"{label}: {type(error).__name__}"] += 1
             return {}
-        self.answers[f"{what}: {answer.status}"] += 1
+        self.answers[f"{label}: {answer.status}"] += 1
         if answer.status == 429:
             await asyncio.sleep(_REFUSED_S)
         return json.loads(text) if answer.status in (200, 202) and text else {}
 
-    async def chat(self, what: str, content: str, **fields: object) -> str:
+    async def chat(self, label: str, content: str, **fields: object) -> str:
         """Call the model in a session of its own and return the id of the response, empty when it is refused."""
         self.number += 1
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
         named = {"x-session-id": f"hostile-{os.getpid()}-{self.number}"}
-        return str((await self.post(what, "/v1/chat/completions", body, named)).get("id", ""))
+        return str((await self.post(label, "/v1/chat/completions", body, named)).get("id", ""))
 
 
 async def raters(load: Load) -> None:
@@ -83,7 +83,7 @@ async def raters(load: Load) -> None:
 
 
 async def verdicts(load: Load) -> None:
-    """A run that the judge's endpoint answers with what is no verdict."""
+    """Play a run for which the judge's endpoint returns an invalid answer."""
     response = await load.chat("a call", f"{GARBLE} {load.rng.randrange(3)} {load.rng.random()}")
     if response:
         await load.post("an end", "/v1/feedback", {"response_id": response, "value": 1, "ends_session": True})
@@ -91,8 +91,8 @@ async def verdicts(load: Load) -> None:
 
 async def bodies(load: Load) -> None:
     """The largest bodies that each route takes, and larger ones."""
-    for what, path, body in large_bodies(load.version, load.rng):
-        await load.post(what, path, body)
+    for label, path, body in large_bodies(load.version, load.rng):
+        await load.post(label, path, body)
 
 
 async def records(load: Load) -> None:
@@ -141,7 +141,7 @@ async def names(load: Load) -> None:
 
 
 async def expressions(load: Load) -> None:
-    """A run whose answer is matched with a regular expression of the caller's."""
+    """Play a run whose answer is matched with the caller's regular expression."""
     response = await load.chat("a call", "a" * 300, max_tokens=64)
     hostile = load.rng.choice(
         ("(a+)+$", "(.*a){25}", "(a|aa)+$", "(?:a?){900}a{900}", "((a*)*)*b", ".*" * 300, "(" * 500)
@@ -163,7 +163,7 @@ async def tokens(load: Load) -> None:
 
 
 def _grammar(rng: random.Random) -> dict[str, Any]:
-    """A schema that is near a bound and was not asked for before."""
+    """Send a schema that is near a bound and new to the server."""
     unique = rng.randrange(10**9)
     match rng.randrange(4):
         case 0:
@@ -181,10 +181,10 @@ def _grammar(rng: random.Random) -> dict[str, Any]:
 
 
 def large_bodies(version: str, rng: random.Random) -> list[tuple[str, str, bytes]]:
-    """What each body is, its path, and the bytes."""
+    """Return the label, the path and the bytes of each body."""
     session = f"large-{os.getpid()}-{rng.randrange(10**9)}"
     now = utcnow().isoformat()
-    said = {"role": "user", "content": "a"}
+    message = {"role": "user", "content": "a"}
 
     def trajectory(**fields: object) -> bytes:
         names = {"trajectory_id": f"{session}-{rng.randrange(10**9)}", "session_id": session, "model": MODEL}
@@ -212,24 +212,28 @@ def large_bodies(version: str, rng: random.Random) -> list[tuple[str, str, bytes
         ("250,000 tokens", "/v1/trajectories", trajectory(branches=[{"token_ids": [1] * 250_000, "spans": spans(2)}])),
         ("the most spans", "/v1/trajectories", trajectory(branches=branches(2))),
         ("more spans", "/v1/trajectories", trajectory(branches=branches(3))),
-        ("16,000 messages", "/v1/trajectories", trajectory(dialogues=[{"messages": [said] * 8000}] * 2)),
-        ("80,000 messages", "/v1/trajectories", trajectory(dialogues=[{"messages": [said] * 8000}] * 10)),
+        ("16,000 messages", "/v1/trajectories", trajectory(dialogues=[{"messages": [message] * 8000}] * 2)),
+        ("80,000 messages", "/v1/trajectories", trajectory(dialogues=[{"messages": [message] * 8000}] * 10)),
         ("calls in messages", "/v1/trajectories", trajectory(dialogues=[{"messages": [calling] * 120}])),
         ("1,000 tools", "/v1/trajectories", trajectory(tools=[tool] * 1000)),
         ("32,000 facts", "/v1/trajectories", trajectory(context={"a": [0] * 32_000})),
-        ("8,000 messages", "/v1/chat/completions", _encoded({**chat, "messages": [said] * 8000})),
+        ("8,000 messages", "/v1/chat/completions", _encoded({**chat, "messages": [message] * 8000})),
         (
             "30,000 values of a tool",
             "/v1/chat/completions",
             _encoded(
                 {
                     **chat,
-                    "messages": [said],
+                    "messages": [message],
                     "tools": [{**tool, "function": {"name": "f", "parameters": {"a": [0] * 30_000}}}],
                 }
             ),
         ),
-        ("8,000 items", "/v1/responses", _encoded({"model": MODEL, "input": [said] * 8000, "max_output_tokens": 16})),
+        (
+            "8,000 items",
+            "/v1/responses",
+            _encoded({"model": MODEL, "input": [message] * 8000, "max_output_tokens": 16}),
+        ),
     ]
 
 
@@ -250,7 +254,7 @@ KINDS: dict[str, tuple[str, Callable[[Load], Awaitable[None]]]] = {
     "expressions": ("regular expressions of the caller's", expressions),
     "tokens": ("tokens without a row, edges of numbers, forced calls, grammars", tokens),
 }
-"""What each kind is in words, and one round of it."""
+"""Description of each kind of load, and one round of it."""
 
 
 async def main() -> None:

@@ -1,4 +1,4 @@
-"""A reward function that does for a trajectory of the hostile tenant what its context asks for."""
+"""Reward function that does what the context of a hostile trajectory requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Unprintable(Exception):
 
 
 def strange(trajectory: Trajectory, context: Mapping[str, Any]) -> object:
-    """Return 0.5 for everybody else."""
+    """Return 0.5 for every other tenant."""
     if trajectory.tenant != HOSTILE:
         return 0.5
     match context.get("result"):

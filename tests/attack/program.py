@@ -1,7 +1,7 @@
 """Attacks of outsiders on running stacks, each with its figures.
 
-An attack is a module of `tests.attack.attacks` with a `TITLE` and `async def attack(folder, rng) -> list[Line]`. It
-starts its own servers in `folder`, on free ports, and stops them.
+An attack is a module of `tests.attack.attacks` with a `TITLE` and `async def attack(folder, rng) -> list[Line]`. The
+attack starts its own servers in `folder`, on free ports, and stops them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class KnownTurns:
-    """What the attacker has seen: responses of its own, their sessions, and one response of another tenant."""
+    """Identifiers that the attacker knows: its own responses and sessions, and one response of another tenant."""
 
     model: str
     version: str

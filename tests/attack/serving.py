@@ -31,7 +31,7 @@ _START_S = 300.0
 
 @dataclass(frozen=True)
 class Serving:
-    """What an attacker reaches, and what the operator sees."""
+    """Addresses that an attacker reaches, and the operator's view."""
 
     gateway: GatewayProcess
     replica: ReplicaProcess
@@ -40,7 +40,7 @@ class Serving:
     broker_url: str
 
     def block_s(self, kind: str) -> dict[str, float]:
-        """The longest block of each event loop, as the processes themselves tell it."""
+        """Return the longest block of each event loop, as its process reports it."""
         return block_s({"gateway": self.gateway.url, "replica": self.replica.url}, kind)
 
 
@@ -61,9 +61,9 @@ async def serving(
         {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name, "scopes": scopes}
         for name in tenants
     ]
-    given = {"GATEWAY__KEYS": toml(keys)} if keys else {}
+    key_settings = {"GATEWAY__KEYS": toml(keys)} if keys else {}
     await asyncio.to_thread(broker.start)
-    gateway = GatewayProcess(data, broker.address, **given)
+    gateway = GatewayProcess(data, broker.address, **key_settings)
     replica = ReplicaProcess(data, broker.address, **settings)
     try:
         async with bus_view(broker.address, data) as view:
@@ -89,7 +89,7 @@ def block_s(urls: Mapping[str, str], kind: str) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the body, and cancel it at the end of the body."""
+    """Run `work` concurrently with the block, and cancel it at the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A broker and a few services of their own, a producer of raw records, and what is on a topic in the end."""
+"""A broker, a few services, a producer of raw records, and the final content of topics."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class SmallStack:
     services: list[ServiceProcess]
 
     def service(self, name: str, **settings: object) -> ServiceProcess:
-        made = ServiceProcess(name, self.folder / name, self.bus, BLOBS__URL=self.blobs.url, **settings)
-        self.services.append(made)
-        return made
+        process = ServiceProcess(name, self.folder / name, self.bus, BLOBS__URL=self.blobs.url, **settings)
+        self.services.append(process)
+        return process
 
     async def send(self, event: Event) -> None:
         await self.producer.send(event)
@@ -51,18 +51,18 @@ class SmallStack:
         return sent.topic, sent.partition, sent.offset
 
     async def events(self, kind: type[E]) -> list[E]:
-        """Everything on the event's topic."""
+        """Return all events on the event's topic."""
         async with connected(self.bus) as open_topics:
-            found = [entry.event async for entry in open_topics.read(Range(kind.topic))]
-        return [event for event in found if isinstance(event, kind)]
+            events = [entry.event async for entry in open_topics.read(Range(kind.topic))]
+        return [event for event in events if isinstance(event, kind)]
 
     async def until(self, kind: type[E], enough: Callable[[list[E]], bool], timeout_s: float = 60.0) -> list[E]:
-        """Everything on the event's topic once it is enough, or when waiting is over."""
+        """Return the events on the event's topic once there are enough, or after the wait."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = await self.events(kind)
-            if enough(found) or time.monotonic() > deadline:
-                return found
+            events = await self.events(kind)
+            if enough(events) or time.monotonic() > deadline:
+                return events
             await asyncio.sleep(0.5)
 
 
@@ -75,16 +75,16 @@ async def small_stack(folder: Path) -> AsyncIterator[SmallStack]:
     blobs.put(b"so that the store is not empty")
     producer = EventProducer(settings, "headrace/attack", blobs)
     raw = AIOKafkaProducer(bootstrap_servers=broker.address, acks="all")
-    made = SmallStack(folder, broker.address, blobs, producer, raw, [])
+    stack = SmallStack(folder, broker.address, blobs, producer, raw, [])
     try:
         await topics.ensure(settings)
         await producer.start()
         await raw.start()
-        yield made
+        yield stack
     finally:
         await producer.stop()
         await raw.stop()
-        for service in made.services:
+        for service in stack.services:
             if service.running():
                 service.stop()
         broker.stop()

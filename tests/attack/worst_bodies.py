@@ -1,6 +1,6 @@
 """The largest bodies that each route accepts, at the bounds of the events that follow from them.
 
-Each body takes one bound to its end and fills the rest with what costs most beside it.
+Each body takes one bound to its end and fills the rest with the most expensive content.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _halved(value: Any) -> Any:
 def trinity_bodies(turns: list[str]) -> dict[str, bytes]:
     """Bodies of Trinity's `/feedback`."""
     named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
-    whole = _dumps({"msg_ids": named, "reward": 0.5})
-    return {"turns": whole, "white space": whole + b" " * (BODY_BYTES - _SLACK_BYTES - len(whole))}
+    body = _dumps({"msg_ids": named, "reward": 0.5})
+    return {"turns": body, "white space": body + b" " * (BODY_BYTES - _SLACK_BYTES - len(body))}
 
 
 def commit_bodies() -> dict[str, bytes]:
@@ -182,7 +182,7 @@ def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
             ]
         )
 
-    one = [{"token_ids": [1, 2], "spans": [span(1, [-0.5], "t")]}]
+    branch = [{"token_ids": [1, 2], "spans": [span(1, [-0.5], "t")]}]
     message = {"role": "assistant", "content": "x"}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     containers = Trajectory.containers_max
@@ -206,17 +206,18 @@ def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
         ),
         "spans": _dumps(spans(4, containers // 8 - 4)),
         "branches": _dumps(spans(1_000, 5)),
-        "messages": _dumps(run(one, dialogues=[{"messages": [message] * 8_192}, {"messages": [message] * 8_000}])),
-        "dialogues": _dumps(run(one, dialogues=[{"messages": [message] * 14} for _ in range(1_000)])),
+        "messages": _dumps(run(branch, dialogues=[{"messages": [message] * 8_192}, {"messages": [message] * 8_000}])),
+        "dialogues": _dumps(run(branch, dialogues=[{"messages": [message] * 14} for _ in range(1_000)])),
         "dialogue text": _filled(
-            lambda n: run(one, dialogues=[{"messages": [{"role": "user", "content": (_TEXT * _LONG)[:n]}] * 4}]), _LONG
+            lambda n: run(branch, dialogues=[{"messages": [{"role": "user", "content": (_TEXT * _LONG)[:n]}] * 4}]),
+            _LONG,
         ),
         "escaped text": _filled(
-            lambda n: run(one, dialogues=[{"messages": [{"role": "user", "content": "\u4e2d" * n}] * 2}]),
+            lambda n: run(branch, dialogues=[{"messages": [{"role": "user", "content": "\u4e2d" * n}] * 2}]),
             _LONG,
             escaped=True,
         ),
-        "tools": _dumps(run(one, tools=[tool] * 1_024)),
-        "left out": _dumps(run(one, left_out=[{"turn_id": f"l{at}", "reason": "empty"} for at in range(4_096)])),
+        "tools": _dumps(run(branch, tools=[tool] * 1_024)),
+        "left out": _dumps(run(branch, left_out=[{"turn_id": f"l{at}", "reason": "empty"} for at in range(4_096)])),
     }
-    return bodies | {f"context: {name}": _dumps(run(one, context=value)) for name, value in free_json().items()}
+    return bodies | {f"context: {name}": _dumps(run(branch, context=value)) for name, value in free_json().items()}

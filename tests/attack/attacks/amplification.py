@@ -1,4 +1,4 @@
-"""Requests that become many events: how many bytes they cause, and whom they harm."""
+"""Requests that become many events: the bytes that they cause, and their effect on another tenant."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         async with _client(gateway.url, "hostile") as hostile, _client(gateway.url, "victim") as victim:
             await _bus_is_there(victim)
             lines = [await _largest(broker.address, hostile, rng)]
-            lines += [await _grown(broker.address, hostile, said) for said in (0, 400, 4000)]
+            lines += [
+                await _grown(broker.address, hostile, context_characters) for context_characters in (0, 400, 4000)
+            ]
             lines.append(await _harm(gateway.url, victim))
             await asyncio.sleep(3)
             await asyncio.to_thread(broker.kill)
@@ -82,8 +84,8 @@ async def _metrics(client: httpx2.AsyncClient) -> str:
 
 
 def _count(metrics: str, where: str) -> float:
-    found = [line for line in metrics.splitlines() if line.startswith("headrace_gateway_published") and where in line]
-    return sum(float(line.split()[-1]) for line in found if "_created" not in line)
+    samples = [line for line in metrics.splitlines() if line.startswith("headrace_gateway_published") and where in line]
+    return sum(float(line.split()[-1]) for line in samples if "_created" not in line)
 
 
 async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) -> Line:
@@ -92,17 +94,19 @@ async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) ->
     before = await _bytes_on(bus)
     answer = await hostile.post("/v1/feedback", content=sent, headers=_JSON)
     grown = (await _bytes_on(bus) - before) / len(sent)
-    what = f"4,000 ids over 4,000 sessions (answered {answer.status_code}): bytes on the bus for one of the request"
-    return at_most(what, round(grown, 2), _GROWTH_MAX)
+    name = f"4,000 ids over 4,000 sessions (answered {answer.status_code}): bytes on the bus for one of the request"
+    return at_most(name, round(grown, 2), _GROWTH_MAX)
 
 
-async def _grown(bus: str, hostile: httpx2.AsyncClient, said: int) -> Line:
-    """The most sessions that are allowed beside a context of so many bytes."""
+async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int) -> Line:
+    """Send the largest number of sessions that is allowed beside a context of `context_characters`."""
     before, sent, sessions = await _bytes_on(bus), 0, SESSIONS
     for _ in range(_REQUESTS):
         while True:
-            given = json.dumps(body("hostile", sessions) | {"context": {"expected": "x" * said}}).encode()
-            answer = await hostile.post("/v1/feedback", content=given, headers=_JSON)
+            payload = json.dumps(
+                body("hostile", sessions) | {"context": {"expected": "x" * context_characters}}
+            ).encode()
+            answer = await hostile.post("/v1/feedback", content=payload, headers=_JSON)
             if answer.status_code == 413:
                 sessions -= max(1, sessions // 8)
             elif answer.status_code == 429:
@@ -110,23 +114,25 @@ async def _grown(bus: str, hostile: httpx2.AsyncClient, said: int) -> Line:
             else:
                 break
         assert answer.status_code == 202, answer.text
-        sent += len(given)
+        sent += len(payload)
     grown = (await _bytes_on(bus) - before) / sent
     return at_most(
-        f"{sessions} sessions, {said} bytes of context: bytes on the bus for one", round(grown, 2), _GROWTH_MAX
+        f"{sessions} sessions, {context_characters} bytes of context: bytes on the bus for one",
+        round(grown, 2),
+        _GROWTH_MAX,
     )
 
 
 async def _bytes_on(bus: str) -> int:
-    """Of all that is on `feedback`: key, value, headers."""
+    """Sum the bytes of keys, values and headers on `feedback`."""
     reader = consumer(BusSettings(address=bus), "attack")
     await reader.start()
     try:
-        places = await assign_all(reader, "feedback")
-        await reader.seek_to_beginning(*places)
-        ends = await reader.end_offsets(places)
+        partitions = await assign_all(reader, "feedback")
+        await reader.seek_to_beginning(*partitions)
+        ends = await reader.end_offsets(partitions)
         total = 0
-        while any([await reader.position(one) < ends[one] for one in places]):
+        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
             for messages in (await reader.getmany(timeout_ms=200)).values():
                 total += sum(_size(message) for message in messages)
         return total
@@ -150,8 +156,8 @@ async def _harm(url: str, victim: httpx2.AsyncClient) -> Line:
             await asyncio.sleep(2)
             attacked += await _waits(victim)
     worse = _p99(attacked) / _p99(calm)
-    what = f"the other tenant's p99, {_p99(calm) * 1000:.0f} ms when calm, {_p99(attacked) * 1000:.0f} ms under attack"
-    return Line(what, f"{worse:.2f}x", "less than 2x", worse < 2)
+    name = f"the other tenant's p99, {_p99(calm) * 1000:.0f} ms when calm, {_p99(attacked) * 1000:.0f} ms under attack"
+    return Line(name, f"{worse:.2f}x", "less than 2x", worse < 2)
 
 
 @contextlib.contextmanager
@@ -183,17 +189,17 @@ def _p99(waits: list[float]) -> float:
 async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx2.AsyncClient) -> list[Line]:
     """The hostile key sends until it is refused, and the other one is still served."""
     await hostile.post("/v1/feedback", json=body("hostile"))
-    before, sent, said = _files(spool), 0, ""
+    before, sent, message = _files(spool), 0, ""
     for _ in range(_FILL_MAX):
-        given = json.dumps(body("hostile")).encode()
-        answer = await hostile.post("/v1/feedback", content=given, headers=_JSON)
+        payload = json.dumps(body("hostile")).encode()
+        answer = await hostile.post("/v1/feedback", content=payload, headers=_JSON)
         if answer.status_code == 429:
             await asyncio.sleep(0.2)
         elif answer.status_code == 503:
-            said = answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
             break
         else:
-            sent += len(given)
+            sent += len(payload)
     served = [
         (await victim.post("/v1/feedback", json={"session_id": "mine", "value": 1})).status_code for _ in range(20)
     ]
@@ -201,7 +207,7 @@ async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx
     grown = (_files(spool) - before) / max(1, sent)
     return [
         at_most("without a bus: bytes in the spool's files for one of the request", round(grown, 2), _GROWTH_MAX),
-        Line("the hostile key is refused at its part of the spool", said or "never", "says so", "part" in said),
+        Line("the hostile key is refused at its part of the spool", message or "never", "says so", "part" in message),
         Line("the other tenant is served all the same", f"{refused} of {len(served)} refused", "0", refused == 0),
     ]
 

@@ -1,7 +1,7 @@
-"""Thousands of generated inputs at every route and topic of a whole stack, on each database, beside a user who works.
+"""Thousands of generated inputs at every route and topic of a whole stack, on each database, during a user's work.
 
 `tests.attack.inputs` draws them: lists at and past their bounds, numbers at the edges of float64 and float32, every
-kind of text, valid and nearly valid. The reward function and the judge's endpoint answer as hostile things as callers
+kind of text, valid and nearly valid. The reward function and the judge's endpoint answer as hostile values as callers
 send.
 """
 
@@ -42,7 +42,7 @@ RECORDS = 6_500
 """Together 20,000 inputs for each database."""
 _LOOP_BLOCK_S_MAX = 1.0
 _ACCEPTED_PERCENT_MIN = 10.0
-"""Fewer would mean that the inputs hardly reach what is behind the gateway's checks."""
+"""Minimum share of accepted requests. A smaller share would mean that inputs hardly pass the gateway's checks."""
 _SETTLE_S = 240.0
 TIMEOUT_S = 5400.0
 PLANTED = (
@@ -52,7 +52,7 @@ PLANTED = (
     "an acknowledged event is dead-lettered",
     "an acknowledged feedback vanishes",
 )
-"""What `tests.attack.planted` breaks, by the line that has to notice."""
+"""Faults of `tests.attack.planted`, by the line that has to notice them."""
 _LOOK_S = 5.0
 _AT_ONCE = 16
 _TAKEN = ("turn_taken", "trajectory_taken")
@@ -64,7 +64,7 @@ _VERDICT = {"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "con
 
 @dataclass
 class Observations:
-    """What the attacker and the other tenant saw while the inputs were sent."""
+    """Observations of the attacker and of the other tenant during the inputs."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     server_errors: list[str] = field(default_factory=list)
@@ -127,8 +127,8 @@ async def _lines_on(
     if not planted:
         _explain(seen, lost, refused, [after.services[name].log for name in restarted])
     sessions = set(seen.friend_sessions)
-    unrewarded = sessions - {one.session_id for one in experiences if one.reward is not None}
-    unseen = len(unrewarded - {one.session_id for one in experiences})
+    unrewarded = sessions - {experience.session_id for experience in experiences if experience.reward is not None}
+    unseen = len(unrewarded - {experience.session_id for experience in experiences})
     span = "-".join(str(edge(int(name.rpartition("-")[2]) for name in unrewarded or {"0"})) for edge in (min, max))
     block_s, slowest = max((block_s, name) for name, block_s in seen.block_s.items())
     total, services = sum(seen.statuses.values()) + seen.unanswered, len(after.services)
@@ -168,7 +168,7 @@ async def _lines_on(
 
 
 def _explain(seen: Observations, lost: list[str], refused: list[DeadLetter], logs: list[str]) -> None:
-    """Print the first examples of what went wrong."""
+    """Print the first examples of each violation."""
     for letter in refused[:5]:
         print(f"    acknowledged and dead-lettered: {letter.source_topic} {letter.reason} {letter.error[:300]!r}")
     for log in logs:
@@ -201,9 +201,9 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
 
 
 def _draw(turns: KnownTurns, rng: random.Random, divisor: int) -> tuple[list[HttpInput], list[_Record]]:
-    """Draw all requests in a random order and all records, beside the event loop.
+    """Draw all requests in random order and all records, in a thread.
 
-    A client whose loop stops for 10 s loses the connections that it has opened and not used.
+    A client whose loop stops for 10 s loses its idle connections.
     """
     inputs = [http_input(turns, rng, chat=False) for _ in range(OTHER_REQUESTS // divisor)]
     inputs += [http_input(turns, rng, chat=True) for _ in range(CHAT_REQUESTS // divisor)]
@@ -338,7 +338,7 @@ async def _settle(up: HeadraceUp, seen: Observations, timeout_s: float) -> tuple
     deadline = time.monotonic() + timeout_s
     while True:
         experiences = await _read(up, Experience)
-        rewarded = {one.session_id for one in experiences if one.reward is not None}
+        rewarded = {experience.session_id for experience in experiences if experience.reward is not None}
         lost = _uncounted(seen, await _read(up, Trajectory), await _read(up, Reward))
         if (rewarded.issuperset(seen.friend_sessions) and not lost) or time.monotonic() > deadline:
             return experiences, lost
@@ -351,8 +351,8 @@ def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list
     Feedback about a turn of another tenant is acknowledged, since no gateway knows all ids, and must count nowhere. An
     id that no gateway made names no session; feedback about it alone is dead-lettered as `unknown_target` in the end.
     """
-    own = [trajectory for trajectory in trajectories if trajectory.tenant == "mallory"]
-    trajectory_of = {turn: trajectory.trajectory_id for trajectory in own for turn in trajectory.turn_ids}
+    hostile = [trajectory for trajectory in trajectories if trajectory.tenant == "mallory"]
+    trajectory_of = {turn: trajectory.trajectory_id for trajectory in hostile for turn in trajectory.turn_ids}
     sources = defaultdict(set)
     for reward in rewards:
         sources[reward.trajectory_id].add(reward.source)
@@ -372,9 +372,9 @@ def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list
         if body.get("value") is None and body.get("rating") is None and not body.get("parts"):
             continue
         for metric in metrics:
-            wanted = source if metric is None else f"{source}:{metric}"
-            if wanted not in sources[trajectory]:
-                lost.append(f"no reward of {wanted!r} for {trajectory} after {to_bytes(body)[:200]!r}")
+            source_name = source if metric is None else f"{source}:{metric}"
+            if source_name not in sources[trajectory]:
+                lost.append(f"no reward of {source_name!r} for {trajectory} after {to_bytes(body)[:200]!r}")
     return lost
 
 

@@ -1,4 +1,4 @@
-"""A release whose handler fails for every record: the consumer pauses instead of emptying its topic."""
+"""A release whose handler fails for every record: the consumer pauses before it empties its topic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         turns = [ask([user(f"question {n}")], session=f"s{n}", at=n) for n in range(TURNS)]
         for turn in turns:
             await stack.send(turn)
-        said = await _pauses(broken)
+        pauses = await _pauses(broken)
         letters = await stack.events(DeadLetter)
         broken.stop()
         fixed = stack.service("collector", **settings)
@@ -50,11 +50,11 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         await _retry(stack, fixed)
         for number in range(TURNS):
             await stack.send(end(f"s{number}", at=TURNS + number))
-        closed = await stack.until(Trajectory, lambda found: len(found) >= TURNS, 120)
-        reached = {turn for one in closed for turn in one.turn_ids}
+        closed = await stack.until(Trajectory, lambda trajectories: len(trajectories) >= TURNS, 120)
+        reached = {turn for trajectory in closed for turn in trajectory.turn_ids}
         lost = [turn.turn_id for turn in turns if turn.turn_id not in reached]
         return [
-            Line("says that it has paused (health, metric, log)", said, "health, metric, log", said == _ALL),
+            Line("says that it has paused (health, metric, log)", pauses, "health, metric, log", pauses == _ALL),
             at_most("dead letters before the pause", len(letters), RUN_MAX),
             none_of("turns that were lost to the release", len(lost), TURNS),
         ]
@@ -64,25 +64,25 @@ _ALL = "health, metric, log"
 
 
 async def _pauses(service: ServiceProcess) -> str:
-    """Where it says so, once it does."""
+    """Return the places that report the pause, as soon as one does."""
     deadline = time.monotonic() + 90
-    found: list[str] = []
-    while time.monotonic() < deadline and len(found) < 3:
+    paused: list[str] = []
+    while time.monotonic() < deadline and len(paused) < 3:
         async with httpx.AsyncClient() as client:
             health = (await client.get(f"{service.url}/health")).json()
             metrics = (await client.get(f"{service.url}/metrics")).text
-        told = {
+        reports = {
             "health": not health["checks"].get("consumer", True),
             "metric": 'headrace_consumer_paused{service="collector"} 1.0' in metrics,
             "log": "consumer_paused" in service.log,
         }
-        found = [name for name, says in told.items() if says]
+        paused = [name for name, reports_pause in reports.items() if reports_pause]
         await asyncio.sleep(0.5)
-    return ", ".join(found) or "nowhere"
+    return ", ".join(paused) or "nowhere"
 
 
 async def _retry(stack: SmallStack, _fixed: ServiceProcess) -> None:
-    """As docs/dead-letters.md says: what the broken release refused is put back once it is mended."""
+    """Retry the refused records after the repair, as docs/dead-letters.md describes."""
     async with connected(stack.bus) as topics:
         plan = await actions.plan(topics, "retry", Selection(reasons=("handler_error",)))
     await actions.retry(stack.bus, plan, "attack")

@@ -68,12 +68,12 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         for service in (collector, scorer):
             service.start()
         good, bad = await _send(stack, rng)
-        letters = await stack.until(DeadLetter, lambda found: len(found) >= len(bad))
-        experiences = await stack.until(Experience, lambda found: len(_turns(found)) >= len(good), 90)
+        letters = await stack.until(DeadLetter, lambda events: len(events) >= len(bad))
+        experiences = await stack.until(Experience, lambda events: len(_turns(events)) >= len(good), 90)
         closed = await stack.events(Trajectory)
-        places = [(one.source_topic, one.source_partition, one.source_offset) for one in letters]
-        reasons = {place: one.reason for place, one in zip(places, letters, strict=True)}
-        wrong = [place for place, reason in bad.items() if reasons.get(place) != reason]
+        origins = [(letter.source_topic, letter.source_partition, letter.source_offset) for letter in letters]
+        reasons = {origin: letter.reason for origin, letter in zip(origins, letters, strict=True)}
+        wrong = [origin for origin, reason in bad.items() if reasons.get(origin) != reason]
         reached = _turns(experiences)
         sampled = _sampled(closed)
         changed = [turn for turn, tokens in sampled.items() if tokens != good.get(turn)]
@@ -81,7 +81,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         return [
             none_of("services that ended", len(ended), 2),
             none_of("bad records without the dead letter of their place and reason", len(wrong), len(bad)),
-            none_of("dead letters that were written twice, or for a good record", len(places) - len(bad), len(bad)),
+            none_of("dead letters that were written twice, or for a good record", len(origins) - len(bad), len(bad)),
             none_of("good turns that did not reach `experiences`", len(good.keys() - reached), len(good)),
             none_of("turns that were passed on with other tokens than were sampled", len(changed), len(good)),
         ]
@@ -106,14 +106,14 @@ async def _send(stack: SmallStack, rng: random.Random) -> tuple[dict[str, tuple[
 
 
 def _turns(experiences: list[Experience]) -> set[str]:
-    return {turn for one in experiences for turn in one.turn_ids}
+    return {turn for experience in experiences for turn in experience.turn_ids}
 
 
 def _sampled(closed: list[Trajectory]) -> dict[str, tuple[int, ...]]:
     """Turn to the tokens that were sampled in it, as trajectories have them."""
     return {
         span.turn_id: branch.token_ids[span.start : span.stop]
-        for one in closed
-        for branch in one.branches
+        for trajectory in closed
+        for branch in trajectory.branches
         for span in branch.spans
     }

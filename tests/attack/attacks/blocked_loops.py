@@ -1,6 +1,6 @@
-"""One caller sends what takes long to read; everybody else is served all the while.
+"""Bodies of one caller that take long to read, while other callers must be served.
 
-After what is refused come the largest bodies that each route accepts (`tests.attack.worst_bodies`).
+After refused bodies come the largest bodies that each route accepts (`tests.attack.worst_bodies`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ TIMEOUT_S = 3600.0
 _LIMIT_S = 0.1
 _FRIENDS_PER_S = 10
 _ATTEMPTS = 4
-"""What blocks does it every time; a busy machine now and then holds up whoever has the interpreter's lock."""
+"""A body that blocks a loop does so every time. A busy machine now and then delays the holder of the interpreter lock.
+"""
 
 _JSON = {"content-type": "application/json"}
 
@@ -31,7 +32,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     bodies = hostile(rng)
     order = [(name, where) for name in bodies for where in ("gateway", "replica")]
     rng.shuffle(order)
-    longest = {(place, kind): (0.0, "") for place in ("gateway", "replica") for kind in ("busy", "late")}
+    longest = {(process, kind): (0.0, "") for process in ("gateway", "replica") for kind in ("busy", "late")}
     strange: list[str] = []
     async with serving(folder) as running, httpx.AsyncClient(timeout=120) as http:
         await asyncio.to_thread(wait_until, lambda: _quiet(running), 300, "the start is over")
@@ -51,10 +52,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         friends.cancel()
         served, failed = await friends
     lines = [
-        at_most(f"{place}: longest that its loop {what} ({name})", round(1000 * block_s, 1), 1000 * _LIMIT_S, " ms")
-        for place in ("gateway", "replica")
-        for kind, what in (("busy", "computed"), ("late", "stood still"))
-        for block_s, name in [longest[place, kind]]
+        at_most(f"{process}: longest that its loop {verb} ({name})", round(1000 * block_s, 1), 1000 * _LIMIT_S, " ms")
+        for process in ("gateway", "replica")
+        for kind, verb in (("busy", "computed"), ("late", "stood still"))
+        for block_s, name in [longest[process, kind]]
     ]
     other = "; ".join(strange) or f"0 of {len(order)}"
     accepted = await accepted_bodies(folder / "accepted", rng)
@@ -71,7 +72,7 @@ def hostile(rng: random.Random) -> dict[str, bytes]:
     word = "".join(rng.choice("abcdefgh ,{[") for _ in range(4000))
     user = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "f", "description": word[:3600], "parameters": {"a": [1, 2]}}}
-    many: dict[str, object] = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "temperature": 1.0}
+    options: dict[str, object] = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "temperature": 1.0}
     bodies: dict[str, dict[str, object]] = {
         "3.7 MB of tools": {"tools": [tool] * 1000},
         "a megabyte of tools": {"tools": [tool] * 270},
@@ -82,8 +83,8 @@ def hostile(rng: random.Random) -> dict[str, bytes]:
         "escapes": {"messages": [{"role": "user", "content": '\\"' * 500_000}]},
         "deep JSON": {"metadata": _deep(100)},
         "template variables": {"chat_template_kwargs": {f"k{i}": word for i in range(200)}},
-        "16 stop strings of 512": {"stop": [word[i : i + 512] for i in range(16)], **many},
-        "16 choices with 20 logprobs": many,
+        "16 stop strings of 512": {"stop": [word[i : i + 512] for i in range(16)], **options},
+        "16 choices with 20 logprobs": options,
     }
     plain = {name: json.dumps({"model": MODEL, "messages": user, **body}).encode() for name, body in bodies.items()}
     raw = {
@@ -105,7 +106,7 @@ def _deep(depth: int) -> dict[str, object]:
 def _blocks(running: Serving) -> dict[tuple[str, str], float]:
     """By process and kind."""
     kinds = ("busy", "late")
-    return {(place, kind): block_s for kind in kinds for place, block_s in running.block_s(kind).items()}
+    return {(process, kind): block_s for kind in kinds for process, block_s in running.block_s(kind).items()}
 
 
 def _quiet(running: Serving) -> bool:

@@ -1,4 +1,4 @@
-"""One tenant asks whether another has asked the same: by `cached_tokens`, and by the time to the first token."""
+"""Attempts of a tenant to learn another tenant's prompts from `cached_tokens` and from the time to the first token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _P_MIN = 0.001
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    """For each prompt of the victim the attacker asks that one and one that nobody has asked, in random order."""
-    told = own = 0
+    """For each prompt of the victim, the attacker sends that prompt and an unused one, in random order."""
+    leaks = own_hits = 0
     known_s: list[float] = []
     fresh_s: list[float] = []
     again_s: list[float] = []
@@ -29,30 +29,30 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         for _ in range(5):
             await _ask(running, http, "attacker", _prompt(rng))  # the first calls pay for what all later ones use
         for _ in range(_PROMPTS):
-            asked, unasked = _prompt(rng), _prompt(rng)
-            await _ask(running, http, "victim", asked)
-            for prompt in rng.sample((asked, unasked), 2):
+            cached_prompt, unasked = _prompt(rng), _prompt(rng)
+            await _ask(running, http, "victim", cached_prompt)
+            for prompt in rng.sample((cached_prompt, unasked), 2):
                 cached, first_s = await _ask(running, http, "attacker", prompt)
-                told += cached > 0
-                (known_s if prompt == asked else fresh_s).append(first_s)
-            cached, first_s = await _ask(running, http, "attacker", asked)
-            own += cached > 0
+                leaks += cached > 0
+                (known_s if prompt == cached_prompt else fresh_s).append(first_s)
+            cached, first_s = await _ask(running, http, "attacker", cached_prompt)
+            own_hits += cached > 0
             again_s.append(first_s)
     chance = paired_p(known_s, fresh_s, rng)
     control = paired_p(again_s, fresh_s, rng)
-    shown = f"{_ms(known_s)} against {_ms(fresh_s)} ms at the median, p = {chance:.3f}"
+    figure = f"{_ms(known_s)} against {_ms(fresh_s)} ms at the median, p = {chance:.3f}"
     seen = f"{_ms(again_s)} against {_ms(fresh_s)} ms at the median, p = {control:.4f}"
     return [
-        none_of("first calls that were told of cached tokens", told, 2 * _PROMPTS),
-        Line("own second calls that were", f"{own} of {_PROMPTS}", "all: there is a cache", own == _PROMPTS),
-        Line("first token of what the other has asked", shown, f"p at least {_P_MIN}", chance >= _P_MIN),
+        none_of("first calls that were told of cached tokens", leaks, 2 * _PROMPTS),
+        Line("own second calls that were", f"{own_hits} of {_PROMPTS}", "all: there is a cache", own_hits == _PROMPTS),
+        Line("first token of what the other has asked", figure, f"p at least {_P_MIN}", chance >= _P_MIN),
         Line("first token of an own second call", seen, f"p below {_P_MIN}: it could be seen", control < _P_MIN),
     ]
 
 
-def paired_p(some: list[float], others: list[float], rng: random.Random) -> float:
+def paired_p(some: list[float], baseline: list[float], rng: random.Random) -> float:
     """Two-sided sign-flip permutation test on the median of paired differences (Fisher's randomisation test)."""
-    differences = [one - other for one, other in zip(some, others, strict=True)]
+    differences = [sample - other for sample, other in zip(some, baseline, strict=True)]
     observed = abs(statistics.median(differences))
     flipped = ([value * rng.choice((-1, 1)) for value in differences] for _ in range(_SHUFFLES))
     return sum(abs(statistics.median(values)) >= observed for values in flipped) / _SHUFFLES

@@ -1,4 +1,4 @@
-"""What acts on a prompt is covered by a digest, and what a lineage started from is fixed when it starts."""
+"""Files that act on a prompt are covered by a digest, and a lineage copies its base when it starts."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _twins(folder: Path, base: Path) -> list[Line]:
     blobs = BlobStore((folder / "blobs").as_uri())
     shared: list[str] = []
     templates: list[str] = []
-    for number, (where, (one, other)) in enumerate(_TWINS.items()):
-        pair = [_twin(blobs, base, folder / f"{number}-{side}", change) for side, change in enumerate((one, other))]
+    for number, (where, (left, right)) in enumerate(_TWINS.items()):
+        pair = [_twin(blobs, base, folder / f"{number}-{side}", change) for side, change in enumerate((left, right))]
         first, second = (manifest for manifest, _ in pair)
         if first.prompt_sha256 == second.prompt_sha256 or first.version == second.version:
             shared.append(where)
@@ -121,8 +121,8 @@ def _twins(folder: Path, base: Path) -> list[Line]:
     ]
 
 
-def _named(what: str, found: list[str]) -> str:
-    return f"{what} ({', '.join(found)})" if found else what
+def _named(name: str, problems: list[str]) -> str:
+    return f"{name} ({', '.join(problems)})" if problems else name
 
 
 def _twin(blobs: BlobStore, base: Path, folder: Path, change: Callable[[Path], None]) -> tuple[Manifest, Path]:
@@ -186,19 +186,23 @@ def _train(lineage: Lineage, number: int) -> None:
 
 
 async def _look(lineage: Lineage, blobs: BlobStore, cache: Path, base: Path) -> list[str]:
-    """What is wrong with the newest version: as a replica finds it, and compared with what the lineage started from."""
-    found = lineage.saved.checkpoint
+    """Return the problems of the newest version: as a replica finds them, and compared with the lineage's base."""
+    checkpoint = lineage.saved.checkpoint
     try:
-        manifest, folder = await VersionCache(blobs, cache).fetch(found.manifest)
+        manifest, folder = await VersionCache(blobs, cache).fetch(checkpoint.manifest)
         first, first_folder = await VersionCache(blobs, cache).fetch(lineage.saved.versions[0].manifest)
         if manifest.prompt_sha256 != first.prompt_sha256 and manifest.kind == "full":
-            return [f"{found.version} makes other prompts than the base"]
+            return [f"{checkpoint.version} makes other prompts than the base"]
         ChatTokenizer(first_folder, first)
         answers = tiny_model.answers(
             folder, manifest.fingerprint, base=first_folder if manifest.kind == "lora" else None
         )
         delta = max(abs(a - b) for a, b in zip(answers, manifest.fingerprint.logprobs, strict=True))
-        kept = all((first_folder / path.name).read_bytes() == path.read_bytes() for path in versions.model_files(base))
-        return [] if delta < 1e-3 and kept else [f"{found.version}: delta {delta:.2g}, base kept: {kept}"]
+        unchanged = all(
+            (first_folder / path.name).read_bytes() == path.read_bytes() for path in versions.model_files(base)
+        )
+        return (
+            [] if delta < 1e-3 and unchanged else [f"{checkpoint.version}: delta {delta:.2g}, base kept: {unchanged}"]
+        )
     except Exception as error:  # noqa: BLE001 - whatever stops a replica is a figure here
-        return [f"{found.version}: {type(error).__name__}: {error}"]
+        return [f"{checkpoint.version}: {type(error).__name__}: {error}"]

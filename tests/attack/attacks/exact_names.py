@@ -29,7 +29,7 @@ _WAIT_S = 30.0
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    """Send a call, a feedback and an end for each name, then read from the topics whose they became."""
+    """Send a call, a feedback and an end for each name, then read the owners of these events from the topics."""
     sessions = session_names.draw(rng, COUNT)
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
@@ -50,19 +50,19 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         turns, feedback, ends = await _events(view)
     expected = {session.name: ids.session_key("acme", session.name) for session in sessions}
     values = {event.session_key: event.value for event in feedback}
-    own = sum(values.get(expected[session.name]) == number for number, session in enumerate(sessions))
+    correct = sum(values.get(expected[session.name]) == number for number, session in enumerate(sessions))
     return [
         none_of("requests with a lookalike name that were refused", refused, 3 * COUNT),
         _all("sessions of the calls", len({turn.session_key for turn in turns} & set(expected.values()))),
         _all("sessions that keep their name exactly", len({turn.session_id for turn in turns} & set(expected))),
-        _all("sessions with their own feedback alone", own if len(values) == COUNT else 0),
+        _all("sessions with their own feedback alone", correct if len(values) == COUNT else 0),
         _all("sessions that were ended", len({end.session_key for end in ends} & set(expected.values()))),
         none_of("requests of a bound key that reached another session", reached, 60),
     ]
 
 
-def _all(what: str, count: int) -> Line:
-    return Line(what, f"{count} of {COUNT}", f"{COUNT}", count == COUNT)
+def _all(name: str, count: int) -> Line:
+    return Line(name, f"{count} of {COUNT}", f"{COUNT}", count == COUNT)
 
 
 def _key(name: str, **fields: str) -> dict[str, object]:
@@ -98,7 +98,7 @@ async def _reach_others(url: str, names: list[str]) -> int:
 
 
 async def _events(view: BusView) -> tuple[list[Turn], list[Feedback], list[SessionEnd]]:
-    """Return what is on the topics once all of it is there, or when the wait is over."""
+    """Return the events on the topics once all have arrived, or after the wait."""
     async with asyncio.timeout(_WAIT_S * 2):
         for _ in range(int(_WAIT_S)):
             turns, feedback, ends = await view.read(Turn), await view.read(Feedback), await view.read(SessionEnd)

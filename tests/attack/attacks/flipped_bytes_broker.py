@@ -31,7 +31,7 @@ Records = dict[tuple[str, int, int], tuple[bytes | None, bytes | None]]
 
 
 class Content(NamedTuple):
-    """Everything that clients can read: records by topic, partition and offset, and committed offsets."""
+    """Content that clients can read: records by topic, partition and offset, and committed offsets."""
 
     records: Records
     committed: dict[TopicPartition, int | None]
@@ -47,15 +47,15 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         broker = BrokerProcess(copy)
         try:
             broker.start()
-            found = await _content(broker.address)
+            content = await _content(broker.address)
         except (TimeoutError, OSError, RuntimeError, AssertionError):
             failed_starts += 1
             continue
         finally:
             broker.stop()
-        lost += len(original.records.keys() - found.records.keys())
-        changed += sum(original.records.get(key) != value for key, value in found.records.items())
-        moved += found.committed != original.committed
+        lost += len(original.records.keys() - content.records.keys())
+        changed += sum(original.records.get(key) != value for key, value in content.records.items())
+        moved += content.committed != original.committed
         mended += (copy / "broker.log").read_text().count('"event": "file_mended"')
         shutil.rmtree(copy)
     return [
@@ -68,7 +68,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 async def _traffic(folder: Path, rng: random.Random) -> tuple[Path, Content]:
-    """A broker's folder after traffic, as kill -9 left it, and what is in it."""
+    """Folder of a broker after traffic and kill -9, and its content."""
     broker = BrokerProcess(folder)
     broker.start()
     try:
@@ -141,12 +141,12 @@ def _flip(folder: Path, rng: random.Random, *, checksums: bool) -> int:
     names = ("broker.sums", "broker.frames") if checksums else ("broker.sqlite", "broker.sqlite-wal")
     sizes = {folder / name: (folder / name).stat().st_size for name in names}
     unit = {"broker.sqlite-wal": FRAME_BYTES, "broker.sums": SUMS_BYTES, "broker.frames": ENTRY_BYTES}
-    places = []
+    ranges = []
     for path, size in sizes.items():
         starts = [*range(LOG_HEADER_BYTES if path.name.endswith("-wal") else 0, size, unit.get(path.name, PAGE_BYTES))]
-        places += [(path, at, min(at + unit.get(path.name, PAGE_BYTES), size)) for at in starts]
-        places += [(path, 0, LOG_HEADER_BYTES)] if starts[0] else []
-    chosen = rng.sample(places, min(FLIPS, len(places)))
+        ranges += [(path, at, min(at + unit.get(path.name, PAGE_BYTES), size)) for at in starts]
+        ranges += [(path, 0, LOG_HEADER_BYTES)] if starts[0] else []
+    chosen = rng.sample(ranges, min(FLIPS, len(ranges)))
     for path, start, end in chosen:
         data = bytearray(path.read_bytes())
         data[rng.randrange(start, end)] ^= rng.randrange(1, 256)

@@ -30,10 +30,10 @@ _BEAT_S = 0.5
 
 @dataclass
 class Trap:
-    """A listener of the attacker's. It answers like a replica that works, so that calls stay with it."""
+    """Listener of the attacker. It answers like a working replica, so that calls stay with it."""
 
     connections: int = 0
-    heard: list[bytes] = field(default_factory=list)
+    received_parts: list[bytes] = field(default_factory=list)
     port: int = 0
 
     @contextlib.asynccontextmanager
@@ -47,7 +47,7 @@ class Trap:
         self.connections += 1
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(5):
-                self.heard.append(await reader.read(65_536))
+                self.received_parts.append(await reader.read(65_536))
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
                 await writer.drain()
         writer.close()
@@ -74,10 +74,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         await asyncio.gather(*(view.producer.send(_forged(replica, traps, rng)) for _ in range(RECORDS // 2)))
         during = await _failed_calls(gateway.url)
         await asyncio.sleep(3.0)  # health checks of replicas that are silent come after two seconds
-        heard = b"".join(part for trap in traps for part in trap.heard)
+        received = b"".join(part for trap in traps for part in trap.received_parts)
         return [
             none_of("connections to an address that a forged record names", sum(t.connections for t in traps), RECORDS),
-            none_of("requests at such an address with the internal key", heard.count(key.encode()), RECORDS),
+            none_of("requests at such an address with the internal key", received.count(key.encode()), RECORDS),
             none_of("calls that failed", before + during, 2 * CALLS),
             Line("calls that the genuine replica served", str(len(replica.requests)), f"{2 * CALLS}",
                  len(replica.requests) == 2 * CALLS),
@@ -85,7 +85,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _forged(replica: FakeReplica, traps: list[Trap], rng: random.Random) -> Replica:
-    """Return what somebody without the key can write, under the genuine name or another."""
+    """Return heartbeats that a caller without the key can write, under the genuine name or another."""
     host = rng.choice(("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"))
     name = rng.choice((replica.replica_id, f"replica-{rng.randrange(50)}"))
     wrong = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))

@@ -1,8 +1,8 @@
-"""A disk that is full for a while under a stack that works, and one that the stack itself would fill.
+"""A disk that is full for a while under a working stack, and a disk that the stack itself fills.
 
-Broker, gateway and the services of the stream are on it.
+Broker, gateway and the stream services are on it.
 
-`ATTACK_FULL_DISK_S` says for how long (two minutes when it does not).
+`ATTACK_FULL_DISK_S` sets the duration (default: two minutes).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _REWARDS = "def short(trajectory):\n    return 1.0\n"
 
 @dataclass
 class Ledger:
-    """What the users know. A question is its own name."""
+    """Observations of the users. Each question is unique."""
 
     acknowledged: dict[str, str] = field(default_factory=dict)
     """Question to response id."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Question to what the gateway said."""
+    """The gateway's answer to each question."""
     unknown: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
     stopping: bool = False
@@ -94,7 +94,7 @@ async def _play(
     users = [asyncio.create_task(_use(url, ledger, number, rng.getrandbits(32))) for number in range(_USERS)]
     try:
         await asyncio.sleep(_BEFORE_S)
-        told, named = await _full_for(disk, _FULL_S, disk.path / "data")
+        reports, named = await _full_for(disk, _FULL_S, disk.path / "data")
         disk.free()
         before = len(ledger.acknowledged)
         await asyncio.sleep(_AFTER_S)
@@ -106,7 +106,7 @@ async def _play(
         turns = await _until_there(view, ledger)
         await _end_all(url, ledger)
         collected = await _collected(view, set(ledger.acknowledged.values()))
-        return [*_lines(supervisor, ledger, turns, collected, told, named, after, events), *shortage]
+        return [*_lines(supervisor, ledger, turns, collected, reports, named, after, events), *shortage]
     finally:
         ledger.stopping = True
         beating.cancel()
@@ -118,26 +118,33 @@ def _lines(
     ledger: Ledger,
     turns: list[Turn],
     collected: set[str],
-    told: int,
+    reports: int,
     named: set[str],
     after: int,
     events: list[str],
 ) -> list[Line]:
     state = supervisor.state
-    ended = sum(one.restarts for one in state.services.values()) + sum(
-        one.pid is None for one in state.services.values()
+    ended = sum(service.restarts for service in state.services.values()) + sum(
+        service.pid is None for service in state.services.values()
     )
     present = {turn.turn_id for turn in turns}
-    asked = {turn.messages[-1].text for turn in turns if turn.delivered}
+    delivered_prompts = {turn.messages[-1].text for turn in turns if turn.delivered}
     answered = set(ledger.acknowledged.values())
     wordless = [text for text in ledger.refused.values() if "disk: " not in text]
     return [
         Line("services that ended", f"{ended} (supervisor: {'; '.join(events) or 'nothing'})", "0", ended == 0),
         none_of("acknowledged turns lost", len(answered - present), len(answered)),
-        none_of("refused turns recorded as delivered", len(asked & ledger.refused.keys()), len(ledger.refused)),
+        none_of(
+            "refused turns recorded as delivered", len(delivered_prompts & ledger.refused.keys()), len(ledger.refused)
+        ),
         none_of("refusals that do not name the disk", len(wordless), len(ledger.refused)),
         none_of("acknowledged turns in no trajectory afterwards", len(answered - collected), len(answered)),
-        Line("times that `headrace status` named the disk", f"{told}, for {', '.join(sorted(named))}", "1", told >= 1),
+        Line(
+            "times that `headrace status` named the disk",
+            f"{reports}, for {', '.join(sorted(named))}",
+            "1",
+            reports >= 1,
+        ),
         Line("turns acknowledged once there was room", str(after), "at least 1", after > 0),
     ]
 
@@ -169,25 +176,27 @@ async def _fill_by_itself(disk: SmallDisk, ledger: Ledger) -> list[Line]:
 
 
 async def _full_for(disk: SmallDisk, seconds: float, data_dir: Path) -> tuple[int, set[str]]:
-    """How often the status told of the disk, and for which services."""
+    """Count the status reports about the disk, and collect the services that they name."""
     loop = asyncio.get_running_loop()
-    deadline, told, named = loop.time() + seconds, 0, set[str]()
+    deadline, reports, named = loop.time() + seconds, 0, set[str]()
     while loop.time() < deadline:
         await asyncio.to_thread(disk.fill)
         command = [str(Path(sys.executable).with_name("headrace")), "status", "--no-account", "--json"]
-        done = await asyncio.to_thread(
+        completed = await asyncio.to_thread(
             subprocess.run, [*command, "--data-dir", str(data_dir)], capture_output=True, text=True, timeout=120
         )
-        if done.returncode == 0:
-            services = json.loads(done.stdout)["run"]["services"]
-            full = {name for name, one in services.items() if any("no space left" in lack for lack in one["lacks"])}
-            told, named = told + bool(full), named | full
+        if completed.returncode == 0:
+            services = json.loads(completed.stdout)["run"]["services"]
+            full = {
+                name for name, service in services.items() if any("no space left" in lack for lack in service["lacks"])
+            }
+            reports, named = reports + bool(full), named | full
         await asyncio.sleep(0.2)
-    return told, named
+    return reports, named
 
 
 async def _use(url: str, ledger: Ledger, number: int, seed: int) -> None:
-    """One user: short runs, one question after the other, refused ones asked anew under another name."""
+    """Play one user: short runs, one question after the other. A refused question is sent again under another name."""
     rng = random.Random(seed)
     async with httpx.AsyncClient(timeout=120) as http:
         count = 0
@@ -236,14 +245,18 @@ async def _end_all(url: str, ledger: Ledger) -> None:
             (await http.post(f"{url}/v1/sessions/{session}/end")).raise_for_status()
 
 
-async def _collected(view: BusView, wanted: set[str]) -> set[str]:
+async def _collected(view: BusView, expected: set[str]) -> set[str]:
     """The turns that some trajectory names."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _SETTLE_S
     while True:
-        found = {turn_id for one in await view.read(Trajectory) for turn_id in (*one.turn_ids, *_left_out(one))}
-        if wanted <= found or loop.time() > deadline:
-            return found
+        collected = {
+            turn_id
+            for trajectory in await view.read(Trajectory)
+            for turn_id in (*trajectory.turn_ids, *_left_out(trajectory))
+        }
+        if expected <= collected or loop.time() > deadline:
+            return collected
         await asyncio.sleep(1)
 
 

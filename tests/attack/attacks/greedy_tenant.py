@@ -1,6 +1,6 @@
-"""One tenant asks for all that it can in four ways, while another one makes ordinary calls.
+"""One tenant with four kinds of maximal load, while another tenant makes ordinary calls.
 
-`python -m tests.attack.attacks.greedy_tenant URL KIND SEED` is the load, in a process of its own, until it is killed.
+`python -m tests.attack.attacks.greedy_tenant URL KIND SEED` sends one load in a process until it is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.system.line import Line, at_most, none_of
 
 TITLE = "a tenant that asks for all that it can leaves another tenant its pace"
 CALLS = 60
-"""Of the modest tenant under each load, one after the other."""
+"""Calls of the modest tenant under each load, one after the other."""
 TOKENS = 16
 RATIO_MAX = 2.0
 _CONNECTIONS = 24

@@ -1,4 +1,4 @@
-"""Clients that send slowly, ambiguously or nothing at all, many at a time, beside some that behave."""
+"""Many clients that send slowly, ambiguously or no request at all, among well-behaved ones."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
                 asyncio.create_task(_closed_after(gateway.port, _TARGET + b"Content-Length: 99999\r\n\r\n", b"x"))
                 for _ in range(SLOW)
             ]
-            answered_twice, tried = await _ambiguous(gateway.port, rng)
+            answered_twice, attempts = await _ambiguous(gateway.port, rng)
             slow_s = [max(await asyncio.gather(*tasks)) for tasks in (silent, headers, bodies)]
         smuggled = sum(MARK in json.dumps(request) for request in replica.requests)
     return [
         at_most(f"{SILENT} connections that say nothing, closed after", slow_s[0], HEADER_S + SLACK_S, " s"),
         at_most(f"{SLOW} headers of a byte now and then, closed after", slow_s[1], HEADER_S + SLACK_S, " s"),
         at_most(f"{SLOW} bodies of a byte now and then, closed after", slow_s[2], BODY_S + SLACK_S, " s"),
-        none_of("ambiguous requests that were served or left their connection open", answered_twice, tried),
-        none_of("requests smuggled in behind them that reached a replica", smuggled, tried),
+        none_of("ambiguous requests that were served or left their connection open", answered_twice, attempts),
+        none_of("requests smuggled in behind them that reached a replica", smuggled, attempts),
         none_of("failed calls of clients that behave", seen.count(0), len(seen)),
     ]
 
@@ -104,7 +104,7 @@ async def _drip(writer: asyncio.StreamWriter, drip: bytes) -> None:
 
 
 async def _ambiguous(port: int, rng: random.Random) -> tuple[int, int]:
-    """How many requests that can be read in two ways got anything but one refusal and a closed connection; of all."""
+    """Count the ambiguous requests that received anything but one refusal and a closed connection."""
     names = [name for name in HEADS for _ in range(AMBIGUOUS)]
     rng.shuffle(names)
     wrong = 0
@@ -121,7 +121,7 @@ async def _ambiguous(port: int, rng: random.Random) -> tuple[int, int]:
 
 
 async def _answer(port: int, data: bytes) -> bytes | None:
-    """All that is said until the connection is closed; None when it is not."""
+    """Return all bytes until the connection is closed; None when it stays open."""
     answer = b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -30,7 +30,7 @@ TITLE = "a replica that is stopped, not dead, and a bus that is"
 AGENTS = 8
 ROUNDS = 2
 STOPPED_S = 20.0
-"""Longer than any call may take: whoever waits for the end of it is seen."""
+"""Longer than any call may take, so that a call that waits for its end is noticed."""
 RUNNING_S = 4.0
 BEAT_S = 0.5
 SLOWEST_S = 15.0
@@ -40,13 +40,13 @@ _PATIENCE_S = 120.0
 
 @dataclass
 class Load:
-    """What the agents saw."""
+    """Observations of the agents."""
 
     calls: int = 0
     failures: list[str] = field(default_factory=list)
     wrong: int = 0
     slowest_s: float = 0.0
-    told: set[str] = field(default_factory=set)
+    delivered: set[str] = field(default_factory=set)
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -77,22 +77,22 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             await asyncio.sleep(RUNNING_S)
             with _stopped(broker.pid):
                 await asyncio.sleep(STOPPED_S)
-        lost = await _lost(view, load.told | bus_load.told)
+        lost = await _lost(view, load.delivered | bus_load.delivered)
     return [
         none_of("replicas given up while all of them ran", calm, load.calls),
         *_lines("a stopped replica", load),
         *_lines("a stopped bus", bus_load),
-        none_of("answered calls without their turn", lost, len(load.told | bus_load.told)),
+        none_of("answered calls without their turn", lost, len(load.delivered | bus_load.delivered)),
     ]
 
 
-def _lines(what: str, load: Load) -> list[Line]:
+def _lines(name: str, load: Load) -> list[Line]:
     for failure in load.failures[:3]:
-        print(f"    {what}: {failure[:300]}")
+        print(f"    {name}: {failure[:300]}")
     return [
-        none_of(f"{what}: failed calls", len(load.failures), load.calls),
-        none_of(f"{what}: answers with other tokens", load.wrong, load.calls),
-        at_most(f"{what}: slowest call", round(load.slowest_s, 1), SLOWEST_S, " s"),
+        none_of(f"{name}: failed calls", len(load.failures), load.calls),
+        none_of(f"{name}: answers with other tokens", load.wrong, load.calls),
+        at_most(f"{name}: slowest call", round(load.slowest_s, 1), SLOWEST_S, " s"),
     ]
 
 
@@ -143,7 +143,7 @@ async def _beating(view: BusView, replicas: dict[str, int], silent: set[str]) ->
 
 @contextlib.asynccontextmanager
 async def _agents(url: str, load: Load) -> AsyncIterator[None]:
-    """Until left; what is under way then is waited for."""
+    """Send calls until the block ends, then wait for the open calls."""
     stop = asyncio.Event()
 
     async def agent(number: int) -> None:
@@ -176,23 +176,23 @@ async def _call(client: httpx2.AsyncClient, text: str, *, stream: bool, load: Lo
     if answer.status_code != 200 or (stream and not answer.text.endswith("data: [DONE]\n\n")):
         load.failures.append(f"{answer.status_code} {answer.text[-500:]}")
         return
-    load.told.add(answer.headers["x-request-id"])
+    load.delivered.add(answer.headers["x-request-id"])
     expected = "".join(map(text_of, Generation(body, VERSION).tokens(0)))
-    load.wrong += _said(answer.text, stream=stream) != expected
+    load.wrong += answer_text(answer.text, stream=stream) != expected
 
 
-def _said(text: str, *, stream: bool) -> str:
+def answer_text(text: str, *, stream: bool) -> str:
     if not stream:
         return str(json.loads(text)["choices"][0]["message"]["content"])
     events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
     return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
-async def _lost(view: BusView, told: set[str]) -> int:
-    """How many answered calls have no turn on the bus; the spool gets some time to drain."""
+async def _lost(view: BusView, delivered: set[str]) -> int:
+    """Count answered calls without a turn on the bus, after the spool had time to drain."""
     deadline = time.monotonic() + 30
     while True:
-        missing = told - {turn.turn_id for turn in await view.read(Turn)}
+        missing = delivered - {turn.turn_id for turn in await view.read(Turn)}
         if not missing or time.monotonic() > deadline:
             return len(missing)
         await asyncio.sleep(0.5)

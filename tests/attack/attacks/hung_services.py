@@ -47,7 +47,7 @@ class Stack:
     second: Supervisor
 
     def state(self, name: str) -> ServiceState:
-        """As `headrace status` reads it."""
+        """State that `headrace status` reads."""
         supervisor = self.second if name.endswith("-2") else self.first
         return read(supervisor.data_dir).services[name.removesuffix("-2")]
 
@@ -57,8 +57,8 @@ class Stack:
 
 
 @dataclass
-class Fate:
-    """What became of one service, in seconds after its SIGSTOP."""
+class Recovery:
+    """Recovery of one service, in seconds after its SIGSTOP."""
 
     name: str
     shown_s: float = float("inf")
@@ -71,7 +71,7 @@ class Calls:
     """An agent behind two gateways: a call that one does not answer goes to the other."""
 
     gateways: tuple[str, str]
-    made: int = 0
+    calls_made: int = 0
     failed: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
@@ -80,16 +80,20 @@ class Calls:
         async with httpx.AsyncClient(timeout=_CALL_S) as http:
             while True:
                 began = time.monotonic()
-                first = self.gateways[self.made % 2]
-                second = self.gateways[(self.made + 1) % 2]
+                first = self.gateways[self.calls_made % 2]
+                second = self.gateways[(self.calls_made + 1) % 2]
                 if not (await self._call(http, first) or await self._call(http, second)):
-                    self.failed.append(f"call {self.made}")
-                self.made += 1
+                    self.failed.append(f"call {self.calls_made}")
+                self.calls_made += 1
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _call(self, http: httpx.AsyncClient, gateway: str) -> bool:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": f"question {self.made}"}], "max_tokens": 4}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"question {self.calls_made}"}],
+            "max_tokens": 4,
+        }
         try:
             await http.get(f"{gateway}/health", timeout=2.0)  # as a balancer does
             answer = await http.post(f"{gateway}/v1/chat/completions", json=body)
@@ -99,70 +103,72 @@ class Calls:
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    fates: list[Fate] = []
-    async with stack(folder, rng) as made:
-        calls = Calls(made.gateways)
+    fates: list[Recovery] = []
+    async with stack(folder, rng) as started:
+        calls = Calls(started.gateways)
         calling = asyncio.create_task(calls.run())
         waves = [list(wave) for wave in _WAVES]
         rng.shuffle(waves)
         try:
             for wave in [*waves, ["broker"]]:
                 rng.shuffle(wave)
-                fates += await asyncio.gather(*(_stop(made, name, rng.uniform(0, 3)) for name in wave))
-                await _all_ready(made)
+                fates += await asyncio.gather(*(_stop(started, name, rng.uniform(0, 3)) for name in wave))
+                await _all_ready(started)
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
-    for fate in fates:
-        print(f"    {fate.name}: hung after {fate.shown_s:.1f} s, started again {fate.restarted_s:.1f}, "
-              f"ready {fate.ready_s:.1f}", flush=True)  # fmt: skip
+    for recovery in fates:
+        print(f"    {recovery.name}: hung after {recovery.shown_s:.1f} s, started again {recovery.restarted_s:.1f}, "
+              f"ready {recovery.ready_s:.1f}", flush=True)  # fmt: skip
     return [
         at_most(
             f"{len(fates)} services, the slowest until it is shown as hung", _worst(fates, "shown_s"), SHOWN_S, " s"
         ),
         at_most("the slowest until it is started again", _worst(fates, "restarted_s"), RESTARTED_S, " s"),
-        none_of("services that were not ready again", sum(fate.ready_s > _READY_S for fate in fates), len(fates)),
-        none_of("calls that no gateway answered meanwhile", len(calls.failed), calls.made),
+        none_of(
+            "services that were not ready again", sum(recovery.ready_s > _READY_S for recovery in fates), len(fates)
+        ),
+        none_of("calls that no gateway answered meanwhile", len(calls.failed), calls.calls_made),
     ]
 
 
-async def _stop(made: Stack, name: str, delay_s: float) -> Fate:
+async def _stop(started: Stack, name: str, delay_s: float) -> Recovery:
     await asyncio.sleep(delay_s)
-    before = made.state(name)
+    before = started.state(name)
     assert before.pid is not None
-    fate, began = Fate(name), time.monotonic()
+    recovery, began = Recovery(name), time.monotonic()
     os.kill(before.pid, signal.SIGSTOP)
 
     async def after(condition: Callable[[ServiceState], bool]) -> float:
-        while not condition(made.state(name)):
+        while not condition(started.state(name)):
             if time.monotonic() - began > _READY_S:
                 return float("inf")
             await asyncio.sleep(_LOOK_S)
         return round(time.monotonic() - began, 1)
 
-    fate.shown_s = await after(lambda state: state.status == "hung")
-    fate.restarted_s = await after(
+    recovery.shown_s = await after(lambda state: state.status == "hung")
+    recovery.restarted_s = await after(
         lambda state: state.restarts > before.restarts and state.pid not in (None, before.pid)
     )
-    fate.ready_s = await after(lambda state: state.status == "ready" and state.pid != before.pid)
+    recovery.ready_s = await after(lambda state: state.status == "ready" and state.pid != before.pid)
     with contextlib.suppress(ProcessLookupError):  # what nobody killed is not left stopped
-        if made.state(name).pid == before.pid:
+        if started.state(name).pid == before.pid:
             os.kill(before.pid, signal.SIGCONT)
-    return fate
+    return recovery
 
 
-def _worst(fates: list[Fate], figure: str) -> float:
-    return max(float(getattr(fate, figure)) for fate in fates)
+def _worst(fates: list[Recovery], figure: str) -> float:
+    return max(float(getattr(recovery, figure)) for recovery in fates)
 
 
-async def _all_ready(made: Stack) -> None:
-    for supervisor in (made.first, made.second):
+async def _all_ready(started: Stack) -> None:
+    for supervisor in (started.first, started.second):
         await asyncio.to_thread(supervisor.wait_ready, _READY_S)
 
 
 @contextlib.asynccontextmanager
 async def stack(folder: Path, rng: random.Random) -> AsyncIterator[Stack]:
-    """Everything, ready, with a version served by both replicas."""
+    """Start a stack and wait until both replicas serve a version."""
     base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=rng.randrange(2**31))
     rewards = folder / "rewards.py"
     rewards.write_text("def short(trajectory):\n    return float(len(trajectory.final_answer) < 12)\n")

@@ -24,7 +24,7 @@ _SKEW_MAX_S = 5.0
 _SETTLES_S = 90.0
 _PLACES = ("gateway-1", "gateway-2", "collector", "scorer")
 Words = dict[str, list[tuple[str, float]]]
-"""Turn that had been acknowledged last to what was said then, in order; by session."""
+"""Values that were sent about the last acknowledged turn of each session, in order."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -36,19 +36,19 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         _step(clock, rng)
     broker = BrokerProcess(folder / "bus")
     broker.start()
-    gateways = [GatewayProcess(folder / f"g{n}", broker.address, own) for n, own in enumerate(environs[:2])]
+    gateways = [GatewayProcess(folder / f"g{n}", broker.address, environ) for n, environ in enumerate(environs[:2])]
     services: list[ServiceProcess] = [
-        ServiceProcess(name, folder / "services", broker.address, own)
-        for name, own in zip(_PLACES[2:], environs[2:], strict=True)
+        ServiceProcess(name, folder / "services", broker.address, environ)
+        for name, environ in zip(_PLACES[2:], environs[2:], strict=True)
     ]
     try:
         async with bus_view(broker.address, folder / "services") as view:
-            starts = [one.start for one in gateways] + [one.start for one in services]
+            starts = [process.start for process in gateways] + [process.start for process in services]
             await asyncio.gather(*(asyncio.to_thread(start) for start in starts))
             words = await _talk([gateway.url for gateway in gateways], view, clocks, rng)
             return await _judged(view, words)
     finally:
-        for stop in [one.stop for one in gateways] + [one.stop for one in services]:
+        for stop in [process.stop for process in gateways] + [process.stop for process in services]:
             await asyncio.to_thread(stop)
         await asyncio.to_thread(broker.stop)
 
@@ -59,11 +59,11 @@ def _step(clock: Path, rng: random.Random) -> None:
 
 async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.Random) -> Words:
     words: Words = {}
-    room = asyncio.Semaphore(_AT_ONCE)
+    slots = asyncio.Semaphore(_AT_ONCE)
     async with httpx2.AsyncClient(timeout=60) as client:
 
         async def session(name: str, draw: random.Random) -> None:
-            async with room:
+            async with slots:
                 words[name] = await _session(name, client, urls, view, clocks, draw)
 
         for url in urls:
@@ -75,7 +75,7 @@ async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.
 
 
 async def _bus_is_there(client: httpx2.AsyncClient, url: str) -> None:
-    """Returns once the gateway has a connection, so that it does not spool what it acknowledges."""
+    """Wait until the gateway is connected, so that it does not spool acknowledged events."""
     async with asyncio.timeout(60):
         while True:
             await client.post(f"{url}/v1/feedback", json={"session_id": "nobody", "value": 0})
@@ -88,10 +88,10 @@ async def _session(
     name: str, client: httpx2.AsyncClient, urls: list[str], view: BusView, clocks: list[Path], draw: random.Random
 ) -> list[tuple[str, float]]:
     """One or two runs under one name, each judged some times through either gateway, before and after its end."""
-    said = []
+    values = []
     for run in range(draw.choice([1, 2])):
-        made = datetime.now(UTC) + timedelta(seconds=draw.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
-        turn = ask([user(f"{name} {run}")], session=name, time=made, started_at=made - timedelta(milliseconds=50))
+        created = datetime.now(UTC) + timedelta(seconds=draw.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
+        turn = ask([user(f"{name} {run}")], session=name, time=created, started_at=created - timedelta(milliseconds=50))
         await view.producer.send(turn)
         ends_at = draw.randrange(4)
         for number in range(4):
@@ -102,14 +102,14 @@ async def _session(
             value = float(draw.randrange(1000))
             body = {"session_id": name, "value": value}
             await _accepted(client.post(f"{draw.choice(urls)}/v1/feedback", json=body))
-            said.append((turn.turn_id, value))
-    return said
+            values.append((turn.turn_id, value))
+    return values
 
 
 async def _closed(view: BusView, turn: Turn) -> None:
-    """Waits: an end that is read late would take along what comes after it. Raises `TimeoutError`."""
+    """Wait for the trajectory: an end that is read late would include later turns. Raises `TimeoutError`."""
     async with asyncio.timeout(_SETTLES_S):
-        while not any(turn.turn_id in one.turn_ids for one in await view.read(Trajectory)):  # noqa: ASYNC110
+        while not any(turn.turn_id in trajectory.turn_ids for trajectory in await view.read(Trajectory)):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
 
 
@@ -124,28 +124,30 @@ async def _judged(view: BusView, words: Words) -> list[Line]:
     while True:
         wrong, stray, of = await _compare(view, words)
         if not (wrong or stray) or asyncio.get_running_loop().time() > deadline:
-            said = sum(len(one) for one in words.values())
+            values_sent = sum(len(values) for values in words.values())
             return [
-                none_of(f"wrong last words, of {said} said in {len(words)} sessions", wrong, of),
+                none_of(f"wrong last words, of {values_sent} said in {len(words)} sessions", wrong, of),
                 none_of("verdicts on the wrong run", stray, of),
             ]
         await asyncio.sleep(2)
 
 
 async def _compare(view: BusView, words: Words) -> tuple[int, int, int]:
-    """Trajectories whose verdict is an earlier word, whose verdict is another run's or nobody's, and all."""
-    home = {turn: one.trajectory_id for one in await view.read(Trajectory) for turn in one.turn_ids}
-    told: dict[str, list[float]] = {}
-    for said in words.values():
-        for turn, value in said:
-            told.setdefault(home.get(turn, turn), []).append(value)
+    """Count trajectories with an earlier value, trajectories with another run's value, and all trajectories."""
+    home = {
+        turn: trajectory.trajectory_id for trajectory in await view.read(Trajectory) for turn in trajectory.turn_ids
+    }
+    counted: dict[str, list[float]] = {}
+    for sent in words.values():
+        for turn, value in sent:
+            counted.setdefault(home.get(turn, turn), []).append(value)
     last: dict[str, Reward] = {}
     for reward in await view.read(Reward):
         if reward.source == "feedback" and reward.revision >= last.get(reward.trajectory_id, reward).revision:
             last[reward.trajectory_id] = reward
     wrong = stray = 0
-    for name, values in told.items():
-        found = last[name].value if name in last else None
-        wrong += found != values[-1] and found in values
-        stray += found not in values
-    return wrong, stray, len(told)
+    for name, values in counted.items():
+        last_value = last[name].value if name in last else None
+        wrong += last_value != values[-1] and last_value in values
+        stray += last_value not in values
+    return wrong, stray, len(counted)

@@ -46,7 +46,7 @@ _SAVES = 3
 _LEASE_S = 3.0
 _TAKEOVER_S = 30.0
 _START_S = 300.0
-"""A process's own start, which is no part of what is measured."""
+"""Time that a process needs to start, which is not measured."""
 _MODEL = "m"
 
 
@@ -129,23 +129,23 @@ class Objects(LocalFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         with self._writing:
-            found: list[Any] = super().ls(path, detail=detail)
-            return found
+            entries: list[Any] = super().ls(path, detail=detail)
+            return entries
 
 
 @dataclass
 class Overlap:
-    """What one of them showed, or several."""
+    """Results of one overlap, or of several added up."""
 
     saves: int = 0
-    taken: int = 0
+    takeovers: int = 0
     acknowledged: set[str] = field(default_factory=set)
     unreadable: list[str] = field(default_factory=list)
     lost: int = 0
 
     def add(self, other: Overlap) -> None:
         self.saves += other.saves
-        self.taken += other.taken
+        self.takeovers += other.takeovers
         self.acknowledged |= other.acknowledged
         self.unreadable += other.unreadable
 
@@ -153,20 +153,20 @@ class Overlap:
 def _overlaps(folder: Path, rng: random.Random) -> list[Line]:
     seeds = [rng.randrange(2**32) for _ in range(OVERLAPS)]
     with _light_models(), ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(partial(_overlap, folder), range(OVERLAPS), seeds))
-    saves, taken = sum(one.saves for one in found), sum(one.taken for one in found)
-    unreadable = [problem for one in found for problem in one.unreadable]
+        overlaps = list(pool.map(partial(_overlap, folder), range(OVERLAPS), seeds))
+    saves, takeovers = sum(overlap.saves for overlap in overlaps), sum(overlap.takeovers for overlap in overlaps)
+    unreadable = [problem for overlap in overlaps for problem in overlap.unreadable]
     return [
         none_of("states that could not be read", len(unreadable), saves),
         Line("the first of them", unreadable[0] if unreadable else "none", "none", not unreadable),
-        none_of("acknowledged saves that are lost", sum(one.lost for one in found), saves),
-        Line("losers that were told so", str(taken), f"at least {OVERLAPS // 2}", taken >= OVERLAPS // 2),
+        none_of("acknowledged saves that are lost", sum(overlap.lost for overlap in overlaps), saves),
+        Line("losers that were told so", str(takeovers), f"at least {OVERLAPS // 2}", takeovers >= OVERLAPS // 2),
     ]
 
 
 @contextlib.contextmanager
 def _light_models() -> Iterator[None]:
-    """Weights that are a list of what they were trained on; all around them is the trainer's own."""
+    """Learner whose weights are a list of its lessons; everything around it is the trainer's own code."""
     with contextlib.ExitStack() as stack:
         for name, substitute in learner.AS_TORCH.items():
             stack.enter_context(mock.patch(name, substitute))
@@ -176,12 +176,12 @@ def _light_models() -> Iterator[None]:
 
 
 def _overlap(folder: Path, number: int, seed: int) -> Overlap:
-    found = Overlap()
+    overlap = Overlap()
     url = (folder / f"{number}").as_uri()
     with ThreadPoolExecutor(2) as pool:
         trainers = [pool.submit(_trainer, url, seed, number, which) for which in (0, 1)]
         for trainer in trainers:
-            found.add(trainer.result())
+            overlap.add(trainer.result())
     final = LineageStore(BlobStore(url), "main")
     try:
         saved = final.read()
@@ -189,16 +189,16 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
         for ref in saved.blobs().values():
             final.get(ref)
         with final.open_tensors(saved.present) as unpacked:
-            lessons = {one.experience_id for one in learner.read_frozen((unpacked / WEIGHTS).read_bytes())}
-        found.lost = len(found.acknowledged - lessons)
+            lessons = {lesson.experience_id for lesson in learner.read_frozen((unpacked / WEIGHTS).read_bytes())}
+        overlap.lost = len(overlap.acknowledged - lessons)
     except (CorruptBlob, Unavailable) as error:
-        found.unreadable.append(f"overlap {number}: {error}")
-    return found
+        overlap.unreadable.append(f"overlap {number}: {error}")
+    return overlap
 
 
 def _trainer(url: str, seed: int, number: int, which: int) -> Overlap:
-    """Some lives of one process. Whoever starts takes over at once: no lease protects anybody here."""
-    found = Overlap()
+    """Play some lives of one process. Every start takes over at once, because no lease is set."""
+    overlap = Overlap()
     draw = random.Random(f"{seed} {which}")
     for life in range(_LIVES):
         blobs = SlowBlobs(url, f"{seed} {which} {life}", objects=number % 2 == 0)
@@ -209,13 +209,13 @@ def _trainer(url: str, seed: int, number: int, which: int) -> Overlap:
             for _ in range(_SAVES):
                 _train(lineage, draw)
                 lineage.save(publish=draw.random() < 0.5)
-                found.saves += 1
-                found.acknowledged |= {lesson.experience_id for lesson in _lessons(lineage)}
+                overlap.saves += 1
+                overlap.acknowledged |= {lesson.experience_id for lesson in _lessons(lineage)}
         except LineageTaken:
-            found.taken += 1
+            overlap.takeovers += 1
         except (CorruptBlob, Unavailable) as error:
-            found.unreadable.append(f"overlap {number}, trainer {name}: {error}")
-    return found
+            overlap.unreadable.append(f"overlap {number}, trainer {name}: {error}")
+    return overlap
 
 
 def _opened(blobs: BlobStore) -> Lineage:
@@ -229,8 +229,8 @@ def _opened(blobs: BlobStore) -> Lineage:
 
 
 def _train(lineage: Lineage, draw: random.Random) -> None:
-    one = experience(draw.randrange(2**40), lineage.state.history.head, reward=draw.random(), model=_MODEL)
-    lineage.state.admit(one, (0, 0), SystemClock().now())
+    lesson = experience(draw.randrange(2**40), lineage.state.history.head, reward=draw.random(), model=_MODEL)
+    lineage.state.admit(lesson, (0, 0), SystemClock().now())
     batch = lineage.next_batch()
     assert batch
     lineage.step(batch, mock.Mock(is_set=lambda: False))
@@ -261,8 +261,10 @@ class Trainer(ServiceProcess):
     """One process of the lineage; all share a folder."""
 
     def __init__(self, folder: Path, base: Path, bus: str, **settings: object) -> None:
-        own = {"BASE": base, "MODEL": _MODEL, "LEASE_S": _LEASE_S, **settings}
-        super().__init__("trainer", folder / "data", bus, **{f"TRAINER__{name}": value for name, value in own.items()})
+        environment = {"BASE": base, "MODEL": _MODEL, "LEASE_S": _LEASE_S, **settings}
+        super().__init__(
+            "trainer", folder / "data", bus, **{f"TRAINER__{name}": value for name, value in environment.items()}
+        )
 
     def owns(self) -> bool:
         return "lineage_begins" in self.log or "lineage_continues" in self.log
@@ -277,8 +279,7 @@ class Trainer(ServiceProcess):
 
 
 def _rolling(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list[Line]:
-    """The new one starts while the old one works, as in a rolling restart; it is ready before the old one is told to
-    stop."""
+    """Start the new trainer while the old one works, as in a rolling restart. It is ready before the old one stops."""
     old, new = (Trainer(folder, base, bus, OWNER_WAIT_S=_START_S) for _ in range(2))
     started += [old, new]
     for trainer in (old, new):

@@ -39,9 +39,9 @@ TIMEOUT_S = 3600.0
 RATIO_MAX = 2.0
 BLOCK_S_MAX = 0.1
 CALLS = 200
-"""Of the other tenant under each attack, and in quiet around it."""
+"""Calls of the other tenant under each attack, and in quiet periods around it."""
 _ATTEMPTS = 3
-"""What slows a neighbour or blocks a loop does it every time; a busy machine does it now and then."""
+"""An attack that slows a neighbour or blocks a loop does so every time; a busy machine does it now and then."""
 _START_S = 300.0
 _SETTLE_S = 3.0
 _QUIET_S_MAX = 60.0
@@ -50,7 +50,7 @@ _LOOK_S = 4.0
 _INNOCENT = "alice"
 _SERVICES = ("collector", "scorer", "judge")
 _SOURCES = frozenset({"feedback", "function:strange", "judge:helpfulness"})
-"""What rewards each session of the other tenant."""
+"""Reward source of each session of the other tenant."""
 _VERDICT = json.dumps({"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}})
 _NO_VERDICTS: tuple[bytes, ...] = (
     json.dumps(fake_llm.completion(_VERDICT.replace("because", "bad \\ud83d end"))).encode(),
@@ -66,7 +66,7 @@ _NO_VERDICTS: tuple[bytes, ...] = (
 
 @dataclass
 class Innocent:
-    """The other tenant: what its calls took, and what failed."""
+    """The other tenant: durations of its calls, and its failures."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
     """When each began, and how many seconds it took."""
@@ -75,7 +75,7 @@ class Innocent:
     sessions: list[str] = field(default_factory=list)
 
     def seconds(self, *spans: tuple[float, float]) -> list[float]:
-        """What the calls took that began within one of the spans."""
+        """Return the durations of calls that began within one of the spans."""
         return [took_s for began_s, took_s in self.calls if any(start <= began_s < end for start, end in spans)]
 
     async def work(self, url: str) -> None:
@@ -127,13 +127,13 @@ class Stack:
         return block_s(served | urls | {"broker": self.running.broker_url}, "busy")
 
     def ended(self) -> list[str]:
-        """Services that do not run or say that they are not well."""
+        """Return the services that do not run or report that they are unhealthy."""
         return [service.name for service in self.services if not service.running() or not service.healthy()]
 
 
 @dataclass
 class Measured:
-    """One attack: the other tenant's seconds beside it and in quiet, and the longest blocks."""
+    """Result of one attack: the other tenant's seconds during it and in quiet, and the longest blocks."""
 
     beside_s: list[float]
     quiet_s: list[float]
@@ -166,20 +166,20 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         unrewarded, waited_s = await _unrewarded(stack)
     print("".join(f"    {text}\n" for text in stack.innocent.failures[:5]), end="", flush=True)
     sources = ", ".join(sorted(_SOURCES))
-    what = f"the other tenant's sessions that lack a reward of {sources} after {waited_s:.0f} s"
-    return [*lines, none_of(what, len(unrewarded), len(stack.innocent.sessions))]
+    name = f"the other tenant's sessions that lack a reward of {sources} after {waited_s:.0f} s"
+    return [*lines, none_of(name, len(unrewarded), len(stack.innocent.sessions))]
 
 
 def _lines(kind: str, tries: list[Measured]) -> list[Line]:
     words = KINDS[kind][0]
     ratio = min(measured.ratio for measured in tries)
     longest = {name: min(measured.blocks[name] for measured in tries) for name in tries[0].blocks}
-    shown = ", ".join(f"{name} {1000 * longest[name]:.0f}" for name in longest)
+    longest_blocks = ", ".join(f"{name} {1000 * longest[name]:.0f}" for name in longest)
     ended = sorted({name for measured in tries for name in measured.ended})
     return [
         at_most(f"{words}: the other tenant's p99 grows", round(ratio, 2), RATIO_MAX, "x"),
         at_most(
-            f"{words}: longest block of a loop ({shown} ms)",
+            f"{words}: longest block of a loop ({longest_blocks} ms)",
             round(1000 * max(longest.values()), 1),
             1000 * BLOCK_S_MAX,
             " ms",
@@ -219,9 +219,9 @@ async def _measure(stack: Stack, kind: str, rng: random.Random) -> Measured:
 
 async def _calls(stack: Stack, count: int, blocks: dict[str, float] | None = None) -> tuple[float, float]:
     """Wait for so many calls of the other tenant, note the blocks meanwhile, and return when that was."""
-    start_s, wanted = time.monotonic(), len(stack.innocent.calls) + count
+    start_s, target = time.monotonic(), len(stack.innocent.calls) + count
     looked_s = start_s
-    while len(stack.innocent.calls) < wanted:
+    while len(stack.innocent.calls) < target:
         await asyncio.sleep(0.05)
         if blocks is not None and time.monotonic() - looked_s > _LOOK_S:
             await _note(stack, blocks)
@@ -235,7 +235,7 @@ async def _note(stack: Stack, blocks: dict[str, float]) -> None:
 
 
 async def _quiet(stack: Stack, blocks: dict[str, float] | None = None) -> None:
-    """Wait until the gauges have forgotten what came before, and note them meanwhile."""
+    """Wait until the gauges have dropped earlier values, and record them meanwhile."""
     deadline_s = time.monotonic() + _QUIET_S_MAX
     while time.monotonic() < deadline_s:
         longest: dict[str, float] = defaultdict(float)
@@ -289,7 +289,7 @@ async def _stack(folder: Path) -> AsyncIterator[Stack]:
 
 
 def _with_tokens_without_row(folder: Path) -> Path:
-    """A tiny model whose tokenizer has 64 tokens more than its embedding has rows."""
+    """Build a tiny model whose tokenizer has 64 tokens more than its embedding has rows."""
     from transformers import AutoTokenizer
 
     tiny_model.build(folder)
@@ -300,7 +300,7 @@ def _with_tokens_without_row(folder: Path) -> Path:
 
 
 def _judge_answer(call: Call) -> Reply:
-    """A verdict, or for a conversation that asks for it what is none."""
+    """Return a judge's answer; for a conversation of the attacker, an invalid one."""
     if GARBLE not in call.prompt:
         return Reply(fake_llm.completion(_VERDICT))
     return Reply(raw=_NO_VERDICTS[hash(call.prompt) % len(_NO_VERDICTS)])
@@ -308,9 +308,9 @@ def _judge_answer(call: Call) -> Reply:
 
 @contextlib.asynccontextmanager
 async def _load(running: Serving, kind: str, rng: random.Random) -> AsyncIterator[dict[str, int]]:
-    """Yield what the attacker was answered; it is filled at the end."""
-    places = (running.gateway.url, running.bus, running.version, kind)
-    command = (sys.executable, "-m", "tests.attack.neighbour_load", *places, str(rng.randrange(2**32)))
+    """Yield the answers to the attacker. The list is filled at the end."""
+    arguments = (running.gateway.url, running.bus, running.version, kind)
+    command = (sys.executable, "-m", "tests.attack.neighbour_load", *arguments, str(rng.randrange(2**32)))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     answers: dict[str, int] = {}
     try:

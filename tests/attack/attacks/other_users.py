@@ -73,7 +73,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         state = await asyncio.to_thread(supervisor.wait_up, 240)
         everything = [data_dir, *data_dir.rglob("*")]
         requests = [[api.key, version] for api in APIS if api.key not in BEFORE_LOGIN for version in api.served]
-        asked: dict[str, Any] = {
+        job: dict[str, Any] = {
             "kafka_port": int(state.bus.rpartition(":")[2]),
             "requests": requests,
             "folders": [str(path) for path in everything if path.is_dir()],
@@ -81,26 +81,26 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             "ports": [service.port for service in state.services.values()],
             "pages": _GUARDED,
         }
-        found = await asyncio.to_thread(_play, asked)
+        answers = await asyncio.to_thread(_play, job)
     finally:
         await asyncio.to_thread(supervisor.stop)
-    pages = 2 * len(_GUARDED) * len(asked["ports"])
+    pages = 2 * len(_GUARDED) * len(job["ports"])
     return [
-        Line("the program ran as", f"user {found['uid']}", f"user {_NOBODY}", str(found["uid"]) == _NOBODY),
+        Line("the program ran as", f"user {answers['uid']}", f"user {_NOBODY}", str(answers["uid"]) == _NOBODY),
         none_of(
-            f"requests that the broker answered {found['kafka'] or ''}".strip(), len(found["kafka"]), len(requests)
+            f"requests that the broker answered {answers['kafka'] or ''}".strip(), len(answers["kafka"]), len(requests)
         ),
         none_of(
-            f"files and folders that could be read {found['files'][:5] or ''}".strip(),
-            len(found["files"]),
-            found["tried"],
+            f"files and folders that could be read {answers['files'][:5] or ''}".strip(),
+            len(answers["files"]),
+            answers["tried"],
         ),
-        none_of(f"guarded pages that answered {found['pages'][:5] or ''}".strip(), len(found["pages"]), pages),
+        none_of(f"guarded pages that answered {answers['pages'][:5] or ''}".strip(), len(answers["pages"]), pages),
     ]
 
 
-def _play(asked: dict[str, Any]) -> dict[str, Any]:
+def _play(job: dict[str, Any]) -> dict[str, Any]:
     command = ["setpriv", "--reuid", _NOBODY, "--regid", _NOBODY, "--clear-groups", str(_PYTHON), "-I", "-c", _PROGRAM]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    process = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=300, check=True)
+    answers: dict[str, Any] = json.loads(process.stdout)
+    return answers

@@ -1,4 +1,4 @@
-"""A trainer that goes on from what was just taken back, and a registry that dies in between."""
+"""A trainer that continues from withdrawn weights, and a registry that dies during the rollback."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ async def _play(rig: RegistryRig, rng: random.Random) -> list[Line]:
                 process.kill()
                 process.wait()
                 process, url = rig.registry()
-            gone = [one for one in (bad, *early) if one != champion]  # `bad` serves if its child was promoted first
-            barred |= {*gone, *[await _publish(rig, parents, parent) for parent in gone]}
+            withdrawn = [
+                version for version in (bad, *early) if version != champion
+            ]  # `bad` serves if its child was promoted first
+            barred |= {*withdrawn, *[await _publish(rig, parents, parent) for parent in withdrawn]}
             await rig.until(all_taken_back, "the children are withdrawn")
         await asyncio.sleep(LATER_S)
         watching.cancel()
-    wrong = [one for one in served if set(one.aliases.values()) & _barred_then(one, parents)]
+    wrong = [version for version in served if set(version.aliases.values()) & _barred_then(version, parents)]
     return [
         none_of("routings that name a descendant of a withdrawn version", len(wrong), len(served)),
         none_of("barred versions that were promoted", sum(_after(rig, name) for name in barred), len(barred)),
@@ -86,8 +88,8 @@ def _descends(version: str, ancestor: str, parents: dict[str, str | None]) -> bo
 
 
 def _barred_then(routing: Routing, parents: dict[str, str | None]) -> set[str]:
-    """What descends from a version that this very routing calls withdrawn."""
-    return {name for name in parents if any(_descends(name, gone, parents) for gone in routing.withdrawn)}
+    """Return the descendants of versions that this routing withdraws."""
+    return {name for name in parents if any(_descends(name, version, parents) for version in routing.withdrawn)}
 
 
 def _taken_back(rig: RegistryRig, version: str) -> bool:
@@ -96,8 +98,8 @@ def _taken_back(rig: RegistryRig, version: str) -> bool:
 
 def _after(rig: RegistryRig, version: str) -> bool:
     """Whether the version was promoted after it had been taken back."""
-    said = rig.said(version)
-    return "promoted" in said[min(said.index(word) for word in ("rolled_back", "withdrawn") if word in said) :]
+    answer = rig.said(version)
+    return "promoted" in answer[min(answer.index(word) for word in ("rolled_back", "withdrawn") if word in answer) :]
 
 
 async def _watch(rig: RegistryRig, served: list[Routing]) -> None:

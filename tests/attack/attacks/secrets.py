@@ -1,4 +1,4 @@
-"""Planted secrets, errors that quote them, and who may read what: everything that comes out is searched."""
+"""Planted secrets, errors that quote them, and access rights: every output is searched."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spy(trajectory):
 
 @dataclass
 class Planted:
-    """A new secret for each use; `outputs` is everything that was said, by where."""
+    """Source of a new secret for each use. `outputs` holds every output by its origin."""
 
     rng: random.Random
     secrets: list[str] = field(default_factory=list)
@@ -67,10 +67,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         planted.outputs[str(path.relative_to(folder))] = path.read_bytes().decode("latin-1")
     everything = [data_dir, *data_dir.rglob("*")]
     open_to_others = [path for path in everything if not path.is_symlink() and path.stat().st_mode & 0o077]
-    leaks, said = planted.leaks(), sum(bool(text) for text in planted.outputs.values())
-    found = f"{len(leaks)} of {said}" + (f": {leaks}" if leaks else "")
+    leaks, outputs = planted.leaks(), sum(bool(text) for text in planted.outputs.values())
+    figure = f"{len(leaks)} of {outputs}" + (f": {leaks}" if leaks else "")
     return [
-        Line("outputs, logs, pages and files with a secret", found, "0", not leaks and said > len(planted.secrets)),
+        Line("outputs, logs, pages and files with a secret", figure, "0", not leaks and outputs > len(planted.secrets)),
         Line("reward functions that looked", str(spied), "at least 1", spied > 0),
         none_of("files and folders that others may read", len(open_to_others), len(everything)),
         _doors("pages open without the key", answers, "without key", 401),
@@ -78,10 +78,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     ]
 
 
-def _doors(what: str, answers: Mapping[str, int], who: str, expected: int) -> Line:
-    mine = {page: status for page, status in answers.items() if page.startswith(who)}
+def _doors(name: str, answers: Mapping[str, int], caller: str, expected: int) -> Line:
+    mine = {page: status for page, status in answers.items() if page.startswith(caller)}
     wrong = [page for page, status in mine.items() if status != expected]
-    return none_of(f"{what} {wrong or ''}".strip(), len(wrong), len(mine))
+    return none_of(f"{name} {wrong or ''}".strip(), len(wrong), len(mine))
 
 
 def _refused_starts(folder: Path, planted: Planted) -> None:
@@ -101,7 +101,7 @@ def _refused_starts(folder: Path, planted: Planted) -> None:
     for number, (name, text) in enumerate(texts.items()):
         file.write_text(text)
         service = ("collector", "registry")[number % 2]
-        planted.outputs[f"{service}: {name}"] = _said(folder, service, {"HEADRACE_CONFIG": str(file)})
+        planted.outputs[f"{service}: {name}"] = _refusal_output(folder, service, {"HEADRACE_CONFIG": str(file)})
     away = f"postgresql://me:{planted.word()}@127.0.0.1:1/x"
     environments: dict[str, dict[str, str]] = {
         "a section": {"HEADRACE_SECURITY__INTERNAL_KEY": planted.digits(), "HEADRACE_COLLECTOR__HOST": "nowhere"},
@@ -111,26 +111,26 @@ def _refused_starts(folder: Path, planted: Planted) -> None:
     }
     for name, environ in environments.items():
         service = "judge" if name == "judge" else "collector"
-        planted.outputs[f"{service}: {name}"] = _said(folder, service, environ)
+        planted.outputs[f"{service}: {name}"] = _refusal_output(folder, service, environ)
 
 
-def _said(folder: Path, service: str, environ: Mapping[str, str]) -> str:
-    own = {"HEADRACE_DATA_DIR": str(folder / "refused"), "HEADRACE_BUS__ADDRESS": "127.0.0.1:1", **environ}
+def _refusal_output(folder: Path, service: str, environ: Mapping[str, str]) -> str:
+    settings = {"HEADRACE_DATA_DIR": str(folder / "refused"), "HEADRACE_BUS__ADDRESS": "127.0.0.1:1", **environ}
     if "HEADRACE_CONFIG" in environ:
-        del own["HEADRACE_BUS__ADDRESS"]
+        del settings["HEADRACE_BUS__ADDRESS"]
     command = [sys.executable, "-m", f"headrace_{service}"]
     try:
-        done = subprocess.run(
-            command, env={**os.environ, **own}, capture_output=True, text=True, timeout=30, check=False
+        process = subprocess.run(
+            command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=30, check=False
         )
     except subprocess.TimeoutExpired as late:
         return str(late.stdout) + str(late.stderr)
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
 def _output(command: list[str], environ: Mapping[str, str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
-    return done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+    return process.stdout + process.stderr
 
 
 async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[str, int]) -> int:
@@ -144,35 +144,35 @@ async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[s
         "PLANTED_URL": f"postgresql://me:{planted.word()}@db/x",
     }
     settings = {"scorer.functions": [f"{folder}/spy.py:spy"], "scorer.reward_wait_s": 1.0}
-    said: list[str] = []
+    outputs: list[str] = []
     supervisor = Supervisor(
-        data_dir, settings=settings, only=_SERVICES, auto_ports=True, environ=environ, report=said.append
+        data_dir, settings=settings, only=_SERVICES, auto_ports=True, environ=environ, report=outputs.append
     )
     supervisor.start()
     try:
         state = await asyncio.to_thread(supervisor.wait_up, 240)
         async with httpx.AsyncClient(timeout=30) as http:
-            pages = [f"{one.url}/metrics" for one in state.services.values()]
+            pages = [f"{service.url}/metrics" for service in state.services.values()]
             pages += [f"{state.services['registry'].url}/v1/models", f"{state.services['scorer'].url}/functions"]
             for page in pages:
-                for who, headers in (("without key", {}), ("with key", {"authorization": f"Bearer {key}"})):
+                for caller, headers in (("without key", {}), ("with key", {"authorization": f"Bearer {key}"})):
                     answer = await http.get(page, headers=headers)
-                    answers[f"{who} {page}"] = answer.status_code
-                    planted.outputs[f"{who} {page}"] = answer.text
-            for one in state.services.values():
-                planted.outputs[f"{one.url}/health"] = (await http.get(f"{one.url}/health")).text
+                    answers[f"{caller} {page}"] = answer.status_code
+                    planted.outputs[f"{caller} {page}"] = answer.text
+            for service in state.services.values():
+                planted.outputs[f"{service.url}/health"] = (await http.get(f"{service.url}/health")).text
         async with bus_view(state.bus, data_dir) as view:
             await view.producer.send(closed())
             await asyncio.to_thread(wait_until, lambda: _spied(data_dir), 180, "the reward function has looked")
             assert await view.read(Trajectory)
         command = [str(Path(sys.executable).with_name("headrace")), "status", "--json", "--data-dir", str(data_dir)]
-        done = await asyncio.to_thread(
+        process = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, timeout=120, env=environ
         )
-        planted.outputs["headrace status"] = done.stdout + done.stderr
+        planted.outputs["headrace status"] = process.stdout + process.stderr
     finally:
         await asyncio.to_thread(supervisor.stop)
-    planted.outputs["headrace up"] = "\n".join(said)
+    planted.outputs["headrace up"] = "\n".join(outputs)
     return (data_dir / "logs" / "scorer.log").read_text().count("SPY [")
 
 

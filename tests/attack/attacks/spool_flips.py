@@ -16,38 +16,41 @@ _RESERVE_BYTES = 1 << 17
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    whole = folder / "whole"
+    intact = folder / "whole"
     written = [_event(number, rng) for number in range(_EVENTS)]
-    taken = rng.randrange(10, 30)
-    async with Spool(whole, 1 << 30, _RESERVE_BYTES) as spool:
+    count = rng.randrange(10, 30)
+    async with Spool(intact, 1 << 30, _RESERVE_BYTES) as spool:
         for at in range(0, _EVENTS, 10):
             await spool.append(written[at : at + 10])
-        await spool.remove(await spool.oldest(taken))
-    silent = crashed = untold = worst = told = 0
+        await spool.remove(await spool.oldest(count))
+    silent = crashed = untold = worst = reported = 0
     for trial in range(_FLIPS):
         flipped = folder / f"flip-{trial}"
-        shutil.copytree(whole, flipped)
+        shutil.copytree(intact, flipped)
         _flip(flipped, rng)
         try:
-            found = await _read(flipped)
+            records = await _read(flipped)
         except Exception:  # noqa: BLE001 (whatever it is, that gateway would not start)
             crashed += 1
             continue
         finally:
             shutil.rmtree(flipped)
-        known = {event.value: event for event in written}
-        good = [one for one in found if not one.damage]
-        silent += sum(one.value not in known or known[one.value].topic != one.topic for one in good)
-        lost = len({event.value for event in written[taken:]} - {one.value for one in good})
-        damaged = sum(bool(one.damage) for one in found)
-        worst, told = max(worst, lost), told + damaged
+        written_by_value = {event.value: event for event in written}
+        good = [record for record in records if not record.damage]
+        silent += sum(
+            record.value not in written_by_value or written_by_value[record.value].topic != record.topic
+            for record in good
+        )
+        lost = len({event.value for event in written[count:]} - {record.value for record in good})
+        damaged = sum(bool(record.damage) for record in records)
+        worst, reported = max(worst, lost), reported + damaged
         untold += max(0, lost - damaged)
     return [
         none_of("flips that changed an event unseen", silent, _FLIPS),
         none_of("flips after which the gateway does not start", crashed, _FLIPS),
         at_most("records lost to one flip", worst, 1),
         none_of("losses without a dead letter", untold, _FLIPS),
-        Line("records given up with their place", str(told), f"at most {_FLIPS}, and some", 0 < told <= _FLIPS),
+        Line("records given up with their place", str(reported), f"at most {_FLIPS}, and some", 0 < reported <= _FLIPS),
     ]
 
 

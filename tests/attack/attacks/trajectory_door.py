@@ -41,7 +41,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "a captured turn": ("captured_turn", {"turn_id": ANOTHERS}),
     "unknown field": ("unknown_field", {"priority": 1}),
 }
-"""What is wrong to how the door calls it, and the fields that make it so."""
+"""Reason that the ingest check reports for each hostile change, and the changed fields."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -53,28 +53,34 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             service.start(ready=service is not gateway)
         await _answers(gateway)
         refused_http = await _hostile_http(gateway, version)
-        places = await _hostile_kafka(stack, version)
+        offsets = await _hostile_kafka(stack, version)
         await _captured(stack, version)
         await _repeat(stack, gateway, version, rng)
-        made = await stack.until(Experience, lambda found: len({one.turn_ids for one in found}) >= TURNS + 1)
-        letters = await stack.until(DeadLetter, lambda found: len(found) >= len(HOSTILE) + 3 * TURNS)
-        reasons = {(one.source_topic, one.source_partition, one.source_offset): one.reason for one in letters}
-        refused_kafka = [name for name, (place, reason) in places.items() if reasons.get(place) == reason]
-        held = Counter(turn for name in {one.trajectory_id for one in made} for turn in _turns(made, name))
+        experiences = await stack.until(
+            Experience, lambda events: len({event.turn_ids for event in events}) >= TURNS + 1
+        )
+        letters = await stack.until(DeadLetter, lambda events: len(events) >= len(HOSTILE) + 3 * TURNS)
+        reasons = {(event.source_topic, event.source_partition, event.source_offset): event.reason for event in letters}
+        refused_kafka = [name for name, (offset, reason) in offsets.items() if reasons.get(offset) == reason]
+        owners = Counter(
+            turn for name in {event.trajectory_id for event in experiences} for turn in _turns(experiences, name)
+        )
         account = await read_turn_account(stack.bus)
         return [
             none_of("hostile fields that HTTP did not refuse by name", len(HOSTILE) - len(refused_http), len(HOSTILE)),
             none_of(
                 "hostile fields that Kafka did not refuse by name", len(HOSTILE) - len(refused_kafka), len(HOSTILE)
             ),
-            none_of("turns that no trajectory went on with", TURNS + 1 - len(held), TURNS + 1),
-            none_of("turns that two trajectories went on with", sum(count > 1 for count in held.values()), TURNS + 1),
+            none_of("turns that no trajectory went on with", TURNS + 1 - len(owners), TURNS + 1),
+            none_of("turns that two trajectories went on with", sum(count > 1 for count in owners.values()), TURNS + 1),
             Line("the account adds up", "; ".join(account.problems[:2]) or "it does", "it does", account.consistent),
         ]
 
 
-def _turns(made: list[Experience], trajectory: str) -> set[str]:
-    return {turn for one in made if one.trajectory_id == trajectory for turn in one.turn_ids}
+def _turns(experiences: list[Experience], trajectory: str) -> set[str]:
+    return {
+        turn for experience in experiences if experience.trajectory_id == trajectory for turn in experience.turn_ids
+    }
 
 
 def _trajectory(name: str, **changes: Any) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def _trajectory(name: str, **changes: Any) -> dict[str, Any]:
 
 
 async def _publish_model(stack: SmallStack) -> str:
-    """A model that serves one version, as the registry would say it; its weights are never looked at."""
+    """Publish a model with one version, as the registry would. Its weights are never read."""
     config = stack.blobs.put(json.dumps({"vocab_size": VOCABULARY}).encode())
     manifest = Manifest(
         name=MODEL,
@@ -128,26 +134,26 @@ async def _answers(gateway: ServiceProcess) -> None:
 
 
 async def _hostile_http(gateway: ServiceProcess, version: str) -> list[str]:
-    """What was refused with its name."""
-    found = []
+    """Return the hostile changes that were refused with their reason."""
+    wrong = []
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        for number, (what, (reason, changes)) in enumerate(HOSTILE.items()):
+        for number, (label, (reason, changes)) in enumerate(HOSTILE.items()):
             body = _trajectory(f"http-{number}", **{"version": version, **changes})
             answer = await client.post("/v1/trajectories", json=body)
             error = answer.json().get("error", {})
             named = error.get("code") in (reason, "invalid_value") and error.get("param")
             if 400 <= answer.status_code < 500 and named:
-                found.append(what)
-    return found
+                wrong.append(label)
+    return wrong
 
 
 async def _hostile_kafka(stack: SmallStack, version: str) -> dict[str, tuple[Place, str]]:
-    places = {}
-    for number, (what, (reason, changes)) in enumerate(HOSTILE.items()):
+    offsets = {}
+    for number, (label, (reason, changes)) in enumerate(HOSTILE.items()):
         body = _trajectory(f"kafka-{number}", **{"version": version, **changes})
         value = json.dumps(body).encode()
-        places[what] = (await stack.send_raw("trajectories", body["session_key"], value), reason)
-    return places
+        offsets[label] = (await stack.send_raw("trajectories", body["session_key"], value), reason)
+    return offsets
 
 
 async def _captured(stack: SmallStack, version: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from headrace_cli.supervisor import Supervisor
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.system.line import Line, none_of
+from tests.system.line import Line, at_least, none_of
 
 TITLE = "a hostile page and DNS rebinding, in a real browser"
 ROOT = Path(__file__).parents[3]
@@ -63,25 +63,24 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         targets = [
             {
                 "url": supervisor.url(name),
-                "routes": [[one["path"], one["methods"]] for one in routes if one["service"] == module],
+                "routes": [[entry["path"], entry["methods"]] for entry in routes if entry["service"] == module],
             }
             for module, name in names.items()
         ]
-        done = await asyncio.to_thread(
+        process = await asyncio.to_thread(
             subprocess.run, [PYTHON, _PROGRAM], input=json.dumps({"targets": targets}), capture_output=True, text=True,
             timeout=_BROWSER_S, check=True,
         )  # fmt: skip
-        found = json.loads(done.stdout)
+        answers = json.loads(process.stdout)
         arrived, reached = _notes(notes, "arrived"), _notes(notes, "reached")
-    heard = Counter(one["service"] for one in arrived)
-    silent = [name for module, name in names.items() if not heard[module]]
+    requests_by_service = Counter(entry["service"] for entry in arrived)
+    silent = [name for module, name in names.items() if not requests_by_service[module]]
     return [
-        none_of(f"requests of a page that reached code {_shown(reached)}".strip(), len(reached), len(arrived)),
-        none_of("answers that a page could read", len(found["readable"]), found["tried"]),
+        none_of(f"requests of a page that reached code {_summary(reached)}".strip(), len(reached), len(arrived)),
+        none_of("answers that a page could read", len(answers["readable"]), answers["tried"]),
         none_of(f"services that no request of the browser arrived at {silent or ''}".strip(), len(silent), len(names)),
-        Line("routes of all services that were tried", str(sum(len(one["routes"]) for one in targets)), "at least 40",
-             sum(len(one["routes"]) for one in targets) >= 40),
-    ]  # fmt: skip
+        at_least("routes of all services that were tried", sum(len(entry["routes"]) for entry in targets), 40),
+    ]
 
 
 def _notes(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -89,5 +88,9 @@ def _notes(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [note for note in map(json.loads, lines) if note["kind"] == kind]
 
 
-def _shown(reached: list[dict[str, Any]]) -> str:
-    return str(sorted({f"{one['method']} {one['service']}{one['path']}" for one in reached})[:10]) if reached else ""
+def _summary(reached: list[dict[str, Any]]) -> str:
+    return (
+        str(sorted({f"{entry['method']} {entry['service']}{entry['path']}" for entry in reached})[:10])
+        if reached
+        else ""
+    )

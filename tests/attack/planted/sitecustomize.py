@@ -1,6 +1,6 @@
 """Faults for a stack whose PYTHONPATH has this folder; Python imports the module at the start of each process.
 
-Each fault breaks one promise that `tests.attack.attacks.any_input` measures, so that its lines are known to notice.
+Each fault breaks one promise that `tests.attack.attacks.any_input` measures, so its lines have to notice.
 """
 
 from __future__ import annotations

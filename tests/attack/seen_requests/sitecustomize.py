@@ -15,11 +15,11 @@ from typing import Any
 _FOLDER = os.environ.get("SEEN_REQUESTS", "")
 
 
-def _note(kind: str, **what: object) -> None:
+def _note(kind: str, **fields: object) -> None:
     arguments = sys.orig_argv
     service = arguments[arguments.index("-m") + 1] if "-m" in arguments else "other"
     with (Path(_FOLDER) / f"{service}.{os.getpid()}").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": kind, "service": service, **what}) + "\n")
+        file.write(json.dumps({"kind": kind, "service": service, **fields}) + "\n")
 
 
 def _of_browser(scope: dict[str, Any]) -> bool:
@@ -31,10 +31,10 @@ def _watch() -> None:
 
     from headrace_runtime.web_guard import WebGuard
 
-    made, called, guarded = Starlette.__init__, Starlette.__call__, WebGuard.__call__
+    initialize, called, guarded = Starlette.__init__, Starlette.__call__, WebGuard.__call__
 
     def make(self: Any, *positional: Any, **named: Any) -> None:
-        made(self, *positional, **named)
+        initialize(self, *positional, **named)
         for route in self.routes:
             _note("route", path=route.path, methods=sorted(route.methods or ()))
 
@@ -52,5 +52,5 @@ def _watch() -> None:
     WebGuard.__call__ = guard  # type: ignore[method-assign]
 
 
-if _FOLDER and any(one.startswith("headrace_") for one in sys.orig_argv):
+if _FOLDER and any(argument.startswith("headrace_") for argument in sys.orig_argv):
     _watch()
