@@ -1,4 +1,4 @@
-"""Agents at work: they call models through a gateway, say how it went, change their minds, and never lose patience.
+"""Agents that call models through a gateway, send feedback and revise it, and repeat calls without limit.
 
 An agent that gets no answer makes the same call again, as an SDK does: that is a new turn with the same request.
 """
@@ -14,43 +14,43 @@ from typing import Protocol
 
 from headrace_schemas import Event, Feedback, Message, Reward, SessionEnd, Trajectory, Turn
 from headrace_schemas.ids import response_id, session_key
-from tests.simulation.ledger import EndedBy, Ledger, Run, Said
+from tests.simulation.ledger import Acknowledged, EndedBy, Ledger, Run
 from tests.support.turns import after, ask, tool, user
 
 _ENDS: tuple[tuple[EndedBy, float], ...] = (("end_call", 0.35), ("feedback", 0.35), ("idle", 0.22), ("commit", 0.08))
 
 
-class Door(Protocol):
+class Publisher(Protocol):
     """A gateway, seen from outside."""
 
     async def version(self) -> str:
-        """What it would answer a new session with; waits until there is something."""
+        """Return the version for a new session. Waits until there is one."""
 
     async def publish(self, event: Event) -> bool:
-        """Whether the gateway said that it has it. False: it died before it said anything."""
+        """Send an event. Return whether the gateway acknowledged it; False means that the gateway died first."""
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that it has acknowledged still waits in its spool."""
+        """Return whether the spool holds none of the events that the gateway acknowledged."""
 
     def now(self) -> datetime:
-        """What its clock says."""
+        """Return the time of the gateway's clock."""
 
 
 class Agent:
     """One run from its first call to its last word."""
 
     def __init__(
-        self, run: Run, doors: Sequence[Door], ledger: Ledger, draw: random.Random, *, evaluation: bool
+        self, run: Run, publishers: Sequence[Publisher], ledger: Ledger, draw: random.Random, *, evaluation: bool
     ) -> None:
         self._run = run
         self._name = run.name
-        self._doors = doors
-        self._door = draw.choice(doors)
+        self._doors = publishers
+        self._publisher = draw.choice(publishers)
         self._ledger = ledger
         self._draw = draw
         self._evaluation = evaluation
-        self._said = 0
+        self._feedback_count = 0
         ledger.runs.append(run)
 
     async def work(self, begins_s: float) -> None:
@@ -75,7 +75,7 @@ class Agent:
         await self._episode()
 
     async def _episode(self) -> None:
-        version = await self._door.version()
+        version = await self._publisher.version()
         messages = [user("the same question" if self._run.implied else f"question {self._run.name}")]
         count = self._draw.randint(1, 3)
         word = self._draw.choice(["right", "right", "wrong", "maybe"])
@@ -89,10 +89,10 @@ class Agent:
     async def _call(self, messages: list[Message], text: str, version: str) -> Turn:
         retry = 0
         while True:
-            self._choose_door()
+            self._choose_publisher()
             turn = self._turn(messages, text, version, retry)
-            self._ledger.asked[turn.turn_id] = turn
-            if await self._door.publish(turn):
+            self._ledger.requested[turn.turn_id] = turn
+            if await self._publisher.publish(turn):
                 self._run.turns.append(turn)
                 self._ledger.acked[turn.turn_id] = turn
                 self._note(turn)
@@ -100,7 +100,7 @@ class Agent:
             retry += 1
 
     def _turn(self, messages: list[Message], text: str, version: str, retry: int) -> Turn:
-        run, now = self._run, self._door.now()
+        run, now = self._run, self._publisher.now()
         return ask(
             messages,
             text,
@@ -124,30 +124,30 @@ class Agent:
             first = self._draw.random() < 0.5
             if first:
                 await self._judge(ends=False)
-            await self._say(self._end("session"))
+            await self._send(self._end("session"))
             if not first and self._draw.random() < 0.7:
                 await self._judge(ends=False)
         elif run.ends_by == "commit":
             await self._judge(ends=False)
-            await self._say(self._end("tenant"))
+            await self._send(self._end("tenant"))
         elif self._draw.random() < 0.7:
             await self._judge(ends=False)
 
     def _end(self, scope: str) -> SessionEnd:
         run = self._run
         named = {"session_key": run.session_key, "session_id": run.session_id} if scope == "session" else {}
-        given = {"time": self._door.now(), "end_id": f"end {run.name}", "scope": scope, "tenant": run.tenant}
-        return SessionEnd.model_validate(given | named | ({"reason": "commit"} if scope == "tenant" else {}))
+        fields = {"time": self._publisher.now(), "end_id": f"end {run.name}", "scope": scope, "tenant": run.tenant}
+        return SessionEnd.model_validate(fields | named | ({"reason": "commit"} if scope == "tenant" else {}))
 
     async def _judge(self, *, ends: bool) -> None:
         """The last word counts; now and then it is taken back."""
         run = self._run
-        self._choose_door()
-        self._said += 1
-        withdrawn = self._said > 1 and self._draw.random() < 0.2
-        said = Feedback(
-            time=self._door.now(),
-            feedback_id=f"{self._name}/{self._said}",
+        self._choose_publisher()
+        self._feedback_count += 1
+        withdrawn = self._feedback_count > 1 and self._draw.random() < 0.2
+        feedback = Feedback(
+            time=self._publisher.now(),
+            feedback_id=f"{self._name}/{self._feedback_count}",
             session_key=run.session_key,
             session_id=run.session_id,
             tenant=run.tenant,
@@ -157,18 +157,18 @@ class Agent:
             withdrawn=withdrawn,
             ends_session=ends,
         )
-        await self._say(said)
-        run.feedback.append(Said(said, run.turns[-1]))
+        await self._send(feedback)
+        run.feedback.append(Acknowledged(feedback, run.turns[-1]))
 
-    def _choose_door(self) -> None:
-        """Any gateway, unless the last one has something in its spool: nothing is said to follow that elsewhere."""
-        if self._door.settled:
-            self._door = self._draw.choice(self._doors)
+    def _choose_publisher(self) -> None:
+        """Choose any gateway, except when the last one has spooled events: no order holds between two gateways."""
+        if self._publisher.settled:
+            self._publisher = self._draw.choice(self._doors)
 
-    async def _say(self, event: Event) -> None:
+    async def _send(self, event: Event) -> None:
         """Until it is acknowledged; the same word again is harmless."""
-        while not await self._door.publish(event):
-            self._choose_door()
+        while not await self._publisher.publish(event):
+            self._choose_publisher()
         self._note(event)
 
     def _note(self, event: Event) -> None:
@@ -176,8 +176,8 @@ class Agent:
 
 
 def runs(draw: random.Random, count: int) -> list[Run]:
-    """Who will work in this run; the last few share a session, two by two."""
-    made = []
+    """Return the agents' runs. The last few share a session, two by two."""
+    all_runs = []
     for number in range(count):
         ends_by = draw.choices([name for name, _ in _ENDS], [share for _, share in _ENDS])[0]
         implied = number % 5 == 4
@@ -185,12 +185,12 @@ def runs(draw: random.Random, count: int) -> list[Run]:
         session_id = f"s{number - number % 10 // 5 * 5}" if implied else f"s{number}"
         session_id = f"shared {number // 10}" if implied else session_id
         key = session_key(tenant, session_id)
-        made.append(Run(f"run{number}", session_id, key, tenant, implied, "feedback" if implied else ends_by))
-    return made
+        all_runs.append(Run(f"run{number}", session_id, key, tenant, implied, "feedback" if implied else ends_by))
+    return all_runs
 
 
 def verdict(trajectory: Trajectory, revision: int, draw: random.Random, now: datetime) -> Reward:
-    """What a third party, which judges some trajectories and revises itself, says."""
+    """Return the verdict of a third party that scores some trajectories and revises its scores."""
     outcome = draw.choices(["scored", "abstained", "parse_error", "withdrawn"], [6, 1, 1, 1])[0]
     return Reward.model_validate(
         {

@@ -50,11 +50,11 @@ class Bus:
         self.first: dict[str, int] = {}
         """Event id to how many records there were on all topics before it first appeared."""
         self._appended = 0
-        self.held: dict[TopicPartition, tuple[float, int]] = {}
+        self.held_back: dict[TopicPartition, tuple[float, int]] = {}
         """Partitions that consumers see with a delay: until when, and how far they see until then."""
 
     def create(self, topic: str, partitions: int) -> None:
-        """A topic beside those of the topic files."""
+        """Add a topic that is not in the topic files."""
         self.logs[topic] = [[] for _ in range(partitions)]
 
     @property
@@ -65,43 +65,51 @@ class Bus:
         return self.draw.expovariate(1 / (_LATENCY_S + self.slow_s)) + 1e-4
 
     def partition_of(self, topic: str, key: bytes | None) -> int:
-        """As Kafka's own clients and aiokafka choose it."""
+        """Return the partition of a key, as Kafka's own clients and aiokafka choose it."""
         count = len(self.logs[topic])
         return (murmur2(key) & 0x7FFFFFFF) % count if key is not None else 0
 
-    def places(self, topic: str) -> list[TopicPartition]:
+    def partitions_of(self, topic: str) -> list[TopicPartition]:
         return [TopicPartition(topic, number) for number in range(len(self.logs[topic]))]
 
     def append(
-        self, place: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
+        self, topic_partition: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
     ) -> Record:
-        log = self.logs[place.topic][place.partition]
+        log = self.logs[topic_partition.topic][topic_partition.partition]
         at_ms = round((START.timestamp() + asyncio.get_running_loop().time()) * 1000)
-        record = Record(place.topic, place.partition, len(log), key, value, headers, at_ms)
+        record = Record(topic_partition.topic, topic_partition.partition, len(log), key, value, headers, at_ms)
         log.append(record)
         self.first.setdefault(_id_of(headers), self._appended)
         self._appended += 1
         content = repr((key, headers)).encode() + (value or b"")
-        self.trace("append", place.topic, place.partition, record.offset, by, _id_of(headers), content=content)
+        self.trace(
+            "append",
+            topic_partition.topic,
+            topic_partition.partition,
+            record.offset,
+            by,
+            _id_of(headers),
+            content=content,
+        )
         return record
 
-    def end(self, place: TopicPartition) -> int:
-        return len(self.logs[place.topic][place.partition])
+    def end(self, topic_partition: TopicPartition) -> int:
+        return len(self.logs[topic_partition.topic][topic_partition.partition])
 
-    def hold(self, place: TopicPartition, seconds: float) -> None:
-        """What is appended from now on is not seen by consumers for a while."""
-        self.held[place] = (asyncio.get_running_loop().time() + seconds, self.end(place))
+    def hold(self, topic_partition: TopicPartition, seconds: float) -> None:
+        """Hide records that are appended from now on from consumers for `seconds`."""
+        self.held_back[topic_partition] = (asyncio.get_running_loop().time() + seconds, self.end(topic_partition))
 
-    def read(self, place: TopicPartition, offset: int, limit: int) -> list[Record]:
-        """What a fetch finds; nothing while the bus is away."""
+    def read(self, topic_partition: TopicPartition, offset: int, limit: int) -> list[Record]:
+        """Return the records of a fetch; an empty list while the bus is away."""
         if self.away:
             return []
-        until_s, seen = self.held.get(place, (0.0, 0))
-        end = seen if asyncio.get_running_loop().time() < until_s else self.end(place)
-        return self.logs[place.topic][place.partition][offset : min(end, offset + limit)]
+        until_s, seen = self.held_back.get(topic_partition, (0.0, 0))
+        end = seen if asyncio.get_running_loop().time() < until_s else self.end(topic_partition)
+        return self.logs[topic_partition.topic][topic_partition.partition][offset : min(end, offset + limit)]
 
     def records(self, topic: str) -> Iterable[Record]:
-        """All that is on a topic, partition by partition."""
+        """Return all records of a topic, partition by partition."""
         return (record for log in self.logs[topic] for record in log)
 
     def group(self, name: str) -> Group:
@@ -120,14 +128,14 @@ class Member(Protocol):
     name: str
 
     def revoked(self) -> None:
-        """Its partitions will be dealt out anew; it may still commit."""
+        """Revoke the member's partitions. It may still commit."""
 
-    def assigned(self, places: frozenset[TopicPartition]) -> None:
-        """These are its partitions now."""
+    def assigned(self, partitions_of: frozenset[TopicPartition]) -> None:
+        """Assign `partitions` to the member."""
 
 
 class Group:
-    """Who reads which partition, and how far each was acknowledged."""
+    """Consumer group: the assignment of partitions and the committed offsets."""
 
     def __init__(self, name: str, bus: Bus) -> None:
         self.name = name
@@ -145,14 +153,14 @@ class Group:
         if self.members.pop(member, None) is not None:
             self.rebalance()
 
-    def commit(self, member: Member, place: TopicPartition, offset: int) -> None:
+    def commit(self, member: Member, topic_partition: TopicPartition, offset: int) -> None:
         """Only the owner's word counts: a member that was left behind is fenced."""
-        if self.owners.get(place) is member:
-            self.committed[place] = offset
-            self._bus.trace("commit", self.name, place.topic, place.partition, offset)
+        if self.owners.get(topic_partition) is member:
+            self.committed[topic_partition] = offset
+            self._bus.trace("commit", self.name, topic_partition.topic, topic_partition.partition, offset)
 
     def rebalance(self) -> None:
-        """Deal the partitions out anew. Equal numbers of different topics go together, as Faust's assignor does it."""
+        """Assign the partitions again. Equal numbers of different topics go together, as in Faust's assignor."""
         for member in self.members:
             member.revoked()
         self.owners = {}
@@ -161,10 +169,10 @@ class Group:
         by_member: dict[Member, set[TopicPartition]] = defaultdict(set)
         self._bus.draw.shuffle(members)
         for topic in topics if members else ():
-            for place in self._bus.places(topic):
-                owner = members[place.partition % len(members)]
-                self.owners[place] = owner
-                by_member[owner].add(place)
+            for topic_partition in self._bus.partitions_of(topic):
+                owner = members[topic_partition.partition % len(members)]
+                self.owners[topic_partition] = owner
+                by_member[owner].add(topic_partition)
         dealt = {member.name: sorted((p.topic, p.partition) for p in by_member[member]) for member in members}
         self._bus.trace("rebalance", self.name, sorted(dealt.items()))
         for member in members:

@@ -1,11 +1,11 @@
 """aiokafka's producer and consumer on the simulated bus, as far as our runtime uses them.
 
-The same calls, the same exceptions, and the same guarantees: a producer keeps the order within a partition and, being
-idempotent, never appends one send twice by itself; a consumer without a group reads from where it was told to.
-`tests/contract/used` holds them to what the embedded broker and Apache Kafka promise.
+The calls, the exceptions and the guarantees are aiokafka's: a producer keeps the order within a partition and, being
+idempotent, never appends one send twice by itself; a consumer without a group reads from its assigned offset.
+`tests/contract/used` holds them to the behaviour of the embedded broker and Apache Kafka.
 
-Harsher than the real ones on purpose: what a fetch finds is only some of what is there, from partitions in any order;
-`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` shows records late. Kinder: a record
+Harsher than the real ones on purpose: a fetch returns a part of the available records, from partitions in any order;
+`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` delays records. Kinder: a record
 without a key goes to partition 0, where aiokafka draws one; our runtime always sends a key.
 """
 
@@ -40,7 +40,7 @@ from tests.simulation.world import world
 _IN_FLIGHT = 0.3
 """How often a record that a dying process was about to send has left it already."""
 _OVERHEAD = 21
-"""Bytes that aiokafka counts for a record beside its key, its value and its headers."""
+"""Bytes that aiokafka counts for a record in addition to its key, its value and its headers."""
 
 
 async def connect(bus: Bus) -> None:
@@ -66,13 +66,13 @@ async def ask(bus: Bus, timeout_s: float) -> None:
 
 @dataclass(slots=True)
 class _Send:
-    place: TopicPartition
+    topic_partition: TopicPartition
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
-    done: asyncio.Future[RecordMetadata] = field(repr=False)
+    future: asyncio.Future[RecordMetadata] = field(repr=False)
     answer: RecordMetadata | None = None
-    """Where it is on the bus."""
+    """Partition and offset of the record on the bus."""
 
 
 class Producer:
@@ -108,78 +108,82 @@ class Producer:
         if len(key or b"") + len(value or b"") + _OVERHEAD > self._size_max:
             raise MessageSizeTooLargeError
         number = self._bus.partition_of(topic, key) if partition is None else partition
-        place = TopicPartition(topic, number)
-        one = _Send(place, key, value, tuple(headers), asyncio.get_running_loop().create_future())
-        self._waiting[place].append(one)
-        if len(self._waiting[place]) == 1:
-            self._later(place)
-        return one.done
+        topic_partition = TopicPartition(topic, number)
+        sending = _Send(topic_partition, key, value, tuple(headers), asyncio.get_running_loop().create_future())
+        self._waiting[topic_partition].append(sending)
+        if len(self._waiting[topic_partition]) == 1:
+            self._later(topic_partition)
+        return sending.future
 
     async def partitions_for(self, topic: str) -> set[int]:
         await ask(self._bus, world().request_timeout_s)
         if topic not in self._bus.logs:
             raise UnknownTopicOrPartitionError
-        return {place.partition for place in self._bus.places(topic)}
+        return {topic_partition.partition for topic_partition in self._bus.partitions_of(topic)}
 
-    def _later(self, place: TopicPartition, after_s: float = 0.0) -> None:
-        asyncio.get_running_loop().call_later(after_s + self._bus.latency_s(), self._carry_out, place)
+    def _later(self, topic_partition: TopicPartition, after_s: float = 0.0) -> None:
+        asyncio.get_running_loop().call_later(after_s + self._bus.latency_s(), self._carry_out, topic_partition)
 
-    def _carry_out(self, place: TopicPartition) -> None:
+    def _carry_out(self, topic_partition: TopicPartition) -> None:
         """The oldest request of a partition reaches the bus, or does not."""
-        bus, sends = self._bus, self._waiting[place]
+        bus, sends = self._bus, self._waiting[topic_partition]
         if self._process.dead:
             if sends and not bus.away and bus.draw.random() < _IN_FLIGHT:
                 self._append(sends[0])
             return
         if not bus.away:
             self._append(sends[0])
-            asyncio.get_running_loop().call_later(bus.latency_s(), self._acknowledge, place)
+            asyncio.get_running_loop().call_later(bus.latency_s(), self._acknowledge, topic_partition)
         elif bus.outage.how == "silent":
-            self._later(place, bus.outage.until_s - asyncio.get_running_loop().time())
+            self._later(topic_partition, bus.outage.until_s - asyncio.get_running_loop().time())
         else:
-            self._fail(place)
+            self._fail(topic_partition)
 
-    def _append(self, one: _Send) -> None:
+    def _append(self, sending: _Send) -> None:
         bus = self._bus
         times = 2 if bus.draw.random() < bus.repeat else 1
         for _ in range(times):
-            record = bus.append(one.place, one.key, one.value, one.headers, self._process.name)
-            if one.answer is None:
-                one.answer = RecordMetadata(*one.place, one.place, record.offset, record.timestamp_ms, 0, 0)
+            record = bus.append(
+                sending.topic_partition, sending.key, sending.value, sending.headers, self._process.name
+            )
+            if sending.answer is None:
+                sending.answer = RecordMetadata(
+                    *sending.topic_partition, sending.topic_partition, record.offset, record.timestamp_ms, 0, 0
+                )
         if times > 1:
             world().count("duplicate")
 
-    def _acknowledge(self, place: TopicPartition) -> None:
+    def _acknowledge(self, topic_partition: TopicPartition) -> None:
         if self._process.dead:
             return
         if self._bus.away:  # what was appended, and what waits behind it, hears nothing until the bus is back
             if self._bus.outage.how == "refusing":
-                self._fail(place)
+                self._fail(topic_partition)
             else:
                 wait_s = self._bus.outage.until_s - asyncio.get_running_loop().time()
-                asyncio.get_running_loop().call_later(wait_s, self._acknowledge, place)
+                asyncio.get_running_loop().call_later(wait_s, self._acknowledge, topic_partition)
             return
-        sends = self._waiting[place]
-        one = sends.popleft()
-        assert one.answer is not None, "only what was appended is acknowledged"
-        _finish(one.done, one.answer)
+        sends = self._waiting[topic_partition]
+        sending = sends.popleft()
+        assert sending.answer is not None, "only what was appended is acknowledged"
+        _finish(sending.future, sending.answer)
         if sends:
-            self._later(place)
+            self._later(topic_partition)
 
-    def _fail(self, place: TopicPartition) -> None:
-        sends = self._waiting[place]
+    def _fail(self, topic_partition: TopicPartition) -> None:
+        sends = self._waiting[topic_partition]
         while sends:
-            _finish(sends.popleft().done, RequestTimedOutError())
+            _finish(sends.popleft().future, RequestTimedOutError())
 
 
-def _finish(done: asyncio.Future[RecordMetadata], answer: RecordMetadata | Exception) -> None:
-    if done.done():
+def _finish(future: asyncio.Future[RecordMetadata], answer: RecordMetadata | Exception) -> None:
+    if future.done():
         return
     if isinstance(answer, Exception):
-        done.set_exception(answer)
-        done.exception()  # nobody may be waiting any more
+        future.set_exception(answer)
+        future.exception()  # nobody may be waiting any more
     else:
-        done.set_result(answer)
+        future.set_result(answer)
 
 
 class Consumer:
@@ -208,86 +212,90 @@ class Consumer:
     def partitions_for_topic(self, topic: str) -> set[int] | None:
         if topic not in self._bus.logs:
             return None
-        return {place.partition for place in self._bus.places(topic)}
+        return {topic_partition.partition for topic_partition in self._bus.partitions_of(topic)}
 
-    def assign(self, places: Sequence[TopicPartition]) -> None:
-        """Begins anew: where the group has committed, else at the oldest record (`auto_offset_reset`)."""
+    def assign(self, partitions: Sequence[TopicPartition]) -> None:
+        """Start at the group's committed offset, else at the oldest record (`auto_offset_reset`)."""
         committed = self._bus.group(self._group_id).committed if self._group_id is not None else {}
-        self._next = {place: committed.get(place, 0) for place in places}
+        self._next = {topic_partition: committed.get(topic_partition, 0) for topic_partition in partitions}
         self._paused.clear()
 
-    def seek(self, place: TopicPartition, offset: int) -> None:
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         if offset < 0:
             raise ValueError("Offset must be a positive integer")
-        self._assigned(place)
-        self._next[place] = offset
+        self._assigned(topic_partition)
+        self._next[topic_partition] = offset
 
-    async def seek_to_beginning(self, *places: TopicPartition) -> None:
-        self._assigned(*places)
-        for place in places:
-            self._next[place] = 0
+    async def seek_to_beginning(self, *partitions: TopicPartition) -> None:
+        self._assigned(*partitions)
+        for topic_partition in partitions:
+            self._next[topic_partition] = 0
 
-    def pause(self, *places: TopicPartition) -> None:
-        self._assigned(*places)
-        self._paused.update(places)
+    def pause(self, *partitions: TopicPartition) -> None:
+        self._assigned(*partitions)
+        self._paused.update(partitions)
 
-    def resume(self, *places: TopicPartition) -> None:
-        self._assigned(*places)
-        self._paused.difference_update(places)
+    def resume(self, *partitions: TopicPartition) -> None:
+        self._assigned(*partitions)
+        self._paused.difference_update(partitions)
 
-    async def position(self, place: TopicPartition) -> int:
-        self._assigned(place)
-        return self._next[place]
+    async def position(self, topic_partition: TopicPartition) -> int:
+        self._assigned(topic_partition)
+        return self._next[topic_partition]
 
-    def _assigned(self, *places: TopicPartition) -> None:
-        for place in places:
-            if place not in self._next:
-                raise IllegalStateError(f"Partition {place} is not assigned")
+    def _assigned(self, *partitions: TopicPartition) -> None:
+        for topic_partition in partitions:
+            if topic_partition not in self._next:
+                raise IllegalStateError(f"Partition {topic_partition} is not assigned")
 
-    async def beginning_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         await ask(self._bus, world().request_timeout_s)
-        return dict.fromkeys(places, 0)
+        return dict.fromkeys(partitions, 0)
 
-    async def end_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         await ask(self._bus, world().request_timeout_s)
-        return {place: self._bus.end(place) for place in places}
+        return {topic_partition: self._bus.end(topic_partition) for topic_partition in partitions}
 
-    async def committed(self, place: TopicPartition) -> int | None:
+    async def committed(self, topic_partition: TopicPartition) -> int | None:
         if self._group_id is None:
             raise IllegalOperation("Requires group_id")
         await ask(self._bus, world().request_timeout_s)
-        return self._bus.group(self._group_id).committed.get(place)
+        return self._bus.group(self._group_id).committed.get(topic_partition)
 
     async def getmany(
-        self, *places: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
+        self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
     ) -> dict[TopicPartition, list[Any]]:
-        """Some of what is there, partition by partition, in any order of partitions; nothing while the bus is away."""
+        """Return a part of the available records, in any order of partitions; an empty result while the bus is away."""
         living()
         if self._closed:
             raise ConsumerStoppedError
-        found = self._fetch(places, max_records or 1000)
-        await asyncio.sleep(self._bus.latency_s() if found else timeout_ms / 1000)
+        records = self._fetch(partitions, max_records or 1000)
+        await asyncio.sleep(self._bus.latency_s() if records else timeout_ms / 1000)
         living()
-        return found or self._fetch(places, max_records or 1000)
+        return records or self._fetch(partitions, max_records or 1000)
 
-    def _fetch(self, places: Sequence[TopicPartition], room: int) -> dict[TopicPartition, list[Any]]:
-        chosen = [place for place in places or self._next if place not in self._paused]
+    def _fetch(self, partitions: Sequence[TopicPartition], records_left: int) -> dict[TopicPartition, list[Any]]:
+        chosen = [
+            topic_partition for topic_partition in partitions or self._next if topic_partition not in self._paused
+        ]
         self._bus.draw.shuffle(chosen)
-        found: dict[TopicPartition, list[Any]] = {}
-        for place in chosen:
-            if self._next[place] > self._bus.end(place):  # out of range: the reset that our readers ask for
-                self._next[place] = 0
-            limit = min(room, self._bus.draw.randint(1, 12))
-            records = self._bus.read(place, self._next[place], limit) if limit else []
+        fetched: dict[TopicPartition, list[Any]] = {}
+        for topic_partition in chosen:
+            if self._next[topic_partition] > self._bus.end(
+                topic_partition
+            ):  # out of range: the reset that our readers ask for
+                self._next[topic_partition] = 0
+            limit = min(records_left, self._bus.draw.randint(1, 12))
+            records = self._bus.read(topic_partition, self._next[topic_partition], limit) if limit else []
             if records:
-                found[place] = [message_of(record) for record in records]
-                self._next[place] += len(records)
-                room -= len(records)
-        return found
+                fetched[topic_partition] = [message_of(record) for record in records]
+                self._next[topic_partition] += len(records)
+                records_left -= len(records)
+        return fetched
 
 
 def message_of(record: Record) -> Any:
-    """What aiokafka and Faust hand out for a record."""
+    """Record in the form that aiokafka and Faust return."""
     return SimpleNamespace(
         topic=record.topic,
         partition=record.partition,

@@ -21,7 +21,7 @@ from tests.simulation.ledger import Ledger
 from tests.simulation.log import Log
 from tests.simulation.loop import VirtualClock
 from tests.simulation.mishaps import Mishaps
-from tests.simulation.process import CURRENT, Place, Process
+from tests.simulation.process import CURRENT, Process, ProcessSlot
 from tests.simulation.services import Gateway, replica, stream_services
 from tests.simulation.substitutes import BLOBS, common
 from tests.simulation.trace import Trace
@@ -32,7 +32,7 @@ _AGENTS_MAX_S = 200.0
 
 
 class Cluster:
-    """What a run is made of. Everything random comes from the seed; each source of chance has its own."""
+    """Parts of a run. All randomness comes from the seed, with a separate generator for each use."""
 
     request_timeout_s = 3.0
 
@@ -46,12 +46,12 @@ class Cluster:
         self.log = Log(self.bus)
         self.databases: dict[str, Server] = {}
         self.training_s = 0.02
-        """How long the trainer's thread takes for what it is given."""
+        """Delay of the trainer's thread for each piece of work."""
         self.skews_s: dict[str, float] = {}
-        """By how much the clock of each process is wrong: from the start, and anew with each step."""
-        self.places: list[Place] = []
+        """Error of each process's clock, drawn at the start and with each step of the clock."""
+        self.slots: list[ProcessSlot] = []
         self.problems: list[str] = []
-        """What no process should ever have done."""
+        """Actions that no process may take."""
         self.blobs = BlobStore(BLOBS)
         self._draw = random.Random(f"town {seed}")  # another word would be another run for each seed
         self._common = common(self.request_timeout_s, folder / "data")
@@ -72,8 +72,8 @@ class Cluster:
     async def play(self) -> None:
         """From the first process to the last event. Raises `rest.Restless` when it does not come to rest."""
         await self._prepare()
-        for place in self.places:
-            self.do(place.run())
+        for slot in self.slots:
+            self.do(slot.run())
         await self.gateways[0].version()
         workers = self._agents()
         self.do(self._criticise())
@@ -87,25 +87,25 @@ class Cluster:
         await rest.wait(self, QUIET_MAX_S)
 
     def heal(self) -> None:
-        """Nothing more goes wrong from here on."""
+        """Stop all faults."""
         self.trace("heal")
         self.bus.outage.until_s = 0.0
-        self.bus.held.clear()
+        self.bus.held_back.clear()
         self.bus.slow_s = self.bus.repeat = 0.0
         self.training_s = 0.02
         self.mishaps.heal()
 
     def do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Beside everything else, until the run ends."""
+        """Run `work` in the background until the run ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         return task
 
     def end(self) -> None:
-        """Every process is killed: what is checked is what is durable."""
-        for place in self.places:
-            if place.process is not None:
-                place.process.die()
+        """Kill every process, so that only durable state is checked."""
+        for slot in self.slots:
+            if slot.process is not None:
+                slot.process.die()
 
     async def _prepare(self) -> None:
         for service in ("collector", "scorer", "registry"):
@@ -115,15 +115,15 @@ class Cluster:
             for number in range(replicas.get(service, 1)):
                 self._add(f"{service}-{number + 1}", service, main)
         for gateway in self.gateways:
-            gateway.place = self._add(gateway.name, "gateway", gateway.main)
+            gateway.slot = self._add(gateway.name, "gateway", gateway.main)
         for number in range(self._draw.choice([1, 2])):
             self._add(f"replica-{number + 1}", "inference", partial(replica, self._common))
 
-    def _add(self, name: str, service: str, main: Callable[[], Coroutine[Any, Any, None]]) -> Place:
-        place = Place(name, service, main, lambda: self._draw.uniform(0.2, 3.0), self._born, self._ended)
-        self.places.append(place)
+    def _add(self, name: str, service: str, main: Callable[[], Coroutine[Any, Any, None]]) -> ProcessSlot:
+        slot = ProcessSlot(name, service, main, lambda: self._draw.uniform(0.2, 3.0), self._born, self._ended)
+        self.slots.append(slot)
         self.skews_s[name] = self._draw.uniform(-faults.SKEW_MAX_S, faults.SKEW_MAX_S)
-        return place
+        return slot
 
     def _born(self, process: Process) -> None:
         self.trace("starts", process.name, process.life)
@@ -135,13 +135,13 @@ class Cluster:
 
     def _agents(self) -> set[asyncio.Task[None]]:
         draw = random.Random(f"agents {self.seed}")
-        made = set()
+        names = set()
         for run in agents.runs(draw, draw.randint(6, 11)):
-            own = random.Random(f"{self.seed} {run.name}")
+            chance = random.Random(f"{self.seed} {run.name}")
             doors = self.gateways if not run.implied else self.gateways[:1]
-            agent = agents.Agent(run, doors, self.ledger, own, evaluation=draw.random() < 0.08)
-            made.add(self.do(agent.work(draw.uniform(0.0, faults.SPAN_S - 4.0))))
-        return made
+            agent = agents.Agent(run, doors, self.ledger, chance, evaluation=draw.random() < 0.08)
+            names.add(self.do(agent.work(draw.uniform(0.0, faults.SPAN_S - 4.0))))
+        return names
 
     async def _criticise(self) -> None:
         """A third party that reads trajectories and produces rewards by itself, now and then twice."""
@@ -149,26 +149,28 @@ class Cluster:
         seen: set[str] = set()
         while True:
             await asyncio.sleep(1.0)
-            for made in self.log.all(Trajectory):
-                if made.trajectory_id in seen:
+            for trajectory in self.log.all(Trajectory):
+                if trajectory.trajectory_id in seen:
                     continue
-                seen.add(made.trajectory_id)
+                seen.add(trajectory.trajectory_id)
                 for revision in range(draw.choice([0, 0, 0, 1, 2])):
-                    self.do(self._say(made, revision, draw))
+                    self.do(self._send_verdict(trajectory, revision, draw))
 
-    async def _say(self, about: Trajectory, revision: int, draw: random.Random) -> None:
-        said = agents.verdict(about, revision, draw, VirtualClock().now())
-        self.ledger.critic.append(said)
+    async def _send_verdict(self, about: Trajectory, revision: int, draw: random.Random) -> None:
+        verdict = agents.verdict(about, revision, draw, VirtualClock().now())
+        self.ledger.critic.append(verdict)
         self.ledger.unsaid += 1
         await asyncio.sleep(draw.uniform(0.0, 12.0))
         self.ledger.unsaid -= 1
-        place = self.bus.places(said.topic)[self.bus.partition_of(said.topic, said.key.encode())]
-        headers = Envelope.of(said, "critic").headers()
-        self.bus.append(place, said.key.encode(), said.to_json(), headers, "critic")
+        topic_partition = self.bus.partitions_of(verdict.topic)[
+            self.bus.partition_of(verdict.topic, verdict.key.encode())
+        ]
+        headers = Envelope.of(verdict, "critic").headers()
+        self.bus.append(topic_partition, verdict.key.encode(), verdict.to_json(), headers, "critic")
 
 
 def _expected(error: BaseException) -> bool:
     """Whether a service may end like that, to be started again: something was away for too long."""
     if isinstance(error, BaseExceptionGroup):
-        return all(_expected(one) for one in error.exceptions)
+        return all(_expected(part) for part in error.exceptions)
     return isinstance(error, Unavailable)

@@ -67,7 +67,7 @@ class Server:
 
 
 class Session:
-    """One connection of one process; what aiosqlite's `Connection` is for the driver."""
+    """One connection of one process; the driver's counterpart of aiosqlite's `Connection`."""
 
     _connection = True
 
@@ -92,7 +92,7 @@ class Session:
         return trip()
 
     async def commit(self) -> None:
-        """Where most of what can go wrong goes wrong; see `Mishaps.at_commit`."""
+        """Commit the transaction. Most faults strike here: see `Mishaps.at_commit`."""
         self.check()
         if self._process is None or self._server.holder is not self:
             self._server.commit(self)

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and when: drawn from the seed before anything starts."""
+"""Faults of a run and their times, drawn from the seed before anything starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(draw: random.Random) -> list[Fault]:
 
 
 async def inject(cluster: Cluster, faults: list[Fault]) -> None:
-    """Let them happen. Those that last are ended by `Cluster.heal` at the latest."""
+    """Play the faults. `Cluster.heal` ends the lasting ones at the latest."""
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     for fault in faults:
@@ -55,17 +55,17 @@ async def inject(cluster: Cluster, faults: list[Fault]) -> None:
 
 
 def _kill(cluster: Cluster, draw: random.Random) -> None:
-    place = draw.choice(cluster.places)
-    if place.process is not None:
+    slot = draw.choice(cluster.slots)
+    if slot.process is not None:
         cluster.count("kill")
-        place.process.die()
+        slot.process.die()
 
 
 def _stop(cluster: Cluster, draw: random.Random) -> None:
-    place = draw.choice([place for place in cluster.places if place.service in _STREAM])
-    if place.process is not None:
+    slot = draw.choice([slot for slot in cluster.slots if slot.service in _STREAM])
+    if slot.process is not None:
         cluster.count("stop")
-        place.process.stop()
+        slot.process.stop()
 
 
 def _commit_refused(cluster: Cluster, draw: random.Random) -> None:
@@ -122,15 +122,15 @@ def _slow_database(cluster: Cluster, draw: random.Random) -> None:
 def _delay(cluster: Cluster, draw: random.Random) -> None:
     cluster.count("delay")
     topic = draw.choice(["feedback", "session-ends", "trajectories", "rewards", "experiences", "model-events"])
-    cluster.bus.hold(draw.choice(cluster.bus.places(topic)), draw.uniform(0.5, 8.0))
+    cluster.bus.hold(draw.choice(cluster.bus.partitions_of(topic)), draw.uniform(0.5, 8.0))
 
 
 def _late_turns(cluster: Cluster, draw: random.Random) -> None:
     """Ends and feedback overtake the turns that they are about."""
     cluster.count("late_turns")
     seconds = draw.uniform(0.5, 6.0)
-    for place in cluster.bus.places("turns"):
-        cluster.bus.hold(place, seconds)
+    for topic_partition in cluster.bus.partitions_of("turns"):
+        cluster.bus.hold(topic_partition, seconds)
 
 
 def _duplicates(cluster: Cluster, draw: random.Random) -> None:
@@ -151,30 +151,36 @@ def _blobs_away(cluster: Cluster, draw: random.Random) -> None:
 
 
 def _clock_step(cluster: Cluster, draw: random.Random) -> None:
-    """Somebody's clock jumps, back as often as forth."""
+    """Move the clock of one process, back as often as forth."""
     cluster.count("clock_step")
-    cluster.skews_s[draw.choice(cluster.places).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
+    cluster.skews_s[draw.choice(cluster.slots).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
 
 
 def _poison(cluster: Cluster, draw: random.Random) -> None:
     """A record that can never be an event."""
     topic = draw.choice(_POISONED)
-    place = draw.choice(cluster.bus.places(topic))
+    topic_partition = draw.choice(cluster.bus.partitions_of(topic))
     value, reason = draw.choice([(b"{", "invalid_json"), (b'{"time": 1}', "invalid_event"), (None, "empty_value")])
-    record = cluster.bus.append(place, b"k", value, (), "somebody")
-    cluster.ledger.poison[topic, place.partition, record.offset] = reason
+    record = cluster.bus.append(topic_partition, b"k", value, (), "somebody")
+    cluster.ledger.poison[topic, topic_partition.partition, record.offset] = reason
     cluster.count("poison")
 
 
 def _astray(cluster: Cluster, draw: random.Random) -> None:
     """Feedback about a turn that there never was."""
     key = session_key("default", f"nobody {draw.getrandbits(32)}")
-    said = Feedback(
+    feedback = Feedback(
         time=VirtualClock().now(), feedback_id=f"astray {key}", session_key=key, msg_ids=(response_id(key),), value=1.0
     )
-    place = TopicPartition(said.topic, cluster.bus.partition_of(said.topic, said.key.encode()))
-    cluster.bus.append(place, said.key.encode(), said.to_json(), Envelope.of(said, "somebody").headers(), "somebody")
-    cluster.ledger.astray.add(said.event_id)
+    topic_partition = TopicPartition(feedback.topic, cluster.bus.partition_of(feedback.topic, feedback.key.encode()))
+    cluster.bus.append(
+        topic_partition,
+        feedback.key.encode(),
+        feedback.to_json(),
+        Envelope.of(feedback, "somebody").headers(),
+        "somebody",
+    )
+    cluster.ledger.astray.add(feedback.event_id)
     cluster.count("feedback_astray")
 
 
@@ -200,4 +206,4 @@ KINDS: dict[str, tuple[float, Callable[[Cluster, random.Random], None]]] = {
     "poison": (1.5, _poison),
     "feedback_astray": (0.5, _astray),
 }
-"""Kind to how often it is chosen and what it does."""
+"""Weight and function of each kind of fault."""

@@ -1,12 +1,12 @@
 """Faust as our stream host uses it: an app in a consumer group, one agent, events that are acknowledged one by one.
 
-What makes a host's life hard is here: partitions that move while their events are being handled, partitions that stay
-and are read again from the last commit, commits that lag behind acknowledgements, a queue that outlives a rebalance.
+It has the difficulties of a host: partitions that move while their events are being handled, partitions that stay and
+are read again from the last commit, commits that lag behind acknowledgements, a queue that outlives a rebalance.
 
-`tests/contract/used` holds it to what Faust does on the embedded broker and on Apache Kafka. Harsher than Faust on
-purpose: the places of a rebalance are drawn, what a member keeps may be read again or not, a commit before partitions
-go may fail to be made, and an acknowledgement that overtakes another of its partition is a fault. Faust takes it and
-may commit past what is not acknowledged: it looks for gaps only behind the first acknowledgement that it has.
+`tests/contract/used` holds it to the behaviour of Faust on the embedded broker and on Apache Kafka. Harsher than Faust
+on purpose: the assignment of a rebalance is drawn, a retained partition may be read again or not, a commit before a
+revocation may be left out, and an acknowledgement that overtakes another of its partition is a fault. Faust accepts
+that and may commit past unacknowledged events: it looks for gaps only behind its first acknowledgement.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What the agent gets. Acknowledging one of a partition that has moved meanwhile does nothing."""
+    """Event that the agent receives. Acknowledging an event of a revoked partition has no effect."""
 
     message: Any
-    place: TopicPartition
+    topic_partition: TopicPartition
     generation: int
     app: App
 
@@ -94,7 +94,7 @@ class App:
         self._acked: dict[TopicPartition, set[int]] = {}
         self._reached: dict[TopicPartition, int] = {}
         self._last: dict[tuple[TopicPartition, int], int] = {}
-        """What was acknowledged last in each assignment."""
+        """Last acknowledged offset of each assignment."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def topic(self, *names: str, **_options: Any) -> tuple[str, ...]:
@@ -144,25 +144,31 @@ class App:
             self._commit()
         self._later(self.on_partitions_revoked.send())
 
-    def assigned(self, places: frozenset[TopicPartition]) -> None:
-        """Read on where the group has committed; what is kept may go on where it was."""
+    def assigned(self, assignment: frozenset[TopicPartition]) -> None:
+        """Continue at the group's committed offset; a retained partition may continue at its own."""
         self._generation += 1
-        kept = {place: at for place, at in self._next.items() if place in places and self._bus.draw.random() < 0.5}
-        for place in sorted(places - kept.keys()):
-            committed = self._group.committed.get(place, 0)
-            self._next[place] = self._reached[place] = committed
-            self._acked[place] = set()
-        for place in sorted(self._next.keys() - places):
-            del self._next[place], self._reached[place], self._acked[place]
+        continued = {
+            topic_partition: at
+            for topic_partition, at in self._next.items()
+            if topic_partition in assignment and self._bus.draw.random() < 0.5
+        }
+        for topic_partition in sorted(assignment - continued.keys()):
+            committed = self._group.committed.get(topic_partition, 0)
+            self._next[topic_partition] = self._reached[topic_partition] = committed
+            self._acked[topic_partition] = set()
+        for topic_partition in sorted(self._next.keys() - assignment):
+            del self._next[topic_partition], self._reached[topic_partition], self._acked[topic_partition]
         self._later(self.on_partitions_assigned.send())
 
     def acknowledge(self, event: Event) -> None:
         """Raises `AssertionError` when events of one assignment are not acknowledged in their order."""
-        assignment = event.place, event.generation
-        assert event.message.offset > self._last.get(assignment, -1), f"{event.place} is not acknowledged in order"
+        assignment = event.topic_partition, event.generation
+        assert event.message.offset > self._last.get(assignment, -1), (
+            f"{event.topic_partition} is not acknowledged in order"
+        )
         self._last[assignment] = event.message.offset
-        if event.place in self._acked and event.message.offset >= self._reached[event.place]:
-            self._acked[event.place].add(event.message.offset)
+        if event.topic_partition in self._acked and event.message.offset >= self._reached[event.topic_partition]:
+            self._acked[event.topic_partition].add(event.message.offset)
             if self._bus.draw.random() < _COMMITS_AT_ONCE:
                 asyncio.get_running_loop().call_soon(self._commit_if_alive)
 
@@ -176,21 +182,26 @@ class App:
         draw = self._bus.draw
         while True:
             living()
-            places = sorted(self._next)
-            draw.shuffle(places)
-            found = 0
-            for place in places[: draw.randint(1, 4)]:
-                if place in self._next:
-                    found += await self._take(self._bus.read(place, self._next[place], draw.randint(1, 8)), place)
-            await asyncio.sleep(self._bus.latency_s() if found else draw.uniform(0.1, 0.5))
+            assignment = sorted(self._next)
+            draw.shuffle(assignment)
+            count = 0
+            for topic_partition in assignment[: draw.randint(1, 4)]:
+                if topic_partition in self._next:
+                    count += await self._take(
+                        self._bus.read(topic_partition, self._next[topic_partition], draw.randint(1, 8)),
+                        topic_partition,
+                    )
+            await asyncio.sleep(self._bus.latency_s() if count else draw.uniform(0.1, 0.5))
 
-    async def _take(self, records: Iterable[Any], place: TopicPartition) -> int:
+    async def _take(self, records: Iterable[Any], topic_partition: TopicPartition) -> int:
         count = 0
         for record in records:
-            if self._next.get(place) != record.offset:  # it was taken away, or is read again from further back
+            if (
+                self._next.get(topic_partition) != record.offset
+            ):  # it was taken away, or is read again from further back
                 break
-            self._next[place] = record.offset + 1
-            await self._queue.put(Event(message_of(record), place, self._generation, self))
+            self._next[topic_partition] = record.offset + 1
+            await self._queue.put(Event(message_of(record), topic_partition, self._generation, self))
             count += 1
         return count
 
@@ -204,14 +215,14 @@ class App:
             self._commit()
 
     def _commit(self) -> None:
-        """Everything up to the first event that nobody has acknowledged."""
+        """Commit the offset before the first unacknowledged event."""
         if self._bus.away:
             return
-        for place in sorted(self._reached):
-            reached = self._reached[place]
-            while reached in self._acked[place]:
-                self._acked[place].discard(reached)
+        for topic_partition in sorted(self._reached):
+            reached = self._reached[topic_partition]
+            while reached in self._acked[topic_partition]:
+                self._acked[topic_partition].discard(reached)
                 reached += 1
-            if reached != self._group.committed.get(place, 0) and reached > self._reached[place]:
-                self._group.commit(self, place, reached)
-            self._reached[place] = reached
+            if reached != self._group.committed.get(topic_partition, 0) and reached > self._reached[topic_partition]:
+                self._group.commit(self, topic_partition, reached)
+            self._reached[topic_partition] = reached

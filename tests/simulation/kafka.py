@@ -1,4 +1,4 @@
-"""Which names of Kafka's client libraries and of Faust the simulated bus stands for."""
+"""Names of Kafka's client libraries and of Faust that the simulated bus replaces."""
 
 from __future__ import annotations
 

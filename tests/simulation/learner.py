@@ -1,8 +1,8 @@
-"""A learner that remembers instead of learning: its weights are the list of all that it was trained on.
+"""Learner whose weights are the list of its lessons.
 
 It is a back end like any other (`headrace_trainer.learner.Learner`, `tests/contract/learner`); everything around it
 (admission, batches, state, saves, versions, rewinding) is the trainer's own. An experience that was trained twice, or a
-row whose tokens changed on the way, is then something that can be read off the weights of any version.
+row whose tokens changed on the way, can therefore be read off the weights of any version.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VOCABULARY = 4096
 CONTEXT = 4096
 WEIGHTS = "model.safetensors"
 BASE = Path(__file__).parent / "base"
-"""A folder with the files that a model's has. Its weights remember nothing."""
+"""Write a folder with the files of a model. Its weights hold no lessons."""
 
 
 class Lesson(Model):
-    """What one row of one step left in the weights."""
+    """Lesson that one row of one step left in the weights."""
 
     step: int
     experience_id: str
@@ -54,13 +54,13 @@ class Lesson(Model):
 
 
 def tokens_digest(token_ids: list[int], mask: list[bool], behaviour: list[float]) -> str:
-    """Of one sequence as it is trained: ids, which of them count, and what the engine said about those."""
+    """Digest of one trained sequence: ids, loss mask, and the engine's logprobs."""
     return hashlib.sha256(repr((token_ids, list(map(bool, mask)), behaviour)).encode()).hexdigest()
 
 
 def read(data: bytes) -> tuple[Lesson, ...]:
     """The lessons in a version's weights."""
-    return tuple(Lesson.model_validate(one) for one in json.loads(data))
+    return tuple(Lesson.model_validate(lesson) for lesson in json.loads(data))
 
 
 def read_frozen(weights: bytes) -> tuple[Lesson, ...]:
@@ -74,7 +74,7 @@ def pending_lessons(optimizer: bytes) -> tuple[Lesson, ...]:
 
 
 def lessons_of(blobs: BlobStore, manifest: Manifest) -> tuple[Lesson, ...]:
-    """What a published version was trained on, from its beginning."""
+    """Return all lessons of a published version."""
     (weights,) = (file for file in manifest.files if file.path == WEIGHTS)
     return read(blobs.get(weights.blob))
 
@@ -87,7 +87,8 @@ class RememberingLearner(WholeLearner):
         self.lessons: tuple[Lesson, ...] = ()
         self.pending: tuple[Lesson, ...] = ()
         """Lessons of the last batches whose advantages were all 0. As in every back end, such a batch changes no
-        weight. The next one that does takes its lessons along."""
+        weight, and the next batch that changes weights includes its lessons.
+        """
         self.updates = 0
 
     @property
@@ -135,10 +136,10 @@ class RememberingLearner(WholeLearner):
         return self._fingerprint(b"[]")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Hold no resources."""
 
     def _bytes(self) -> bytes:
-        return json.dumps([one.model_dump() for one in self.lessons]).encode()
+        return json.dumps([lesson.model_dump() for lesson in self.lessons]).encode()
 
     @staticmethod
     def _fingerprint(weights: bytes) -> Fingerprint:
@@ -157,7 +158,7 @@ class Silent:
     """`headrace_trainer.report.Reporter`."""
 
     def __init__(self, *_: object) -> None:
-        """Writes nothing."""
+        """Write no files."""
 
     def step(self, measured: Mapping[str, float], state: LineageState) -> None: ...
 
@@ -171,5 +172,5 @@ class Silent:
 
 
 AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.backend.TORCH": BACKEND}
-"""Who names no back end gets this one."""
+"""Back end of settings that name none."""
 STANDS_FOR: Mapping[str, Any] = {**AS_TORCH, "headrace_trainer.app.Reporter": Silent}

@@ -1,4 +1,4 @@
-"""What the world outside knows: what it asked for, what was acknowledged to it, what it said. The checkers' truth."""
+"""Observations from outside: requests, acknowledgements, feedback. The checkers compare everything with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EndedBy = Literal["end_call", "feedback", "commit", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Acknowledged:
     """Feedback, and the last turn that had been acknowledged when it was given."""
 
     feedback: Feedback
@@ -27,12 +27,12 @@ class Run:
     session_key: str
     tenant: str
     implied: bool
-    """Whether it shares its session with another run; feedback that lists its turns then tells them apart."""
+    """Whether the run shares its session with another run; feedback that lists its turns then tells them apart."""
     ends_by: EndedBy
     turns: list[Turn] = field(default_factory=list)
-    """Those that were acknowledged, in order."""
-    feedback: list[Said] = field(default_factory=list)
-    """What was acknowledged of what was said about it, in the order of acknowledgement."""
+    """Acknowledged turns, in order."""
+    feedback: list[Acknowledged] = field(default_factory=list)
+    """Acknowledged feedback about the run, in the order of acknowledgement."""
     follows_an_end: bool = False
     """Whether its session had been ended before it began."""
     over: bool = False
@@ -41,18 +41,18 @@ class Run:
 
 @dataclass(slots=True)
 class Ledger:
-    """Everything by id."""
+    """Requests, acknowledgements and runs by id."""
 
     runs: list[Run] = field(default_factory=list)
-    asked: dict[str, Turn] = field(default_factory=dict)
+    requested: dict[str, Turn] = field(default_factory=dict)
     """Every turn that a gateway was given, acknowledged or not."""
     acked: dict[str, Turn] = field(default_factory=dict)
     order: dict[str, list[str]] = field(default_factory=dict)
     """Run to ids of its acknowledged events, in the order in which they were."""
     critic: list[Reward] = field(default_factory=list)
-    """What a third party says about trajectories."""
+    """Verdicts of a third party about trajectories."""
     unsaid: int = 0
-    """How much of it is still to be said."""
+    """Number of verdicts that the third party has still to send."""
     poison: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """Places of records that are no events, and the reason that a dead letter shall give."""
     astray: set[str] = field(default_factory=set)

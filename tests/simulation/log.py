@@ -1,4 +1,4 @@
-"""The bus as events: each record is read once, what is no event is passed over."""
+"""Events of the bus: each record is read once, and records that are no events are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Log:
-    """What an observer that reads every topic from its beginning knows."""
+    """View of an observer that reads every topic from its beginning."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -21,10 +21,10 @@ class Log:
 
     def raw(self, kind: type[E], partition: int) -> list[E | None]:
         """One partition by offset, None where a record is no event."""
-        known: list[E | None] = self._read.setdefault((kind.topic, partition), [])  # type: ignore[assignment]
-        new = self._bus.logs[kind.topic][partition][len(known) :]
-        known.extend(_event(kind, record.value) for record in new)
-        return known
+        decoded: list[E | None] = self._read.setdefault((kind.topic, partition), [])  # type: ignore[assignment]
+        new = self._bus.logs[kind.topic][partition][len(decoded) :]
+        decoded.extend(_event(kind, record.value) for record in new)
+        return decoded
 
     def partitions(self, kind: type[E]) -> list[list[E]]:
         """Every event of a topic, repetitions included, by partition and in order."""

@@ -1,7 +1,7 @@
-"""Time that jumps: an event loop that never waits and never uses a thread, so that one seed gives one run.
+"""Event loop that never waits and never uses a thread, so that one seed gives one run.
 
-When nothing is left to do, the clock moves to the next timer. What the services give to a thread runs in the loop after
-a delay that the simulation chooses; nothing else happens meanwhile in that process's thread, as in the real thing.
+When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a delay that the
+simulation draws; meanwhile nothing else happens in that process's thread, as in the real thing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.simulation.world import world
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 _PASSES_MAX = 400_000
-"""Some twenty times what a run takes: beyond it, somebody waits for something without letting time pass."""
+"""Limit of passes, some twenty times those of a run: beyond it, some task waits without letting time pass."""
 
 
 class Stuck(Exception):
@@ -25,7 +25,7 @@ class Stuck(Exception):
 
 
 class _Jump(selectors.SelectSelector):
-    """Nothing outside the process is ever waited for: a wait is a step of the clock."""
+    """Selector that waits for no file descriptor: a wait is a step of the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,24 +43,24 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`thread_delay_s` says how long the work that somebody just gave to a thread will take."""
+    """`thread_delay_s` returns the delay of work that was just given to a thread."""
 
     def __init__(self, thread_delay_s: Callable[[], float], alive: Callable[[], bool]) -> None:
-        """`alive`: whether the process in whose context it is called still runs; the dead finish nothing."""
+        """`alive` returns whether the process of the present context runs; work of a dead process never finishes."""
         self._clock = _Jump()
         self._thread_delay_s = thread_delay_s
         self._alive = alive
         super().__init__(self._clock)
 
     def more(self) -> None:
-        """As many passes again."""
+        """Allow the same number of passes again."""
         self._clock.passes = 0
 
     def time(self) -> float:
         return self._clock.elapsed_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run `func` here, later. Exceptions go to who waits for it."""
+        """Run `func` in the loop later. Its exceptions go to the awaiting task."""
         future: asyncio.Future[Any] = self.create_future()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""What may go wrong inside a call: armed by the plan of faults, taken by the next one that comes by."""
+"""Faults inside a call: armed by the plan of faults, taken by the next call of their kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_runtime.errors import Unavailable
 from tests.simulation.process import CURRENT, Killed, Process
 
 AtCommit = Literal["refused", "unanswered", "die_before", "die_after"]
-"""Of a transaction's commit: it did not happen; it did but nobody heard; the process died before or after it."""
+"""Faults of a commit: not done, done with a lost answer, or death of the process before or after it."""
 
 
 USUAL_COMMIT_S = 2e-3

@@ -1,4 +1,4 @@
-"""Bugs on purpose, each a line away from the code that is right: checkers are worth what they find of these."""
+"""Planted bugs, each a line away from the correct code: the checkers have to notice them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.simulation.world import world
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A bug, what is replaced by it, and the promises of which at least one must be seen broken."""
+    """A bug, the name that it replaces, and the promises of which at least one must be seen broken."""
 
     plant: Callable[[], AbstractContextManager[object]]
     breaks: frozenset[str]
 
 
 async def _acknowledge_first(host: FaustHost) -> None:
-    """Commit before effect: what dies in between is never handled."""
+    """Commit before the effect: records of a process that dies in between are never handled."""
     batches: AsyncIterator[list[Any]] = host._batches()
     async for events in batches:
         for event in events:
@@ -54,7 +54,7 @@ async def _nothing_to_wait_for(_processor: object, _received: object) -> dict[st
 
 
 async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
-    """As soon as the bus is back, new events go to it directly, while older ones still wait in the spool."""
+    """Send new events directly once the bus is back, while older ones still wait in the spool."""
     if publisher._producer is not None:
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(publisher._settings.bus_wait_s):
@@ -66,9 +66,9 @@ _FEEDBACK_FOR, _TARGETS = feedback_matching.feedback_for, feedback_matching.targ
 _PUBLISH, _STATE, _VALUES = Publisher.publish, opening._restore_state, RewardPolicy._values
 
 
-def _remembered_elsewhere(*given: Any) -> LineageState:
+def _remembered_elsewhere(*arguments: Any) -> LineageState:
     """Offsets outside the checkpoint: they survive a death that the weights do not."""
-    state = _STATE(*given)
+    state = _STATE(*arguments)
     outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
     for topic, offsets in state.offsets.items():
         outside[topic] = offsets | outside.get(topic, {})
@@ -79,8 +79,8 @@ def _remembered_elsewhere(*given: Any) -> LineageState:
 def _zero_for_nothing(
     policy: RewardPolicy, rewards: Sequence[SourceReward], turn_ids: Sequence[str]
 ) -> dict[str, float]:
-    """Who abstains is counted as 0.0."""
-    scored = [replace(one, value=0.0) if one.value is None else one for one in rewards]
+    """Count a source that abstains as 0.0."""
+    scored = [replace(reward, value=0.0) if reward.value is None else reward for reward in rewards]
     return _VALUES(policy, scored, turn_ids)
 
 
@@ -90,13 +90,13 @@ def _by_the_clock(
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
-    """The newest word is the one with the highest time, whoever's clock gave it."""
-    said = _FEEDBACK_FOR(trajectory_id, peers, listing, general)
-    return FeedbackSet(tuple(sorted(said.all, key=lambda one: (one.time, one.feedback_id))))
+    """Order feedback by time, whichever clock gave it."""
+    listed = _FEEDBACK_FOR(trajectory_id, peers, listing, general)
+    return FeedbackSet(tuple(sorted(listed.all, key=lambda feedback: (feedback.time, feedback.feedback_id))))
 
 
 def _next_by_the_clock(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
-    """Feedback about a session means what was closed next, by the clocks of a gateway and the collector."""
+    """Attach feedback about a session to the next closed run, by the clocks of a gateway and the collector."""
     return _TARGETS(replace(feedback, turns_until=None), peers)
 
 
@@ -104,8 +104,8 @@ def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractCont
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for one in (name, *also):
-                stack.enter_context(mock.patch(one, substitute))
+            for bug in (name, *also):
+                stack.enter_context(mock.patch(bug, substitute))
             yield
 
     return plant

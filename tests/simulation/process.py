@@ -1,8 +1,8 @@
 """Processes inside one process: each has its own tasks, dies at once and completely, and is started again.
 
-Which process a piece of code belongs to is in a context variable, inherited by every task that it creates. A dead
-process's tasks are cancelled, and whatever they still try to do in the world outside (bus, database, blobs, threads)
-raises `Killed`: for everybody else it is kill -9.
+A context variable, inherited by every task, holds the process of the running code. The tasks of a dead process are
+cancelled, and their further calls to the world outside (bus, database, blobs, threads) raise `Killed`: for all other
+processes it is kill -9.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _CANCEL_PASSES_MAX = 400
 _CANCEL_EVERY = 8
-"""Passes of the loop between two cancellations; what the dead left open (connections, generators) closes meanwhile."""
+"""Passes of the loop between two cancellations, in which connections and generators of the dead process close."""
 
 
 class Killed(BaseException):
-    """The process that this code belongs to is dead. No handler of ours catches it."""
+    """The process of this code is dead. No handler of ours catches it."""
 
 
 def current() -> Process:
@@ -55,7 +55,7 @@ class InOrder(dict[asyncio.Task[Any], None]):
 
 
 async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str) -> None:
-    """Cancel what `tasks` still finds until nothing is left. Raises `AssertionError` when something stays."""
+    """Cancel the tasks that `tasks` returns until there are none. Raises `AssertionError` when some stay."""
     for count in range(_CANCEL_PASSES_MAX):
         left = tasks()
         if not left:
@@ -67,7 +67,7 @@ async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str)
 
 
 async def end_others() -> None:
-    """Everything but the task that calls."""
+    """Return all tasks but the calling one."""
     me = asyncio.current_task()
     await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
 
@@ -81,7 +81,7 @@ class TaskGroup(asyncio.TaskGroup):
 
 
 class Process:
-    """One life. `name` is that of its place, such as `collector-1`; `service` what it runs."""
+    """One life of a process. `name` is that of its slot, such as `collector-1`; `service` is what it runs."""
 
     def __init__(self, name: str, service: str, life: int) -> None:
         self.name = name
@@ -90,7 +90,7 @@ class Process:
         self.dead = False
         self.ended = asyncio.Event()
         self.at_death: list[Callable[[], None]] = []
-        """What the operating system does for the dead: locks go, connections close."""
+        """Actions of the operating system after a death: release locks, close connections."""
         self.thread_delay_s = 0.0
         self._tasks = InOrder()
         self._main: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class Process:
         return asyncio.get_running_loop().create_task(work, context=self._context)
 
     def die(self) -> None:
-        """From now on this process does nothing any more. It may be called by its own code, which then raises."""
+        """Stop the process. Its own code may call this, which then raises."""
         if not self.dead:
             self.dead = True
             for clean in self.at_death:
@@ -120,7 +120,7 @@ class Process:
             self._main.cancel()
 
     async def run(self, main: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """From start to end; returns what it ended by, None when it was told to or killed."""
+        """Run from start to end. Return the exception that ended it, None after a stop or a kill."""
 
         async def body() -> None:
             await main()
@@ -141,7 +141,7 @@ class Process:
 def task_factory(
     loop: asyncio.AbstractEventLoop, work: Any, *, context: contextvars.Context | None = None
 ) -> asyncio.Task[Any]:
-    """Tells each process about its tasks."""
+    """Hook that registers each task with its process."""
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
     process = context.get(CURRENT) if context is not None else CURRENT.get()
     if process is not None:
@@ -149,8 +149,8 @@ def task_factory(
     return task
 
 
-class Place:
-    """Where a process runs and is started again whenever it has ended, as `headrace up` does."""
+class ProcessSlot:
+    """Slot in which a process runs and is restarted after each end, as `headrace up` does."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Place:
         self.name = name
         self.service = service
         self.process: Process | None = None
-        """None while nothing runs here."""
+        """Running process; None between two lives."""
         self.started = asyncio.Event()
         self._main = main
         self._restart_s = restart_s

@@ -18,7 +18,7 @@ from tests.system.program import Program, Run
 
 _SHOWN_MAX = 10
 FIGURES = {"wrong_last_words": "p10_late: wrong last word", "verdicts_on_the_wrong_run": "p10_late: wrong run"}
-"""Named figures of the report, and what a broken promise that counts for them begins with."""
+"""Named figures of the report, with the beginning of the broken promises that count for them."""
 
 
 def play(run: Run) -> None:

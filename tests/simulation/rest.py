@@ -1,4 +1,4 @@
-"""Liveness: once nothing goes wrong any more, everything that was begun is finished within a bounded time."""
+"""Liveness: once the faults stop, all work is finished within a bounded time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 2.0
 _STILL = 3
-"""Looks in a row that must find nothing to do: what is on its way in memory alone needs a moment."""
+"""Checks in a row that must find no open work, because work may be in memory alone for a moment."""
 
 
 class Restless(AssertionError):
@@ -27,7 +27,7 @@ class Restless(AssertionError):
 
 
 async def wait(cluster: Cluster, limit_s: float) -> None:
-    """Until nothing is left to do."""
+    """Wait until no work is left."""
     deadline = asyncio.get_running_loop().time() + limit_s
     still = 0
     while still < _STILL:
@@ -39,13 +39,13 @@ async def wait(cluster: Cluster, limit_s: float) -> None:
 
 
 def unfinished(cluster: Cluster) -> Iterator[str]:
-    """What is still to be done, as far as it can be seen from outside."""
+    """Yield the open work that is visible from outside."""
     yield from (f"{run.name} has not finished" for run in cluster.ledger.runs if not run.over)
     yield from (f"{cluster.ledger.unsaid} rewards have not been said" for _ in range(bool(cluster.ledger.unsaid)))
     yield from (
         f"{gateway.name} has {gateway.spooled} events spooled" for gateway in cluster.gateways if gateway.spooled
     )
-    yield from (f"{place.name} does not run" for place in cluster.places if place.process is None)
+    yield from (f"{slot.name} does not run" for slot in cluster.slots if slot.process is None)
     yield from _unread(cluster)
     for service in cluster.databases:
         yield from _unsent(cluster, service)
@@ -67,29 +67,31 @@ def _unread(cluster: Cluster) -> Iterator[str]:
         ("headrace-scorer", ("trajectories", "rewards", "feedback")),
     ):
         committed = cluster.bus.group(name).committed
-        for place in (place for topic in topics for place in cluster.bus.places(topic)):
-            at, end = committed.get(place, 0), cluster.bus.end(place)
+        for topic_partition in (
+            topic_partition for topic in topics for topic_partition in cluster.bus.partitions_of(topic)
+        ):
+            at, end = committed.get(topic_partition, 0), cluster.bus.end(topic_partition)
             if at != end:
-                yield f"{name} has read {place.topic}[{place.partition}] to {at} of {end}"
+                yield f"{name} has read {topic_partition.topic}[{topic_partition.partition}] to {at} of {end}"
     rows = cluster.databases["registry"].connection.execute(
         "SELECT next_offset FROM positions WHERE topic = 'checkpoints'"
     )
-    if (rows.fetchone() or (0,))[0] != cluster.bus.end(cluster.bus.places("checkpoints")[0]):
+    if (rows.fetchone() or (0,))[0] != cluster.bus.end(cluster.bus.partitions_of("checkpoints")[0]):
         yield "the registry has not read all checkpoints"
 
 
 def _unsent(cluster: Cluster, service: str) -> Iterator[str]:
-    """Rows of an outbox stay until the next transaction after their acknowledgement; what counts is the bus."""
+    """Yield unsent outbox rows. A row stays until the transaction after its acknowledgement: the bus decides."""
     for topic, headers in cluster.databases[service].connection.execute("SELECT topic, headers FROM outbox"):
-        wanted = dict(json.loads(headers))["ce_id"].encode()
-        if not any(dict(record.headers).get("ce_id") == wanted for record in cluster.bus.records(topic)):
+        event_id = dict(json.loads(headers))["ce_id"].encode()
+        if not any(dict(record.headers).get("ce_id") == event_id for record in cluster.bus.records(topic)):
             yield f"{service} owes an event on {topic}"
 
 
-def _rows(database: sqlite3.Connection, query: str, what: str) -> Iterator[str]:
+def _rows(database: sqlite3.Connection, query: str, label: str) -> Iterator[str]:
     (count,) = database.execute(query).fetchone()
     if count:
-        yield f"{count} {what}"
+        yield f"{count} {label}"
 
 
 def _untrained(cluster: Cluster) -> Iterator[str]:
@@ -98,17 +100,19 @@ def _untrained(cluster: Cluster) -> Iterator[str]:
         yield "there is no lineage"
         return
     decided = {
-        (one.experience_id, one.revision) for report in cluster.log.all(TrainingMetrics) for one in report.verdicts
+        (outcome.experience_id, outcome.revision)
+        for report in cluster.log.all(TrainingMetrics)
+        for outcome in report.verdicts
     }
-    for made in cluster.log.all(Experience):
-        if (made.experience_id, made.revision) not in decided:
-            yield f"experience {made.experience_id} revision {made.revision} has no verdict"
+    for experience in cluster.log.all(Experience):
+        if (experience.experience_id, experience.revision) not in decided:
+            yield f"experience {experience.experience_id} revision {experience.revision} has no verdict"
     if saved.waiting:
         yield f"{len(saved.waiting)} experiences wait for a batch"
 
 
 def saved_lineage(cluster: Cluster, name: str = "main") -> Saved | None:
-    """What the trainer's last save holds."""
+    """Return the state of the trainer's last save."""
     return LineageStore(cluster.blobs, name).read()
 
 
@@ -121,8 +125,8 @@ def saved_optimizer(cluster: Cluster, name: str = "main") -> bytes:
 
 
 def lessons(cluster: Cluster) -> Mapping[str, tuple[Lesson, ...]]:
-    """What every published version was trained on."""
-    found: dict[str, tuple[Lesson, ...]] = {}
+    """Return the lessons of every published version."""
+    by_version: dict[str, tuple[Lesson, ...]] = {}
     for checkpoint in cluster.log.all(Checkpoint):
-        found[checkpoint.version] = lessons_of(cluster.blobs, read_manifest(cluster.blobs, checkpoint.manifest))
-    return found
+        by_version[checkpoint.version] = lessons_of(cluster.blobs, read_manifest(cluster.blobs, checkpoint.manifest))
+    return by_version

@@ -1,4 +1,4 @@
-"""One seed from beginning to end, and what came of it."""
+"""One seed from beginning to end, and its outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run showed. `broken` is empty when every promise was kept."""
+    """Outcome of a run. `broken` is empty when every promise was kept."""
 
     seed: int
     broken: tuple[str, ...]
@@ -43,10 +43,10 @@ class Outcome:
 
 
 def simulate(seed: int, *, verbose: bool = False) -> Outcome:
-    """Play a seed and check every promise. Never raises for what the services did."""
+    """Play a seed and check every promise. Failures of services never raise."""
     began = time.perf_counter()
-    place = _MEMORY if _MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place) as folder, installed(seed), _litter_lies():
+    folder_root = _MEMORY if _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=folder_root) as folder, installed(seed), _litter_lies():
         return _play(Cluster(seed, Path(folder), verbose=verbose), began)
 
 
@@ -94,7 +94,7 @@ def _play(cluster: Cluster, began: float) -> Outcome:
         virtual_s=virtual_s,
         wall_s=time.perf_counter() - began,
         injected=dict(cluster.injected),
-        checks={check.promise: check.made for check in checks},
+        checks={check.promise: check.count for check in checks},
         story=tuple(cluster.trace.lines),
     )
 

@@ -1,4 +1,4 @@
-"""What runs in each process: the services' own composition roots, and small stand-ins for what has no stream in it."""
+"""Main functions of each process: the services' own composition roots, and stand-ins for parts without a stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation import learner
 from tests.simulation.loop import VirtualClock
-from tests.simulation.process import Place, current
+from tests.simulation.process import ProcessSlot, current
 from tests.simulation.world import world
 
 MODEL = "m"
@@ -87,13 +87,13 @@ class Gateway:
         self._folder = folder / name
         self._publisher: Publisher | None = None
         self._routing: dict[str, Routing] = {}
-        self.place: Place | None = None
+        self.slot: ProcessSlot | None = None
         self.spooled = 0
         """Events that wait in the spool, as it was seen last."""
         self._spool: Spool | None = None
 
     async def main(self) -> None:
-        """As `headrace_gateway.app.run` puts it together."""
+        """Compose the gateway as `headrace_gateway.app.run` does."""
         process, blobs = current(), BlobStore.open(self._common)
         spool = Spool(self._folder, 1 << 24, 1 << 20)
         process.at_death.append(lambda: self._close(spool))
@@ -122,7 +122,7 @@ class Gateway:
             await asyncio.sleep(0.5)
 
     def _close(self, spool: Spool) -> None:
-        """What the system does with the files of the dead."""
+        """Remove the locks and temporary files of a dead process, as the operating system does."""
         self._publisher = self._spool = None
         spool._log.close()
 
@@ -132,7 +132,7 @@ class Gateway:
         return self._spool is not None and self._spool.events == 0
 
     def now(self) -> datetime:
-        """What its clock says."""
+        """Return the time of the process's clock."""
         return VirtualClock().now() + timedelta(seconds=world().skews_s[self.name])
 
     async def version(self) -> str:
@@ -146,9 +146,9 @@ class Gateway:
         """Waits while the gateway is down, as a client's connection attempts do."""
         while (publisher := self._publisher) is None:  # noqa: ASYNC110 (it looks again, as a client does)
             await asyncio.sleep(0.2)
-        assert self.place is not None
-        assert self.place.process is not None
-        process = self.place.process
+        assert self.slot is not None
+        assert self.slot.process is not None
+        process = self.slot.process
         request = process.spawn(publisher.publish(event))
         await asyncio.wait([request])
         if request.cancelled() or process.dead:
@@ -158,7 +158,7 @@ class Gateway:
 
 
 async def replica(common: Common) -> None:
-    """An inference replica without a model: it holds what the routing asks for and says so. Some versions are bad."""
+    """Inference replica without a model: it loads the routed versions and announces them. Some versions fail."""
     blobs = BlobStore.open(common)
     producer = EventProducer(common.bus, "headrace/inference", blobs)
     table = Table(Routing, common.bus, "headrace/inference", blobs, Refusals("inference", producer))
@@ -173,22 +173,22 @@ async def replica(common: Common) -> None:
             await asyncio.sleep(0.5)
     async with asyncio.TaskGroup() as group:
         group.create_task(table.run())
-        held: dict[str, LoadedVersion] = {}
+        loaded: dict[str, LoadedVersion] = {}
         while True:
             routing = table.rows.get(MODEL)
-            wanted = routing.serve if routing else ()
-            held = {one.version: held.get(one.version) or _load(blobs, one) for one in wanted}
-            said = Replica(
+            routed = routing.serve if routing else ()
+            loaded = {served.version: loaded.get(served.version) or _load(blobs, served) for served in routed}
+            heartbeat = Replica(
                 time=clock.now(),
                 replica_id=name,
                 url="http://127.0.0.1:1",
                 engine="none",
-                versions=tuple(held.values()),
+                versions=tuple(loaded.values()),
                 capacity=1,
                 ttl_s=15.0,
                 started_at=started,
             )
-            group.create_task(_send(producer, said))
+            group.create_task(_send(producer, heartbeat))
             await asyncio.sleep(1.5 + world().bus.draw.random())
 
 

@@ -1,7 +1,7 @@
-"""The seam between the services' own code and the simulated world: every name that is replaced, and nothing else.
+"""Seam between the services' own code and the simulated world: the complete list of replaced names.
 
 Kafka's client libraries, the database driver, the blob store's disk, HTTP, threads, clocks and random numbers are the
-simulation's, and so is the arithmetic of training. The code in between is what runs in production.
+simulation's, and so is the arithmetic of training. All other code is the production code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LocalPool(FunctionPool):
         )
 
     async def reload(self) -> None:
-        """Nothing is read."""
+        """Read no file."""
 
     async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         await asyncio.sleep(world().bus.draw.expovariate(20))
@@ -74,7 +74,7 @@ class LocalGate:
     configured = True
 
     def __init__(self, _settings: GateSettings) -> None:
-        """Nothing is started."""
+        """Start no server."""
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[LocalPlaySession]:
@@ -179,7 +179,7 @@ def installed(seed: int) -> Iterator[None]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
-    given = {
+    environ = {
         **_names(),
         "os.urandom": lambda size: noise.randbytes(size),
         "headrace_schemas.ids.time": SimpleNamespace(time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)),
@@ -189,13 +189,13 @@ def installed(seed: int) -> Iterator[None]:
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         stack.callback(structlog.configure, **structure)
         stack.callback(MemoryFileSystem.store.clear)
-        for name, substitute in given.items():
+        for name, substitute in environ.items():
             stack.enter_context(mock.patch(name, substitute))
         yield
 
 
 def common(request_timeout_s: float, folder: Path) -> Common:
-    """What every simulated service is told. `folder` is of this run alone: files in it outlive processes, not runs."""
+    """Return the settings of every simulated service. `folder` belongs to this run; its files outlive processes."""
     return Common.model_validate(
         {
             "data_dir": folder,

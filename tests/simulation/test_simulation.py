@@ -28,13 +28,15 @@ KNOWN = {
     "outbox in memory": 10,
     "past the spool": 4,
 }
-"""Where a bug is rarely met, a seed that meets it. The others come after it: another simulation, another seed."""
+"""Seeds that meet rare bugs. Seeds after them serve when the simulation has changed."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _others_are_no_garbage() -> None:
-    """A run ends with a collection, and need not look through everything that other tests have left. It stays frozen:
-    what was imported would come back with it."""
+    """Freeze the objects of other tests, so that the collection at the end of a run need not scan them. They stay
+    frozen,
+    because unfreezing would include imported modules.
+    """
     gc.collect()
     gc.freeze()
 
@@ -67,14 +69,14 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 @pytest.mark.long
 def test_one_seed_is_one_run_whatever_the_process() -> None:
     """Fresh or after other seeds, in any order of sets. The digest covers each record, commit, death and fault."""
-    here = simulate(3)
-    assert simulate(4).digest != here.digest
+    outcome = simulate(3)
+    assert simulate(4).digest != outcome.digest
     program = "from tests.simulation.run import simulate; print(simulate(3).digest)"
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == here.digest
+    assert process.stdout.strip() == outcome.digest
 
 
 def test_a_failure_says_how_to_see_it_again() -> None:

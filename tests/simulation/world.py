@@ -1,4 +1,4 @@
-"""What simulated parts find of the world that they are in: there is one at a time in a real process."""
+"""The world of the simulated parts, of which a real process has exactly one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def world() -> World:
     return _worlds[-1]
 
 
-def enter(made: World) -> None:
-    _worlds.append(made)
+def enter(world: World) -> None:
+    _worlds.append(world)
 
 
 def leave() -> None:

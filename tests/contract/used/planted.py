@@ -67,7 +67,7 @@ def _commit_too_little(group: Group, member: Member, place: TopicPartition, offs
 
 def _without_fences(app: App, event: Event) -> None:
     """Whoever acknowledges is believed."""
-    app._group.committed[event.place] = event.message.offset + 1
+    app._group.committed[event.topic_partition] = event.message.offset + 1
 
 
 def _leave_unnoticed(group: Group, member: Member) -> None:

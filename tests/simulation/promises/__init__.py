@@ -1,4 +1,4 @@
-"""One checker per promise. Each looks at what is durable after a run, and at what the world outside was told."""
+"""One checker per promise. Each compares the durable state after a run with the observations from outside."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
 
 def check_all(cluster: Cluster) -> list[Check]:
     """Every promise on one run."""
-    made = []
+    checks = []
     for name, check in PROMISES.items():
         that = Check(name)
         check(cluster, that)
-        made.append(that)
-    return made
+        checks.append(that)
+    return checks
 
 
 __all__ = ["PROMISES", "Check", "check_all"]

@@ -33,18 +33,18 @@ def check(cluster: Cluster, that: Check) -> None:
 
 def _followed(cluster: Cluster, that: Check) -> tuple[set[str], set[str]]:
     """Turns that changed the weights, and those that a reason kept from it."""
-    spoken: dict[str, set[str]] = {}
+    turns_of: dict[str, set[str]] = {}
     dropped: set[str] = set()
     for trajectory in cluster.log.all(Trajectory):
         dropped |= {item.turn_id for item in trajectory.left_out}
         if trajectory.purpose == "eval":
             dropped |= set(trajectory.turn_ids)
-    for made in cluster.log.all(Experience):
-        spoken.setdefault(made.experience_id, set()).update(made.turn_ids)
+    for experience in cluster.log.all(Experience):
+        turns_of.setdefault(experience.experience_id, set()).update(experience.turn_ids)
     fates: dict[str, set[bool]] = {}
-    for (name, _), fate in follow(cluster.log.all(TrainingMetrics))[0].items():
-        if that(name in spoken, f"{name} has a verdict and was never published"):
-            fates.setdefault(name, set()).add(fate == "trained")
-    trained = {turn for name, fate in fates.items() if True in fate for turn in spoken[name]}
-    dropped |= {turn for name, fate in fates.items() if True not in fate for turn in spoken[name]}
+    for (name, _), status in follow(cluster.log.all(TrainingMetrics))[0].items():
+        if that(name in turns_of, f"{name} has a verdict and was never published"):
+            fates.setdefault(name, set()).add(status == "trained")
+    trained = {turn for name, status in fates.items() if True in status for turn in turns_of[name]}
+    dropped |= {turn for name, status in fates.items() if True not in status for turn in turns_of[name]}
     return trained, dropped

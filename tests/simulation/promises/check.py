@@ -1,4 +1,4 @@
-"""How a checker speaks."""
+"""Interface of a checker."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _SPELT_OUT = 5
 
 @dataclass
 class Check:
-    """`that(condition, text)` for every single thing that was promised."""
+    """Call `that(condition, text)` for every single promise."""
 
     promise: str
-    made: int = 0
+    count: int = 0
     broken: list[str] = field(default_factory=list)
-    """What did not hold; the first few, the rest is only counted."""
+    """Texts of broken promises. The first few are stored, the rest is counted."""
 
     def __call__(self, holds: bool, text: str) -> bool:
-        self.made += 1
+        self.count += 1
         if not holds and len(self.broken) < _SPELT_OUT:
             self.broken.append(f"{self.promise}: {text}")
         return holds

@@ -1,4 +1,4 @@
-"""Equal facts have equal ids, and events with one id are equal: consumers that dedupe by it lose nothing."""
+"""Equal facts have equal ids, and events with one id are equal: consumers that dedupe by id lose no event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """On every topic. A dead letter says when it was written; the same record refused again has another date."""
+    """Compare events of every topic. A dead letter's time is left out: a record refused twice has two times."""
     for kind in EVENTS.values():
         if kind is Replica:
             continue

@@ -1,4 +1,4 @@
-"""Order: what an agent was told to be durable is on the bus in that order, an end behind all that it ends."""
+"""Order: acknowledged events of an agent are on the bus in that order, an end after everything that it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """First appearances, over all topics, of what was acknowledged to each agent, one after the other."""
+    """Compare first positions, over all topics, of the events acknowledged to each agent."""
     for run, events in cluster.ledger.order.items():
         appeared = [cluster.bus.first[event_id] for event_id in events if event_id in cluster.bus.first]
         that(appeared == sorted(appeared), f"what was acknowledged to {run} is on the bus in another order")

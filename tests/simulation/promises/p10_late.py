@@ -1,5 +1,7 @@
-"""P10: late is fine: the last word of every source, in the order in which its calls were acknowledged, is what counts
-in the end, and it counts for the run that it was said about. No clock has a part in what is expected here."""
+"""P10: late feedback counts: the last word of every source, in the order of acknowledgement, decides in the end, for
+the
+run that it is about. No clock takes part in the expected values.
+"""
 
 from __future__ import annotations
 
@@ -16,76 +18,81 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """The newest revision of each experience has the reward that the last words amount to, counted here anew."""
+    """Compare the newest revision of each experience with a reward computed from the last words."""
     newest: dict[str, Experience] = {}
     revisions: dict[str, list[int]] = {}
-    for made in cluster.log.all(Experience):
-        revisions.setdefault(made.experience_id, []).append(made.revision)
-        if made.experience_id not in newest or newest[made.experience_id].revision < made.revision:
-            newest[made.experience_id] = made
-    for name, found in revisions.items():
-        that(sorted(found) == list(range(len(found))), f"{name} has revisions {sorted(found)}")
-    home = {turn_id: one for one in cluster.log.all(Trajectory) for turn_id in one.turn_ids}
+    for experience in cluster.log.all(Experience):
+        revisions.setdefault(experience.experience_id, []).append(experience.revision)
+        if experience.experience_id not in newest or newest[experience.experience_id].revision < experience.revision:
+            newest[experience.experience_id] = experience
+    for name, revision in revisions.items():
+        that(sorted(revision) == list(range(len(revision))), f"{name} has revisions {sorted(revision)}")
+    home = {turn_id: other for other in cluster.log.all(Trajectory) for turn_id in other.turn_ids}
     acked = {turn.turn_id for run in cluster.ledger.runs for turn in run.turns}
     words = _words(cluster, home)
     for trajectory in cluster.log.all(Trajectory):
         if trajectory.purpose == "eval" or acked.isdisjoint(trajectory.turn_ids):
             continue  # of a piece that holds only what nobody was told about, nobody can say what it is worth
-        wanted = _reward(cluster, trajectory, words.get(trajectory.trajectory_id, []))
+        expected = _reward(cluster, trajectory, words.get(trajectory.trajectory_id, []))
         for index in range(len(trajectory.branches)):
             last = newest.get(Experience.id_of(trajectory.trajectory_id, index))
             that(
-                last is not None and _equal(last.reward, wanted),
-                f"{trajectory.trajectory_id} is worth {last and last.reward}, the last words amount to {wanted}",
+                last is not None and _equal(last.reward, expected),
+                f"{trajectory.trajectory_id} is worth {last and last.reward}, the last words amount to {expected}",
             )
     _verdicts(cluster, that, words)
 
 
 def _words(cluster: Cluster, home: Mapping[str, Trajectory]) -> dict[str, list[Feedback]]:
-    """What was said about each trajectory, in the order of acknowledgement: each word is about what holds the last turn
-    that had been acknowledged when it was given, or the turns that it lists."""
-    found: dict[str, list[Feedback]] = {}
+    """Return the feedback about each trajectory, in the order of acknowledgement: each is about the trajectory of the
+    last
+    turn that had been acknowledged before it, or of the turns that it lists.
+    """
+    words: dict[str, list[Feedback]] = {}
     for run in cluster.ledger.runs:
-        for said in run.feedback:
-            listed = [home[turn].trajectory_id for turn in said.feedback.msg_ids if turn in home]
-            about = listed or [home[said.after.turn_id].trajectory_id] if said.after.turn_id in home else listed
+        for feedback in run.feedback:
+            listed = [home[turn].trajectory_id for turn in feedback.feedback.msg_ids if turn in home]
+            about = listed or [home[feedback.after.turn_id].trajectory_id] if feedback.after.turn_id in home else listed
             for name in dict.fromkeys(about):
-                found.setdefault(name, []).append(said.feedback)
-    return found
+                words.setdefault(name, []).append(feedback.feedback)
+    return words
 
 
 def _verdicts(cluster: Cluster, that: Check, words: Mapping[str, list[Feedback]]) -> None:
-    """The ledger of rewards, by value: the last word, and none of what was said about another run."""
+    """Compare the ledger of rewards, by value, with the last words of each run."""
     last: dict[str, Reward] = {}
     for reward in cluster.log.all(Reward):
-        known = last.get(reward.trajectory_id)
-        if reward.source == "feedback" and (known is None or known.revision < reward.revision):
+        newest = last.get(reward.trajectory_id)
+        if reward.source == "feedback" and (newest is None or newest.revision < reward.revision):
             last[reward.trajectory_id] = reward
     for name in sorted(last.keys() | words.keys()):
-        spoken = [one for one in words.get(name, []) if one.value is not None or one.withdrawn]
-        found, wanted = last.get(name), spoken[-1] if spoken else None
-        if found is None or wanted is None:
-            stray = found is not None and found.outcome != "withdrawn"
-            that(not stray, f"wrong run: {name} has a verdict of {found and found.value} that was not about it")
-            that(wanted is None or found is not None, f"wrong run: {name} lacks its verdict, {wanted and wanted.value}")
+        last_words = [feedback for feedback in words.get(name, []) if feedback.value is not None or feedback.withdrawn]
+        actual, expected = last.get(name), last_words[-1] if last_words else None
+        if actual is None or expected is None:
+            stray = actual is not None and actual.outcome != "withdrawn"
+            that(not stray, f"wrong run: {name} has a verdict of {actual and actual.value} that was not about it")
+            that(
+                expected is None or actual is not None,
+                f"wrong run: {name} lacks its verdict, {expected and expected.value}",
+            )
             continue
-        value = None if wanted.withdrawn else wanted.value
-        that(found.value == value, f"wrong last word: {name} was told {found.value}, the last word was {value}")
+        value = None if expected.withdrawn else expected.value
+        that(actual.value == value, f"wrong last word: {name} was told {actual.value}, the last word was {value}")
 
 
-def _reward(cluster: Cluster, trajectory: Trajectory, said: Sequence[Feedback]) -> float | None:
+def _reward(cluster: Cluster, trajectory: Trajectory, words_given: Sequence[Feedback]) -> float | None:
     words: dict[str, float | None] = {"function:right": right(trajectory)}
-    for one in said:
-        if one.value is not None or one.withdrawn:
-            words["feedback"] = None if one.withdrawn else one.value
-    critic = [one for one in cluster.ledger.critic if one.trajectory_id == trajectory.trajectory_id]
+    for feedback in words_given:
+        if feedback.value is not None or feedback.withdrawn:
+            words["feedback"] = None if feedback.withdrawn else feedback.value
+    critic = [feedback for feedback in cluster.ledger.critic if feedback.trajectory_id == trajectory.trajectory_id]
     if critic:
-        words["critic"] = max(critic, key=lambda one: one.revision).value
+        words["critic"] = max(critic, key=lambda feedback: feedback.revision).value
     values = [value for value in words.values() if value is not None]
     return math.fsum(values) / len(values) if values else None
 
 
-def _equal(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, abs_tol=1e-9)
+def _equal(left: float | None, right: float | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return math.isclose(left, right, abs_tol=1e-9)

@@ -1,4 +1,4 @@
-"""P11: nothing is refused in silence, nothing without its reason, and no process ends by a surprise."""
+"""P11: every refusal is reported with its reason, and no process ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
 _ABSENT = {"judge", "console"}
 """Services that are not part of the simulation."""
 _ONLY_DURING_A_ROLLOUT = {("registry", topic) for topic in ("turns", "trajectories", "rewards", "feedback")}
-"""What the registry reads only while a share of the sessions is at stake, which the simulation never has."""
+"""Topics that the registry reads only during a rollout, which the simulation never has."""
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """Each poisoned record has one dead letter from each consumer of its topic, with the reason; nothing else has."""
+    """Check that each poisoned record, and no other, has one dead letter with its reason from each consumer."""
     for problem in cluster.problems:
         that(False, problem)
-    found: dict[tuple[str, str, int, int], set[str]] = {}
+    refused: dict[tuple[str, str, int, int], set[str]] = {}
     for letter in cluster.log.all(DeadLetter):
         if letter.reason == "unknown_target" and letter.service == "collector":
-            said = Feedback.from_json(letter.value)
-            that(said.event_id in cluster.ledger.astray, f"feedback {said.feedback_id} is said to be about nothing")
+            feedback = Feedback.from_json(letter.value)
+            that(
+                feedback.event_id in cluster.ledger.astray,
+                f"feedback {feedback.feedback_id} is said to be about nothing",
+            )
             continue
-        place = letter.source_topic, letter.source_partition or 0, letter.source_offset or 0
-        wanted = cluster.ledger.poison.get(place)
-        that(letter.reason == wanted, f"{letter.service} refused {place} as {letter.reason}: {letter.error}")
-        found.setdefault((letter.service, *place), set()).add(letter.reason)
+        origin = letter.source_topic, letter.source_partition or 0, letter.source_offset or 0
+        expected = cluster.ledger.poison.get(origin)
+        that(letter.reason == expected, f"{letter.service} refused {origin} as {letter.reason}: {letter.error}")
+        refused.setdefault((letter.service, *origin), set()).add(letter.reason)
     for topic, partition, offset in cluster.ledger.poison:
         for service in set(catalogue()[topic].consumers) - _ABSENT:
             if (service, topic) not in _ONLY_DURING_A_ROLLOUT:
                 that(
-                    (service, topic, partition, offset) in found, f"{service} passed over {topic}[{partition}] {offset}"
+                    (service, topic, partition, offset) in refused,
+                    f"{service} passed over {topic}[{partition}] {offset}",
                 )
-    letters = [one for one in cluster.log.all(DeadLetter) if one.reason == "unknown_target"]
+    letters = [unknown for unknown in cluster.log.all(DeadLetter) if unknown.reason == "unknown_target"]
     that(
         len(letters) == len(cluster.ledger.astray),
         f"{len(cluster.ledger.astray)} feedbacks astray, {len(letters)} letters",

@@ -1,4 +1,4 @@
-"""P2: the trained tokens are bit-equal to the sampled ones, with the engine's logprobs, and nothing else is trained."""
+"""P2: the trained tokens are bit-equal to the sampled ones, with the engine's logprobs, and no others are trained."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ def check(cluster: Cluster, that: Check) -> None:
     for trajectory in cluster.log.all(Trajectory):
         for branch in trajectory.branches:
             _spans(cluster, branch, that)
-    branches = {(one.experience_id, one.revision): one.branch for one in cluster.log.all(Experience)}
+    branches = {(lesson.experience_id, lesson.revision): lesson.branch for lesson in cluster.log.all(Experience)}
     digests = {name: _digest(branch) for name, branch in branches.items() if branch is not None}
-    known = {experience_id for experience_id, _ in digests}
+    experience_ids = {experience_id for experience_id, _ in digests}
     for version, learned in lessons(cluster).items():
-        for one in learned:
+        for lesson in learned:
             # A withdrawal comes without tokens: those of an earlier revision are trained.
-            wanted = digests.get((one.experience_id, one.revision))
-            earlier = {digest for (name, _), digest in digests.items() if name == one.experience_id}
+            expected = digests.get((lesson.experience_id, lesson.revision))
+            earlier = {digest for (name, _), digest in digests.items() if name == lesson.experience_id}
             that(
-                one.experience_id in known and one.tokens_sha256 in ({wanted} if wanted else earlier),
-                f"{version} was trained on other tokens than {one.experience_id} has",
+                lesson.experience_id in experience_ids
+                and lesson.tokens_sha256 in ({expected} if expected else earlier),
+                f"{version} was trained on other tokens than {lesson.experience_id} has",
             )
 
 
 def _spans(cluster: Cluster, branch: Branch, that: Check) -> None:
     for span in branch.spans:
-        turn = cluster.ledger.asked.get(span.turn_id)
+        turn = cluster.ledger.requested.get(span.turn_id)
         if not that(turn is not None, f"turn {span.turn_id} was never made"):
             continue
         assert turn is not None
@@ -48,4 +49,4 @@ def _digest(branch: Branch) -> str:
     behaviour = [0.0] * len(branch.token_ids)
     for span in branch.spans:
         behaviour[span.start : span.stop] = span.logprobs
-    return tokens_digest(list(branch.token_ids), [bool(one) for one in branch.loss_mask], behaviour)
+    return tokens_digest(list(branch.token_ids), [bool(masked) for masked in branch.loss_mask], behaviour)

@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 def check(cluster: Cluster, that: Check) -> None:
     for trajectory in cluster.log.all(Trajectory):
         for span in (span for branch in trajectory.branches for span in branch.spans):
-            turn = cluster.ledger.asked.get(span.turn_id)
+            turn = cluster.ledger.requested.get(span.turn_id)
             that(turn is not None and turn.version == span.version, f"{span.turn_id} is said to be of {span.version}")

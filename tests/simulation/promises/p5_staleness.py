@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """What a version has and its parent has not was trained when the parent was the head: count versions from there."""
+    """Check the staleness of each lesson. New lessons of a version were trained when its parent was the head."""
     learned = lessons(cluster)
     checkpoints = cluster.log.all(Checkpoint)
-    parents = {one.version: one.parent for one in checkpoints}
+    parents = {checkpoint.version: checkpoint.parent for checkpoint in checkpoints}
     sampled: dict[str, set[str]] = {}
-    for made in cluster.log.all(Experience):
-        if made.branch is not None:
-            sampled.setdefault(made.experience_id, set()).update(span.version for span in made.branch.spans)
+    for experience in cluster.log.all(Experience):
+        if experience.branch is not None:
+            sampled.setdefault(experience.experience_id, set()).update(span.version for span in experience.branch.spans)
     for version, parent in parents.items():
         if parent is None:
             continue
@@ -34,14 +34,14 @@ def check(cluster: Cluster, that: Check) -> None:
                 )
 
 
-def _distance(parents: dict[str, str | None], one: str, other: str) -> int | None:
-    """Edges between two versions in the tree; None when they are of different trees."""
+def _distance(parents: dict[str, str | None], version: str, other_version: str) -> int | None:
+    """Return the number of edges between two versions in the tree; None when they are in different trees."""
     above: dict[str, int] = {}
-    at: str | None = one
+    at: str | None = version
     while at is not None:
         above[at] = len(above)
         at = parents.get(at)
-    steps, at = 0, other
+    steps, at = 0, other_version
     while at is not None:
         if at in above:
             return above[at] + steps

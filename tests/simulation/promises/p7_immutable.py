@@ -1,4 +1,4 @@
-"""P7: a version that was announced is whole, is durable, and is what its name says."""
+"""P7: an announced version is complete, durable and equal to its digest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """Of every checkpoint and every version in a routing: the manifest, and each file by its digest."""
-    announced = {one.version: one.manifest for one in cluster.log.all(Checkpoint)}
-    served = {one.version: one.manifest for routing in cluster.log.all(Routing) for one in routing.serve}
+    """Check the manifest and the digest of each file of every checkpoint and every routed version."""
+    announced = {entry.version: entry.manifest for entry in cluster.log.all(Checkpoint)}
+    served = {entry.version: entry.manifest for routing in cluster.log.all(Routing) for entry in routing.serve}
     for version, ref in [*announced.items(), *served.items()]:
         try:
             manifest = read_manifest(cluster.blobs, ref)

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """Revisions are one story without contradictions, champions were promoted, and nobody refused is champion last."""
+    """Check that revisions agree, champions were promoted, and the last champion was not refused."""
     contents: dict[int, bytes] = {}
     for partition in cluster.log.partitions(Routing):
         for routing in partition:
             first = contents.setdefault(routing.revision, routing.to_json())
             that(first == routing.to_json(), f"routing revision {routing.revision} was published with two contents")
     decisions = cluster.log.all(ModelEvent)
-    promoted = {one.version for one in decisions if one.decision == "promoted"}
+    promoted = {entry.version for entry in decisions if entry.decision == "promoted"}
     for routing in cluster.log.all(Routing):
         champion = routing.champion
         that(champion is None or champion in promoted, f"{champion} is champion and was never promoted")
         that(champion not in routing.withdrawn, f"{champion} is champion and withdrawn")
-        served = {one.version for one in routing.serve}
+        served = {entry.version for entry in routing.serve}
         that(champion is None or champion in served, f"{champion} is champion and no replica shall hold it")
-    last = max(cluster.log.all(Routing), key=lambda one: one.revision)
+    last = max(cluster.log.all(Routing), key=lambda entry: entry.revision)
     (row,) = cluster.databases["registry"].connection.execute("SELECT champion FROM models").fetchall()
     that(last.champion == row[0], f"the bus shows the champion {last.champion}, the registry knows {row[0]}")

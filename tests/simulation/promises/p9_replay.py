@@ -1,4 +1,4 @@
-"""P9: what was trained can be built again from the topics, byte for byte."""
+"""P9: trained batches can be built again from the topics, byte for byte."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """A dry run of the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
+    """Play a dry run of the lineage from its own journal, in the order in which its trainers had read.
 
-    It is made twice: with what the reports say of each batch, as a replay is, and without it, so that what the dry run
-    derives is compared too. A version that the registry refused takes the weights back, which no replay follows:
-    batches are compared up to it.
+    The dry run is made twice: with the recorded cuts of each batch, as a replay is, and without them, so that derived
+    cuts
+    are compared too. A refused version takes the weights back, which no replay follows: batches are compared up to it.
     """
     reports = _reports(cluster)
     _compare(cluster, that, recorded_batches(reports))
@@ -80,14 +80,24 @@ def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, 
 
 
 def _straight_until(cluster: Cluster) -> int:
-    """The first step that a version which the registry took back may have had a part in: its version descends from
-    another than the one before it, or it was reported after a refusal. The weights may have gone back by then and come
-    forward again, with a later version's promotion, so that versions alone do not tell."""
-    versions = sorted(cluster.log.all(Checkpoint), key=lambda one: one.step)
-    before = [None, *(one.version for one in versions)]
-    turned = [one.step for one, parent in zip(versions, before, strict=False) if one.parent != parent]
+    """Return the first step that a refused version may have influenced: its version has another parent than the version
+    before it, or it was reported after a refusal. A later promotion may have brought the weights forward again, so the
+    versions alone do not show it.
+    """
+    versions = sorted(cluster.log.all(Checkpoint), key=lambda checkpoint: checkpoint.step)
+    before = [None, *(checkpoint.version for checkpoint in versions)]
+    turned = [
+        checkpoint.step for checkpoint, parent in zip(versions, before, strict=False) if checkpoint.parent != parent
+    ]
     taken_back = ("rejected", "withdrawn", "rolled_back")
     at = cluster.bus.first
-    refused = min((at[one.event_id] for one in cluster.log.all(ModelEvent) if one.decision in taken_back), default=None)
-    late = [] if refused is None else [one for one in _reports(cluster) if at[one.event_id] >= refused]
+    refused = min(
+        (at[checkpoint.event_id] for checkpoint in cluster.log.all(ModelEvent) if checkpoint.decision in taken_back),
+        default=None,
+    )
+    late = (
+        []
+        if refused is None
+        else [checkpoint for checkpoint in _reports(cluster) if at[checkpoint.event_id] >= refused]
+    )
     return min([*turned, *(batch.step for report in late for batch in report.batches)], default=1 << 30)

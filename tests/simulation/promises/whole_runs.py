@@ -1,4 +1,4 @@
-"""Runs are whole: every turn is in one trajectory, and what ends a run leaves nothing of it behind."""
+"""Runs are complete: every turn is in one trajectory, and the end of a run includes all earlier turns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def check(cluster: Cluster, that: Check) -> None:
-    """Only idleness may cut a run in two (decision 2): the collector cannot know that an agent still thinks. What ends
-    a run leaves nothing behind that was acknowledged before it."""
+    """Check that only idleness cuts a run in two (decision 2): the collector cannot know that an agent still works. An
+    end
+    includes every turn that was acknowledged before it.
+    """
     home: dict[str, Trajectory] = {}
     for trajectory in cluster.log.all(Trajectory):
         for turn_id in trajectory.turn_ids:
@@ -22,8 +24,10 @@ def check(cluster: Cluster, that: Check) -> None:
     for turn in cluster.log.all(Turn):
         that(turn.turn_id in home, f"turn {turn.turn_id} is in no trajectory")
     for run in cluster.ledger.runs:
-        found = {home[turn.turn_id].trajectory_id: home[turn.turn_id] for turn in run.turns if turn.turn_id in home}
-        pieces = sorted(found.values(), key=lambda piece: piece.turns_from or 0)
+        trajectories = {
+            home[turn.turn_id].trajectory_id: home[turn.turn_id] for turn in run.turns if turn.turn_id in home
+        }
+        pieces = sorted(trajectories.values(), key=lambda piece: piece.turns_from or 0)
         left_behind = [piece.end_reason for piece in pieces[:-1] if piece.end_reason != "idle"]
         if run.follows_an_end:  # an end that is read late takes along what was sent after it
             continue
