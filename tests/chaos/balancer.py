@@ -1,4 +1,4 @@
-"""What stands between users and gateways in production: health checks, and another gateway for a lost connection."""
+"""Load balancer of a production setup: health checks, and another gateway after a lost connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _TIMEOUT_S = 2.0
 
 
 class Balancer:
-    """`run` keeps the picture true. The chaos tells it of every kill, so that nothing else is excused by one."""
+    """`run` keeps the health up to date. The chaos reports every kill to it, so that only ordered kills excuse a
+    failure."""
 
     def __init__(self, http: aiohttp.ClientSession, gateways: Sequence[str]) -> None:
         self._http = http
@@ -29,7 +30,7 @@ class Balancer:
         self._returned: dict[str, float] = {}
         """When each was healthy again after its last kill."""
         self._refusing: dict[str, float] = {}
-        """Gateways whose disk is full; and until when one whose disk was full may have answered so."""
+        """Gateways with a full disk, and the end of the time in which such a gateway may have answered with 503."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -51,16 +52,16 @@ class Balancer:
         """A healthy gateway, another than `avoid` if there is one: for every other session the one that it keeps to as
         long as it is healthy, for the rest the next one in turn.
         """
-        able = [one for one in self._gateways if one in self._healthy] or list(self._gateways)
-        able = [one for one in able if one != avoid] or able
+        able = [gateway for gateway in self._gateways if gateway in self._healthy] or list(self._gateways)
+        able = [gateway for gateway in able if gateway != avoid] or able
         number = zlib.crc32(session_id.encode())
-        own = self._gateways[number // 2 % len(self._gateways)]
-        if number % 2 and own in able:
-            return own
+        usual = self._gateways[number // 2 % len(self._gateways)]
+        if number % 2 and usual in able:
+            return usual
         return able[next(self._turn) % len(able)]
 
     def lost(self, gateway: str) -> None:
-        """A connection broke: ask it no more before its next health check."""
+        """Record a broken connection: choose the gateway only after its next health check."""
         self._healthy.discard(gateway)
 
     def killing(self, gateway: str) -> None:
@@ -69,7 +70,7 @@ class Balancer:
         self._healthy.discard(gateway)
 
     def refusing(self, gateway: str) -> None:
-        """Called right before its disk is full: it may answer 503, and then has recorded nothing."""
+        """Record that the disk is about to be full: the gateway may answer 503, and has then recorded no turn."""
         self._refusing[gateway] = math.inf
 
     def refusing_no_more(self, gateway: str) -> None:

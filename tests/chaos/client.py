@@ -1,10 +1,10 @@
-"""One user of the stack: asks through a load balancer, and believes an answer only when all of it has arrived.
+"""User of the stack who calls through a load balancer and accepts only complete answers.
 
-An attempt that loses its connection is made again at another gateway, as a load balancer does. A request has *failed*
-when a gateway answered with an error, when an answer ended in order but was not whole, when a connection was lost
-although nobody had killed that gateway, or when there was no answer by the deadline. A 503 of a gateway whose disk is
-full says that nothing was recorded, and one of a gateway that was killed and has not been healthy since that it does
-not know the routing yet: the load balancer asks the other one.
+An attempt that loses its connection is repeated at another gateway, as a load balancer does. A request has *failed*
+when a gateway answered with an error, when an answer ended in order but was incomplete, when a connection was lost
+without a kill of that gateway, or when there was no answer by the deadline. A 503 of a gateway with a full disk means
+that the turn was not recorded; a 503 of a killed gateway that has not been healthy since means that it does not know
+the routing yet. In both cases the load balancer chooses the other gateway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionEr
 
 
 class RequestFailed(Exception):
-    """What a user would see as an error; `status` is the HTTP status when that is the error, else 0."""
+    """Error of a request as its user sees it; `status` is the HTTP status of an error answer, else 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """An answer whose end has arrived."""
+    """Complete answer to a chat request."""
 
     session_id: str
     content: str
@@ -44,11 +44,11 @@ class Acked:
     tokens: str = ""
     """Digest of the prompt's and the sampled token ids, which every answer carries."""
     version: str = ""
-    """Whose answer it was, as the answer says."""
+    """Version that the answer names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Verdict:
     """One accepted verdict."""
 
     value: float
@@ -57,21 +57,21 @@ class Said:
 
 @dataclass(slots=True)
 class ClientLedger:
-    """What the users know. Nothing in it comes from the stack's own account."""
+    """Observations of the users. No value comes from the stack's own account."""
 
     acked: dict[str, Acked] = field(default_factory=dict)
     """By response id."""
-    told: set[str] = field(default_factory=set)
+    feedback_ids: set[str] = field(default_factory=set)
     """Ids of the feedback that was accepted."""
-    judged: dict[str, list[Said]] = field(default_factory=dict)
+    judged: dict[str, list[Verdict]] = field(default_factory=dict)
     """By session, in the order in which they were accepted."""
     reached: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """By session: the gateways that may have recorded something of it, also those whose answer was lost."""
+    """Gateways that may have recorded a part of each session, including those whose answer was lost."""
     ended: set[str] = field(default_factory=set)
     """Sessions whose end was accepted."""
     failures: list[str] = field(default_factory=list)
     failed_by: Counter[str] = field(default_factory=Counter)
-    """The same by kind."""
+    """Failed requests by kind."""
     requests: int = 0
     retried: int = 0
     """Attempts that lost their connection to a gateway that had been killed."""
@@ -80,7 +80,7 @@ class ClientLedger:
     answered_at: dict[str, float] = field(default_factory=dict)
     """By session: when the last answer's end arrived, in seconds since 1970."""
     latencies_s: list[float] = field(default_factory=list)
-    """Of chat requests, retries included."""
+    """Number of chat requests, retries included."""
 
     def failed(self, kind: str, text: str) -> None:
         self.failed_by[kind] += 1
@@ -97,7 +97,7 @@ class Client:
         self._model = model
 
     async def ask(self, session_id: str, messages: list[dict[str, str]], **options: object) -> str | None:
-        """One turn; returns what the model said, None when the request failed."""
+        """Send one turn. Return the model's text, None when the request failed."""
         began = time.monotonic()
         headers = {"x-session-id": session_id}
         body = {"model": self._model, "messages": messages, "return_token_ids": True, **options}
@@ -106,18 +106,18 @@ class Client:
             return None
         self._ledger.latencies_s.append(time.monotonic() - began)
         self._ledger.answered_at[session_id] = time.time()
-        response_id, text = _said(answer)
+        response_id, text = _text_and_tokens(answer)
         self._ledger.acked[response_id] = Acked(session_id, digest(text), _tokens(answer), str(answer[0].get("model")))
         return text
 
     async def feedback(self, session_id: str, value: float, **more: object) -> bool:
         """Whether it was accepted. `feedback_id` is the client's, so that its retries are one feedback."""
-        said = self._ledger.judged.get(session_id, [])
-        body = {"session_id": session_id, "feedback_id": f"f-{session_id}-{len(said)}", "value": value, **more}
+        verdicts = self._ledger.judged.get(session_id, [])
+        body = {"session_id": session_id, "feedback_id": f"f-{session_id}-{len(verdicts)}", "value": value, **more}
         answer, gateway = await self._request(session_id, "/v1/feedback", body, {})
         if answer is not None:
-            self._ledger.told.update(answer[0]["event_ids"])
-            self._ledger.judged[session_id] = [*said, Said(value, gateway)]
+            self._ledger.feedback_ids.update(answer[0]["event_ids"])
+            self._ledger.judged[session_id] = [*verdicts, Verdict(value, gateway)]
             if more.get("ends_session"):
                 self._ledger.ended.add(session_id)
         return answer is not None
@@ -129,15 +129,15 @@ class Client:
     async def _request(
         self, session_id: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
     ) -> tuple[list[dict[str, Any]] | None, str]:
-        """The answer's JSON objects, one or a stream's chunks, and whose answer it is. None, and a line in the ledger,
-        when it failed.
+        """Return the answer's JSON objects, one or a stream's chunks, and its version. Return None and record a failure
+        when the request failed.
         """
         self._ledger.requests += 1
         deadline = time.monotonic() + DEADLINE_S
         avoid: str | None = None
         while True:
             gateway, began = self._balancer.pick(session_id, avoid), time.monotonic()
-            known = gateway in self._ledger.reached[session_id]
+            gateway_known = gateway in self._ledger.reached[session_id]
             self._ledger.reached[session_id].add(gateway)
             try:
                 async with asyncio.timeout(max(0.1, deadline - began)):
@@ -149,7 +149,7 @@ class Client:
                     self._balancer.may_refuse(gateway, began) or self._balancer.was_down(gateway, began)
                 ):
                     self._ledger.refused += 1
-                    if not known:  # a refusal records nothing
+                    if not gateway_known:  # a refusal records nothing
                         self._ledger.reached[session_id].discard(gateway)
                     avoid = gateway
                     await asyncio.sleep(0.2)
@@ -180,7 +180,7 @@ class Client:
         return [json.loads(event) for event in events[:-1]]
 
 
-def _said(answer: list[dict[str, Any]]) -> tuple[str, str]:
+def _text_and_tokens(answer: list[dict[str, Any]]) -> tuple[str, str]:
     """Response id and text, of a plain answer or of a stream."""
     parts = [(choice.get("message") or choice.get("delta")) for chunk in answer for choice in chunk["choices"]]
     return answer[0]["id"], "".join((part or {}).get("content") or "" for part in parts)

@@ -1,4 +1,4 @@
-"""What the topics hold, read without a consumer group: facts by id, and every contradiction between them."""
+"""Facts on the topics by id, read without a consumer group, and every contradiction between them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Facts:
     """`add` every event of `TOPICS`, as often as it is on the bus."""
 
     turns: dict[str, Acked] = field(default_factory=dict)
-    """Captured turns: digests of what each said and of its tokens, and its version."""
+    """Captured turns: digests of the text and the tokens of each, and its version."""
     sampled: dict[tuple[str, int], str] = field(default_factory=dict)
     """By turn and choice: digest of the version, the sampled token ids and their logprobs."""
     spans: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The same of what experiences hold; more than one digest, or another, is a contradiction."""
+    """Digests of the same turns in experiences; a second or another digest is a contradiction."""
     trajectory_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """By turn; more than one is a contradiction."""
     trajectories: dict[str, bool] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Facts:
     newest: dict[str, tuple[int, str, bool, float | None]] = field(default_factory=dict)
     """By experience: its newest revision, its session, whether that has a reward, and feedback's value in it."""
     verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
-    """By lineage: what became of each revision, None for trained, once per report that says so."""
+    """Outcomes of each revision by lineage: None for trained, one entry per report."""
     again: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     """By lineage, experience and revision: how often it was queued again, because weights went back behind it."""
     feedback: set[str] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Facts:
     changed: list[str] = field(default_factory=list)
     """Events that were repeated with other contents: not allowed."""
     account: turn_account.TurnAccountBuilder = field(default_factory=turn_account.TurnAccountBuilder)
-    """The account that `headrace status` gives, kept beside ours and compared with it."""
+    """Account of `headrace status`, built in parallel for a comparison."""
     _bodies: dict[str, str] = field(default_factory=dict)
     """Digest by topic and event id."""
 
@@ -87,34 +87,36 @@ class Facts:
             self.sampled[event.turn_id, choice.index] = _sampled(event.version, choice.token_ids, choice.logprobs)
 
     def _report(self, event: TrainingMetrics) -> None:
-        told = self.verdicts[event.lineage]
+        outcomes = self.verdicts[event.lineage]
         for verdict in event.verdicts:
-            told.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
+            outcomes.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
         for undone in event.undone:
             self.again[event.lineage, undone.experience_id, undone.revision] += undone.queued
 
     def _experience(self, event: Experience) -> None:
         self.experiences[event.experience_id, event.revision] = event.trajectory_id
-        said = next((part.value for part in event.parts if part.source == "feedback"), None)
-        newest = (event.revision, event.session_id, event.reward is not None, said)
-        known = self.newest.get(event.experience_id)
-        self.newest[event.experience_id] = newest if known is None or newest[0] >= known[0] else known
+        value = next((part.value for part in event.parts if part.source == "feedback"), None)
+        newest = (event.revision, event.session_id, event.reward is not None, value)
+        newest_revision = self.newest.get(event.experience_id)
+        self.newest[event.experience_id] = (
+            newest if newest_revision is None or newest[0] >= newest_revision[0] else newest_revision
+        )
         branch = event.branch
         for span in branch.spans if branch else ():
-            held = _sampled(span.version, branch.token_ids[span.start : span.stop] if branch else (), span.logprobs)
-            self.spans[span.turn_id, span.choice].add(held)
+            sampled = _sampled(span.version, branch.token_ids[span.start : span.stop] if branch else (), span.logprobs)
+            self.spans[span.turn_id, span.choice].add(sampled)
 
     def _repeats(self, event: Event) -> bool:
         if isinstance(event, Feedback):  # dated anew by each gateway that its client repeats it to
             event = event.model_copy(update={"time": EPOCH})
         body = hashlib.sha256(event.to_json()).hexdigest()
         key = f"{event.topic} {event.event_id}"
-        known = self._bodies.get(key)
-        self._bodies[key] = known or body
-        if known is None:
+        first_body = self._bodies.get(key)
+        self._bodies[key] = first_body or body
+        if first_body is None:
             return False
         self.redelivered[event.topic] += 1
-        if known != body:
+        if first_body != body:
             self.changed.append(key)
         return True
 
@@ -122,8 +124,8 @@ class Facts:
         """Revisions that a lineage reports as trained more than once, and not as queued again between."""
         return [
             f"experience {name} revision {revision} in lineage {lineage}, {outcomes.count(None)} times"
-            for lineage, told in self.verdicts.items()
-            for (name, revision), outcomes in told.items()
+            for lineage, outcomes_by_revision in self.verdicts.items()
+            for (name, revision), outcomes in outcomes_by_revision.items()
             if outcomes.count(None) > 1 + self.again[lineage, name, revision]
         ]
 
@@ -132,22 +134,22 @@ class Facts:
         return sum(1 + self.again[lineage, name, revision] for revision in revisions)
 
     def waiting(self, lineage: str) -> dict[str, set[str]]:
-        """What still has to happen: turns without a trajectory, and so on. All empty once the stack has caught up."""
+        """Return the open work by kind, e.g. turns without a trajectory. All are empty after catching up."""
         rewarded = set(self.experiences.values())
-        told = self.verdicts.get(lineage, {})
+        outcomes = self.verdicts.get(lineage, {})
         return {
             "turns for the end of their session": {turn for turn in self.turns if not self.trajectory_of.get(turn)},
             "trajectories for a reward": {
                 name for name, trainable in self.trajectories.items() if trainable and name not in rewarded
             },
             "experiences for training": {
-                f"{name} revision {revision}" for name, revision in self.experiences.keys() - told.keys()
+                f"{name} revision {revision}" for name, revision in self.experiences.keys() - outcomes.keys()
             },
         }
 
 
 def _sampled(version: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    return digest(f"{version} {list(token_ids)} {[float(one).hex() for one in logprobs]}")
+    return digest(f"{version} {list(token_ids)} {[float(logprob).hex() for logprob in logprobs]}")
 
 
 class Reader:
@@ -159,7 +161,7 @@ class Reader:
         self._positions: dict[TopicPartition, int] = {}
 
     async def read(self, facts: Facts) -> int:
-        """Add what the topics hold and `facts` does not have yet; returns how many records that were."""
+        """Add the records that `facts` does not have yet. Return their number."""
         reader = consumer(self._settings, "chaos")
         await reader.start()
         try:
@@ -170,14 +172,14 @@ class Reader:
     async def _read(self, reader: AIOKafkaConsumer, topic: str, facts: Facts) -> int:
         partitions = await assign_all(reader, topic)
         ends = await reader.end_offsets(partitions)
-        for one in partitions:
-            reader.seek(one, self._positions.get(one, 0))
+        for partition in partitions:
+            reader.seek(partition, self._positions.get(partition, 0))
         count = 0
-        while any([await reader.position(one) < ends[one] for one in partitions]):
+        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
             for messages in (await reader.getmany(timeout_ms=200)).values():
                 for message in messages:
                     facts.add((await decode(record_of(message), self._blobs)).event)
                     count += 1
-        for one in partitions:
-            self._positions[one] = await reader.position(one)
+        for partition in partitions:
+            self._positions[partition] = await reader.position(partition)
         return count

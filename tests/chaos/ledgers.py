@@ -1,7 +1,8 @@
-"""Three ledgers that know nothing of each other, and what they must agree on.
+"""Three independent ledgers, and the facts on which they must agree.
 
-The client's: which answers arrived. The topics': what was captured and what became of it. The trainer's: which
-experiences its saved weights hold.
+The client's ledger has the answers that arrived, the topics' ledger the captured turns and their outcomes, the
+trainer's
+ledger the experiences in its saved weights.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class TrainerLedger:
 
 @dataclass(slots=True)
 class Findings:
-    """What the comparison found. `broken` maps each broken promise to what breaks it."""
+    """Result of the comparison. `broken` maps each broken promise to its offenders."""
 
     broken: dict[str, list[str]] = field(default_factory=dict)
     table: dict[str, int] = field(default_factory=dict)
 
     def check(self, promise: str, offenders: Iterable[str]) -> None:
-        """Count the offenders against a promise; none is what is wanted."""
-        found = sorted(offenders)
-        self.table[promise] = len(found)
-        if found:
-            self.broken[promise] = found
+        """Count the offenders against a promise; the promise holds without any."""
+        sorted_offenders = sorted(offenders)
+        self.table[promise] = len(sorted_offenders)
+        if sorted_offenders:
+            self.broken[promise] = sorted_offenders
 
 
 LOST = "acked turns lost"
@@ -53,7 +54,7 @@ VALUES = "feedback that counts with another value than its user's last word"
 
 
 def compare(client: ClientLedger, topics: Facts, account: TurnAccount, trainer: TrainerLedger) -> Findings:
-    """Everything that the three ledgers must agree on."""
+    """Compare all facts on which the ledgers must agree."""
     findings = Findings()
     _client_and_topics(findings, client, topics)
     _within_topics(findings, topics, account, trainer.lineage)
@@ -65,59 +66,61 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
     findings.check(FAILED, client.failures)
     findings.check(LOST, client.acked.keys() - topics.turns.keys())
     both = client.acked.keys() & topics.turns.keys()
-    for what, attribute in (("text", "content"), ("token ids", "tokens"), ("version", "version")):
+    for label, attribute in (("text", "content"), ("token ids", "tokens"), ("version", "version")):
         seen = {name: (getattr(client.acked[name], attribute), getattr(topics.turns[name], attribute)) for name in both}
         findings.check(
-            f"turns whose {what} the user did not see",
+            f"turns whose {label} the user did not see",
             (
-                f"{name}: {captured}, the user saw {shown}"
-                for name, (shown, captured) in seen.items()
-                if shown != captured
+                f"{name}: {captured}, the user saw {received}"
+                for name, (received, captured) in seen.items()
+                if received != captured
             ),
         )
-    findings.check("acked feedback lost", client.told - topics.feedback)
+    findings.check("acked feedback lost", client.feedback_ids - topics.feedback)
     rewarded = {session for _, session, has_reward, _ in topics.newest.values() if has_reward}
     findings.check("judged sessions without a reward", client.judged.keys() - rewarded)
     findings.check(VALUES, _other_values(client, topics))
 
 
 def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
-    """The last word counts, where one gateway heard all of a session.
+    """Check that the last verdict counts in sessions with one gateway.
 
-    Where two did, what the one has acknowledged may wait in its spool while the bus hears the other: which word came
-    last, and which run it is about, is what the log says then. It has to be one of the session's words all the same.
+    With two gateways, a verdict that one of them acknowledged may wait in its spool while the bus receives the other,
+    so the
+    log decides the order. The value must still be one of the session's verdicts.
     """
     experiences = Counter(session for _, session, *_ in topics.newest.values())
     for _, session, has_reward, value in topics.newest.values():
-        said = client.judged.get(session)
-        if not said or not has_reward:
+        verdicts = client.judged.get(session)
+        if not verdicts or not has_reward:
             continue
-        allowed = {said[-1].value} if len(client.reached[session]) == 1 else {one.value for one in said}
+        allowed = {verdicts[-1].value} if len(client.reached[session]) == 1 else {verdict.value for verdict in verdicts}
         if value not in allowed:
-            words = ", ".join(f"{one.value} at {one.gateway}" for one in said)
+            words = ", ".join(f"{verdict.value} at {verdict.gateway}" for verdict in verdicts)
             reached = ", ".join(sorted(client.reached[session]))
             yield f"session {session} of {experiences[session]} experiences: {value}, the user said {words}; {reached}"
 
 
 def _within_topics(findings: Findings, topics: Facts, account: TurnAccount, lineage: str) -> None:
     findings.check(
-        "turns in two trajectories", (turn for turn, found in topics.trajectory_of.items() if len(found) > 1)
+        "turns in two trajectories",
+        (turn for turn, trajectories in topics.trajectory_of.items() if len(trajectories) > 1),
     )
     findings.check("events repeated with other contents", topics.changed)
     findings.check(
         "trained tokens, logprobs or versions that are not the captured ones",
         (
             f"{turn} choice {choice}"
-            for (turn, choice), held in topics.spans.items()
-            if held != {topics.sampled.get((turn, choice))}
+            for (turn, choice), digests in topics.spans.items()
+            if digests != {topics.sampled.get((turn, choice))}
         ),
     )
     findings.check("dead letters", topics.letters)
-    for what, names in topics.waiting(lineage).items():
-        findings.check(f"left waiting: {what}", names)
-    told = topics.verdicts.get(lineage, {})
+    for label, names in topics.waiting(lineage).items():
+        findings.check(f"left waiting: {label}", names)
+    outcomes = topics.verdicts.get(lineage, {})
     findings.check(
-        "verdicts on nothing", (name for name, revision in told if (name, revision) not in topics.experiences)
+        "verdicts on nothing", (name for name, revision in outcomes if (name, revision) not in topics.experiences)
     )
     findings.check("contradictions in the account of turns", account.problems)
     total = account.trained + sum(account.waiting.values()) + sum(account.dropped.values())
@@ -131,9 +134,9 @@ def _within_topics(findings: Findings, topics: Facts, account: TurnAccount, line
 
 
 def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedger) -> None:
-    told = topics.verdicts.get(trainer.lineage, {})
+    outcomes_by_revision = topics.verdicts.get(trainer.lineage, {})
     trained: Counter[str] = Counter()
-    for (name, _), outcomes in told.items():
+    for (name, _), outcomes in outcomes_by_revision.items():
         trained[name] += outcomes.count(None)
     findings.check(DOUBLE, [*topics.trained_twice(), *_doubled(topics, trainer)])
     findings.check(

@@ -35,7 +35,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self, *, silent: bool) -> None:
-        """Pass nothing on. `silent`: connections stay open; else they are reset, and so are new ones."""
+        """Pass no bytes on. `silent`: connections stay open; else they and new ones are reset."""
         self._passing.clear()
         self._refusing = not silent
         if self._refusing:
@@ -43,7 +43,7 @@ class Proxy:
                 stream.transport.abort()
 
     def mend(self) -> None:
-        """What waited in open connections arrives now, as after a retransmission."""
+        """Pass the waiting bytes of open connections on, as after a retransmission."""
         self._refusing = False
         self._passing.set()
 

@@ -1,4 +1,4 @@
-"""What a run shows: a short table for people, the same as JSON for machines."""
+"""Report of a run: a short table for people, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table(outcome: Outcome) -> list[str]:
         f"{client.refused} refused by a full disk, "
         f"{len(client.failures)} of {client.requests} requests failed",
         f"topics   {len(topics.turns)} turns captured = "
-        + " + ".join(f"{count} {fate}" for fate, count in outcome.fates.items() if count),
+        + " + ".join(f"{count} {status}" for status, count in outcome.fates.items() if count),
         f"trainer  {len(topics.experiences)} experience revisions, {_trained(outcome)} of them trained in "
         f"{outcome.steps} steps; {sum(topics.redelivered.values())} events came twice and count once",
     ]
@@ -62,7 +62,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "turns_acked": len(client.acked),
             "sessions": outcome.sessions,
             "sessions_ended": len(client.ended),
-            "feedback_acked": len(client.told),
+            "feedback_acked": len(client.feedback_ids),
             "requests": client.requests,
             "attempts_retried": client.retried,
             "attempts_refused_by_a_full_disk": client.refused,
@@ -79,7 +79,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "judged": {"sessions": len(client.judged), "through_several_gateways": _through_several(outcome)},
         "trainer": {"steps": outcome.steps, "revisions_trained": _trained(outcome)},
         "promises": outcome.findings.table,
-        "broken": {promise: found[:SHOWN] for promise, found in outcome.findings.broken.items()},
+        "broken": {promise: offenders[:SHOWN] for promise, offenders in outcome.findings.broken.items()},
     }
 
 
@@ -96,9 +96,11 @@ def latencies_ms(seconds: Sequence[float]) -> dict[str, int]:
 
 
 def _through_several(outcome: Outcome) -> int:
-    """Sessions whose words have no order before the log: no single gateway has heard all of them."""
+    """Count the sessions whose verdicts have no order before the log, because no single gateway has received them."""
     return sum(len(outcome.client.reached[session]) > 1 for session in outcome.client.judged)
 
 
 def _trained(outcome: Outcome) -> int:
-    return sum(outcomes.count(None) for told in outcome.topics.verdicts.values() for outcomes in told.values())
+    return sum(
+        outcomes.count(None) for outcomes_of in outcome.topics.verdicts.values() for outcomes in outcomes_of.values()
+    )

@@ -31,14 +31,14 @@ from tests.support import tiny_model
 WARM_UP_S = 3.0
 _DRAIN_S_MAX = 1_800.0
 _QUIET_S = 4.0
-"""For so long nothing new may come before the stack counts as having caught up."""
+"""Time without new events after which the stack has caught up."""
 _STALLED_S = 120.0
-"""For so long nothing new may come while something is missing before it counts as lost."""
+"""Time without new events after which missing ones count as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller chooses."""
+    """Options of the caller."""
 
     bus: str
     seed: int
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything that a report is made of."""
+    """Values of the report."""
 
     options: Options
     client: ClientLedger
@@ -59,12 +59,12 @@ class Outcome:
     strikes: Counter[str]
     """By nemesis."""
     crashes: list[str]
-    """Deaths that nobody ordered: a service gives up on a bus that stays away, say, and is started again."""
+    """Deaths without an order: a service gives up on an absent bus, for example, and is restarted."""
     sessions: int
     load_s: float
     drain_s: float
     fates: dict[str, int] = field(default_factory=dict)
-    """What became of the turns, by the account."""
+    """Outcomes of the turns in the account."""
     steps: int = 0
 
 
@@ -129,7 +129,7 @@ async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], p
 
 @contextlib.asynccontextmanager
 async def _users(options: Options, stack: Stack, ledger: ClientLedger) -> AsyncIterator[tuple[Load, Balancer]]:
-    """Users at work while the body runs; those who have begun finish afterwards."""
+    """Run users during the block. Open sessions finish after it."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -161,24 +161,24 @@ async def _break(
         nemesis = nemeses[strike.nemesis]
         while nemesis.struck(strike.victim):  # noqa: ASYNC110 (what lasts ends by itself, and has no event for it)
             await asyncio.sleep(0.1)
-        what = await nemesis.strike(strike.victim, balancer, random.Random(strike.seed))
+        description = await nemesis.strike(strike.victim, balancer, random.Random(strike.seed))
         struck[strike.nemesis] += 1
         at = time.monotonic() - began
-        so_far = f"{len(ledger.acked)} turns acked, {len(ledger.failures)} requests failed"
-        progress.at(number, doing=so_far)
-        progress.say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {what}; {so_far}")
+        counts = f"{len(ledger.acked)} turns acked, {len(ledger.failures)} requests failed"
+        progress.at(number, doing=counts)
+        progress.say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {description}; {counts}")
     return struck
 
 
-def _keep(folder: Path, kept: Path) -> None:
-    shutil.copytree(folder, kept, symlinks=True, ignore_dangling_symlinks=True)
+def _keep(folder: Path, target: Path) -> None:
+    shutil.copytree(folder, target, symlinks=True, ignore_dangling_symlinks=True)
 
 
 async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress: ProgressDisplay) -> float:
-    """Returns how long it took. What does not come any more is left to the comparison."""
+    """Wait until the stack has caught up. Return the duration. The comparison reports events that never come."""
 
     def pending() -> bool:
-        spooled = ledger.acked.keys() - facts.turns.keys() or ledger.told - facts.feedback
+        spooled = ledger.acked.keys() - facts.turns.keys() or ledger.feedback_ids - facts.feedback
         return bool(spooled) or any(facts.waiting(LINEAGE).values())
 
     began = quiet = time.monotonic()

@@ -1,4 +1,4 @@
-"""What strikes whom and when: a pure function of the seed."""
+"""Schedule of strikes and victims: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """`nemesis` strikes `victim`, `pause_s` after the strike before it. `seed` decides what else it draws."""
+    """`nemesis` strikes `victim`, `pause_s` after the strike before it. `seed` is for the nemesis's own draws."""
 
     pause_s: float
     nemesis: str
@@ -21,9 +21,9 @@ class Strike:
 
 
 def plan(seed: int, strikes: int, pairs: Sequence[Pair], mean_pause_s: float) -> list[Strike]:
-    """`strikes` strikes. Every pair comes once per round, in an order of its own each round, so that none is spared.
+    """Return the schedule of `strikes` strikes. Every pair comes once per round, in a random order.
 
-    Pauses are exponential: often several things are broken together, and sometimes a process dies while it starts.
+    Pauses are exponential: often several parts are broken together, and sometimes a process dies while it starts.
     """
     choose = random.Random(seed)
     order = _rounds(choose, pairs)

@@ -1,6 +1,6 @@
-"""How the stack under fire is set.
+"""Settings of the stack under fire.
 
-Times are short where waiting shows nothing; bounds on loss, order and retries are as shipped.
+Waiting times are short; bounds on loss, order and retries are the defaults.
 """
 
 from __future__ import annotations

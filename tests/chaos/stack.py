@@ -1,8 +1,8 @@
-"""The stack under fire: two machines as users have them, each with its own supervisor, and the bus between them.
+"""The stack under fire: two machines, each with its own supervisor, and the bus between them.
 
-Machine A is all that `headrace up` starts. Machine B adds a gateway, an inference replica and, where the database is a
-server, a second of each stream service; they share A's bus, blobs and database. The supervisors restart what dies.
-Apache Kafka and PostgreSQL, which no supervisor of ours runs, are started again here.
+Machine A runs the services that `headrace up` starts. Machine B adds a gateway, an inference replica and, where the
+database is a server, a second of each stream service; they share A's bus, blobs and database. The supervisors restart
+dead services. Apache Kafka and PostgreSQL, which no supervisor of ours runs, are restarted here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEAGE = "main"
 _LIMITS = Limits(stable_s=5.0)
 _KEY, _PASSWORD = "key-of-both-machines", "password-of-the-bus"
 _KEYED = {"Authorization": f"Bearer {_KEY}"}
-"""Who has lived for five seconds is started again at once: here dying often is no sign of being broken."""
+"""Lifetime after which a service is restarted at once: frequent deaths are no sign of a fault here."""
 _READY_S = 300.0
 _CHECK_S = 0.1
 REWARDS = """
@@ -55,11 +55,11 @@ class Stack:
     base: Path
     report: Callable[[str], None] = lambda line: None
     environ_of: Callable[[str], Mapping[str, str]] = lambda machine: {}
-    """What the processes of a machine get beside the environment of this one."""
+    """Additional environment of a machine's processes."""
     proxies: dict[str, Proxy] = field(default_factory=dict)
-    """By machine: what stands between it and Kafka."""
+    """Proxies between each machine and Kafka."""
     crashes: list[str] = field(default_factory=list)
-    """Deaths that nobody ordered."""
+    """Deaths without an order."""
     _a: Supervisor = field(init=False)
     _b: Supervisor = field(init=False)
     _kafka: KafkaNode | None = None
@@ -167,7 +167,7 @@ class Stack:
     # what the run calls
 
     async def all_ready(self) -> None:
-        """Returns once every service says that it can do its work."""
+        """Return once every service reports that it is ready."""
         await asyncio.gather(*self._reviving)
         for name in (*services_on(self.bus_kind), *(["broker"] if self._kafka is None else [])):
             await self._until(partial(self._serves, name), f"{name} to be ready")
@@ -177,13 +177,13 @@ class Stack:
         return supervisor.url(service)
 
     def trainer_ledger(self) -> TrainerLedger:
-        """What the last save holds. Call it when the trainer has stopped."""
+        """Return the contributions of the last save. The trainer must have stopped."""
         saved = LineageStore(self.blobs, LINEAGE).read()
         assert saved is not None, "the trainer never saved its lineage"
         return TrainerLedger(
             lineage=LINEAGE,
-            contributions={name: tuple(c.step for c in one.contributions) for name, one in saved.window.items()},
-            revisions={name: one.revisions for name, one in saved.window.items()},
+            contributions={name: tuple(c.step for c in entry.contributions) for name, entry in saved.window.items()},
+            revisions={name: entry.revisions for name, entry in saved.window.items()},
             waiting=frozenset(item.experience.experience_id for item in saved.waiting),
             steps=saved.steps,
         )
@@ -200,7 +200,7 @@ class Stack:
         await asyncio.to_thread(self._postgres.start)
 
     def _shared(self, machine: str) -> dict[str, object]:
-        """Where both machines find bus and database; nothing where machine A brings its own."""
+        """Return the addresses of bus and database for both machines; empty where machine A runs its own."""
         if self._postgres is None:
             return {}
         address = f"127.0.0.1:{self.proxies[machine].port}"
@@ -213,12 +213,12 @@ class Stack:
         return self._machine("a", settings.machine_a(self.base, rewards, self._judge.base_url) | bus)
 
     def _machine_b(self) -> Supervisor:
-        found = settings.machine_a(self.base, self.folder / "rewards.py", self._judge.base_url)
+        settings_a = settings.machine_a(self.base, self.folder / "rewards.py", self._judge.base_url)
         shared = self._shared("b") or {"bus.address": self.bus}
         shared |= {"blobs.url": (self.folder / "a" / "blobs").as_uri()}
         only = ("gateway", "inference", *(STREAM if self._postgres is not None else ()))
-        kept = {name: value for name, value in found.items() if name.split(".")[0] in only}
-        return self._machine("b", kept | shared, only=only)
+        selected = {name: value for name, value in settings_a.items() if name.split(".")[0] in only}
+        return self._machine("b", selected | shared, only=only)
 
     def _machine(self, name: str, values: dict[str, object], only: tuple[str, ...] = ()) -> Supervisor:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
@@ -233,7 +233,7 @@ class Stack:
         )
 
     def _secrets(self) -> dict[str, object]:
-        """Return what both machines have to agree on; an embedded broker is the bus of both."""
+        """Return the settings on which both machines have to agree; an embedded broker is the bus of both."""
         login = {} if self._postgres is not None else {"bus.password": _PASSWORD}
         return {"security.internal_key": _KEY, **login}
 
@@ -246,7 +246,7 @@ class Stack:
         return (self._b, name.removesuffix("-2")) if name.endswith("-2") else (self._a, name)
 
     async def _serves(self, name: str) -> bool:
-        """Whether it lives and says itself that it can do its work; a replica has also loaded a version."""
+        """Return whether the service lives and reports that it is ready; a replica has also loaded a version."""
         self._alarm()
         if not await answers(self._http, f"{self.url(name)}/health", 2.0):
             return False
@@ -267,9 +267,9 @@ class Stack:
             if (supervisor := getattr(self, machine, None)) is not None:
                 supervisor.wait(0)
 
-    async def _until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    async def _until(self, condition: Callable[[], Awaitable[bool]], label: str) -> None:
         deadline = time.monotonic() + _READY_S
         while not await condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {_READY_S:g} s for {what}")
+                raise TimeoutError(f"waited {_READY_S:g} s for {label}")
             await asyncio.sleep(_CHECK_S)

@@ -1,4 +1,4 @@
-"""Who is there to be struck."""
+"""Possible victims of strikes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAIRS = {
 }
 """While one of a pair is down, the other is spared."""
 STREAM = ("collector", "scorer", "judge")
-"""They run on machine A, and with a database server on machine B, too."""
+"""Services that run on machine A and, with a database server, on machine B too."""
 SINGLE = ("trainer", "registry")
 BUS = {"embedded": "broker", "kafka": "kafka"}
 

@@ -1,1 +1,1 @@
-"""A folder for `PYTHONPATH`: its `sitecustomize` disturbs what a process does with the files of a blob store."""
+"""Folder for `PYTHONPATH`: its `sitecustomize` disturbs the work of a process on the files of a blob store."""

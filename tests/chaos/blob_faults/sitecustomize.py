@@ -1,7 +1,7 @@
-"""Runs at the start of every process that has this folder on its path.
+"""Module that runs at the start of every process that has this folder on its path.
 
-Python's audit events come before a file is opened, renamed, linked or listed, whichever library asks for it. Below a
-folder `blobs`, they take `delay_s` longer, or raise `EIO` with probability `fail`, as the file `CHAOS_BLOBS` says.
+Python's audit events come before a file is opened, renamed, linked or listed, whichever library does it. Below a folder
+`blobs`, they take `delay_s` longer, or raise `EIO` with probability `fail`, as the file `CHAOS_BLOBS` specifies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong, one file each. `NEMESES` is the list; `missing` says why one cannot be played here."""
+"""Kinds of faults, one file each. `NEMESES` lists them; `missing` returns the reason why one cannot strike here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.chaos.nemeses import blobs, clock, disk, kill, partition, postgres, s
 from tests.chaos.nemeses.base import Nemesis
 
 NEMESES: Mapping[str, type[Nemesis]] = {
-    one.name: one
-    for one in (
+    nemesis.name: nemesis
+    for nemesis in (
         kill.Kill,
         stop.Stop,
         partition.Partition,

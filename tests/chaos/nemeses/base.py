@@ -1,4 +1,4 @@
-"""What every nemesis has in common: whom it can strike, and that what it broke is whole again in the end."""
+"""Common interface of the nemeses: possible victims, and the repair at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Nemesis(abc.ABC):
-    """`prepare` before the stack starts, `strike` as often as the schedule says, `heal` once at the end."""
+    """Interface of a kind of fault: `prepare` before the stack starts, `strike` on schedule, `heal` once at the end."""
 
     name: ClassVar[str]
 
@@ -30,18 +30,18 @@ class Nemesis(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def victims(cls, bus: str) -> Sequence[str]:
-        """Whom it can strike."""
+        """Return the possible victims."""
 
     def prepare(self, machine: str) -> Mapping[str, str]:
-        """What the processes of a machine get into their environment."""
+        """Return environment variables for the processes of a machine."""
         return {}
 
     @abc.abstractmethod
     async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
-        """Returns what was done, in a few words, as soon as it is done; what lasts goes on in the background."""
+        """Strike. Return a short description at once; lasting effects go on in the background."""
 
     async def heal(self) -> None:
-        """Returns when nothing is broken any more."""
+        """Return when every effect is repaired."""
         await asyncio.gather(*self._lasting.values())
 
     def struck(self, victim: str) -> bool:
@@ -50,5 +50,5 @@ class Nemesis(abc.ABC):
         return task is not None and not task.done()
 
     def lasting(self, victim: str, work: Coroutine[None, None, None]) -> None:
-        """Let `work` go on beside the schedule; it ends what the strike began."""
+        """Run `work` in the background. It ends the effect of the strike."""
         self._lasting[victim] = asyncio.create_task(work)

@@ -18,7 +18,7 @@ KINDS = {"slow": {"delay_s": 1.0}, "failing": {"fail": 0.5}, "away": {"fail": 1.
 
 
 class BlobTrouble(Nemesis):
-    """`tests/chaos/blob_faults/sitecustomize.py` runs in every service and reads what it shall do from a file."""
+    """`tests/chaos/blob_faults/sitecustomize.py` runs in every service and reads its instructions from a file."""
 
     name: ClassVar[str] = "blobs"
 

@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 class DiskFull(Nemesis):
-    """Users' requests may be refused by this machine meanwhile; their load balancer asks the other one."""
+    """Fill the disk. This machine may refuse users' requests meanwhile; their load balancer chooses the other one."""
 
     name: ClassVar[str] = "disk-full"
 
@@ -65,7 +65,7 @@ def small_disk(folder: Path, size_mib: int = SIZE_MIB) -> Iterator[None]:
 
 
 def fill(path: Path) -> None:
-    """Take all the space that there is, and then what was left of it."""
+    """Take all free space, and then the space that was freed meanwhile."""
     with path.open("wb", buffering=0) as file:
         for size in (_CHUNK, 4096):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""SIGSTOP: a process that neither works nor dies. Mostly for a few seconds; sometimes until somebody ends it."""
+"""SIGSTOP: a process that neither works nor dies, mostly for a few seconds, sometimes until a supervisor kills it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_SHARE = 0.25
 
 
 class Stop(Nemesis):
-    """Nobody is told: who waits for a stopped process has to notice by itself."""
+    """Stop the process without any report: processes that wait for it have to notice by themselves."""
 
     name: ClassVar[str] = "stop"
 
@@ -45,7 +45,7 @@ class Stop(Nemesis):
 
 
 async def _resume(pid: int, after_s: float) -> None:
-    """Returns early when somebody has killed the process."""
+    """Wait, and return early after a kill of the process."""
     deadline = time.monotonic() + after_s
     while alive(pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (a death of somebody else's child has no event)
         await asyncio.sleep(0.1)

@@ -21,7 +21,7 @@ from headrace_schemas import (
     Undone,
 )
 from headrace_schemas.base import utcnow
-from tests.chaos.client import Acked, ClientLedger, Said, digest, tokens_digest
+from tests.chaos.client import Acked, ClientLedger, Verdict, digest, tokens_digest
 from tests.chaos.facts import Facts
 from tests.chaos.ledgers import DOUBLE, FAILED, LOST, VALUES, Findings, TrainerLedger, compare
 from tests.support.turns import ask, feedback, user
@@ -52,8 +52,8 @@ class World:
         self.client = ClientLedger()
         tokens = tokens_digest(prompt, first.token_ids)
         self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"), tokens, self.turn.version)
-        self.client.told.add(self.feedback.event_id)
-        self.client.judged["s"] = [Said(1.0, "g")]
+        self.client.feedback_ids.add(self.feedback.event_id)
+        self.client.judged["s"] = [Verdict(1.0, "g")]
         self.client.reached["s"] = {"g"}
         name = self.experience.experience_id
         self.trainer = TrainerLedger(LINEAGE, {name: (1,)}, {name: (0,)}, frozenset(), steps=1)
@@ -92,14 +92,14 @@ def test_what_is_queued_again_may_be_trained_again() -> None:
 
 def test_a_word_that_waited_in_another_gateways_spool_may_count() -> None:
     world = World()
-    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "g")]
+    world.client.judged["s"] = [Verdict(1.0, "g"), Verdict(0.0, "g")]
     world.client.reached["s"] = {"g", "h"}
     assert world.compare().broken == {}
 
 
 def test_what_nobody_said_never_counts() -> None:
     world = World()
-    world.client.judged["s"] = [Said(0.5, "g"), Said(0.0, "g")]
+    world.client.judged["s"] = [Verdict(0.5, "g"), Verdict(0.0, "g")]
     world.client.reached["s"] = {"g", "h"}
     assert VALUES in world.compare().broken
 
@@ -154,7 +154,7 @@ def other_token(world: World) -> Findings:
 
 
 def earlier_word(world: World) -> Findings:
-    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "g")]
+    world.client.judged["s"] = [Verdict(1.0, "g"), Verdict(0.0, "g")]
     return world.compare()
 
 
