@@ -174,7 +174,7 @@ KILLS ?= 100
 check_chaos = $(PROGRAM) chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) \
   $(if $(KEEP),--keep $(KEEP)) $(SEED_OPTION) $(ARGS)
 
-#: NAME=clients        openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
+#: NAME=clients        openai, anthropic, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
 needs_check_clients = .venv-clients/installed
 check_clients = REQUIRED_SERVERS=clients $(BIN)/pytest tests/integration/clients $(ARGS)
 

@@ -228,6 +228,30 @@ def _responses(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
     return body | rng.choice(extras)
 
 
+def _messages(turns: KnownTurns, rng: random.Random) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": turns.model,
+        "max_tokens": Raw(16),
+        "system": "Answer.",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Who wrote?"}]}],
+        "metadata": {"user_id": "r"},
+    }
+    function = _TOOL["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    extras: tuple[dict[str, Any], ...] = (
+        {},
+        {"tools": [tool], "tool_choice": {"type": "tool", "name": "search"}},
+        {"stream": True, "top_p": Raw(0.9), "stop_sequences": ["end"]},
+        {"thinking": {"type": "enabled", "budget_tokens": Raw(8)}, "service_tier": "auto"},
+    )
+    if rng.random() < 0.3:
+        body["messages"] += [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "search", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "none"}]},
+        ]
+    return body | rng.choice(extras)
+
+
 def _nothing(_turns: KnownTurns, _rng: random.Random) -> None:
     return None
 
@@ -238,6 +262,7 @@ _CHAT_ROUTES: tuple[tuple[str, _Template], ...] = (
     ("/v1/chat/completions", _chat),
     ("/chat", _chat),
     ("/v1/responses", _responses),
+    ("/v1/messages", _messages),
 )
 _OTHER_ROUTES: tuple[tuple[str, _Template], ...] = (
     ("/v1/feedback", _feedback),

@@ -148,7 +148,9 @@ async def gateway(
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, own.capture, send_timeout_s=1)
         draining = asyncio.create_task(publisher.run())
         replica_set = ReplicaSet(clock, lambda: True)
-        catalog = ModelCatalog(own.model_aliases, lambda: True, replica_set.changed)
+        catalog = ModelCatalog(
+            own.model_aliases, lambda: True, replica_set.changed, any_name=own.any_model_name == "always"
+        )
         watching = asyncio.create_task(ReplicaWatch(replica_set, engines, own.upstream, clock).run())
         admission = Admission(
             KeyRing(read_keys(own), own.limits_per_key),

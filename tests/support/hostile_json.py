@@ -58,6 +58,17 @@ ITEMS = [
     {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"a": 1}'},
     {"type": "function_call_output", "call_id": "c", "output": "found"},
 ]
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "r", "signature": "s"}, {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}},
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "found"}], "is_error": False},
+    ]},
+]  # fmt: skip
+BLOCK_TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA}
 ASKED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 7, "stop": ["end"], "n": 1, "presence_penalty": 0.0}
 
 
@@ -107,6 +118,10 @@ def bases() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {"model": "tiny", "input": "hello", "temperature": 1.0, "max_output_tokens": 4, **again}),
         ("/v1/responses", {"model": "tiny", "input": ITEMS, "tools": [NAMED_TOOL], "tool_choice": "auto", **again}),
         ("/v1/responses", {"model": "tiny", "input": ITEMS[:1], "text": {"format": TEXT_FORMAT}}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 4, "system": "s", "messages": BLOCKS, "tools": [BLOCK_TOOL],
+                          "tool_choice": {"type": "auto"}, "stop_sequences": ["end"], "top_k": 3, **again}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 4, "messages": BLOCKS[:1], "thinking": {"type": "disabled"},
+                          "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     ]  # fmt: skip
 
 

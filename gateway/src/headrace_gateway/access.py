@@ -78,19 +78,25 @@ class KeyRing:
             self._callers[digest] = Caller(digest, "internal", "default", ALL_SCOPES, None, default_limits)
 
     def identify(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> Caller:
-        """The caller by the key in its path (`/t/{key}/...`), else by its bearer token. Raises `ApiError` 401.
+        """Return the caller by the key in its path (`/t/{key}/...`), else by its bearer token, else by `x-api-key`.
 
         The path wins: clients that can only carry a key there send a made-up bearer token beside it.
+
+        Raises:
+            ApiError: 401, the key is missing or unknown.
         """
         key = path_key
         if key is None:
             kind, _, token = decode_name(headers.get(b"authorization", b"")).partition(" ")
             key = token.strip(" \t") if kind.lower() == "bearer" else ""
+            key = key or decode_name(headers.get(b"x-api-key", b"")).strip(" \t")
         if self._open is not None:  # agents send keys that they made up
             return self._callers.get(_digest(key), self._open) if key and self._callers else self._open
         if not key:
             raise ApiError(
-                401, "missing_api_key", "no API key; send 'Authorization: Bearer KEY' or put /t/KEY before the path"
+                401,
+                "missing_api_key",
+                "no API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY', or put /t/KEY before the path",
             )
         caller = self._callers.get(_digest(key))
         if caller is None:

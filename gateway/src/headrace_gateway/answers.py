@@ -5,6 +5,7 @@ Chat completions are here; `responses_api` has the other API's shape.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from pydantic import JsonValue
@@ -15,12 +16,17 @@ from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import IGNORED_HEADER, header_value
 
 _DONE = sse.encode(sse.DONE)
 
 
 class StreamedAnswer(Protocol):
     """One streamed answer in the making."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The response headers beside those of a stream."""
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Nothing, one or several events. `version` is the stream's, settled with its first chunk."""
@@ -35,20 +41,34 @@ class StreamedAnswer(Protocol):
 class AnswerShape(Protocol):
     """How the answers of one API are written."""
 
+    def headers(self, call: ChatCall) -> Mapping[str, str]:
+        """Return the response headers of a plain answer beside type and length."""
+
     def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
-        """The body of a plain answer."""
+        """Return the body of a plain answer."""
 
     def streamed(self, call: ChatCall) -> StreamedAnswer: ...
 
 
 class ChatCompletions:
-    """`POST /v1/chat/completions`."""
+    """The answers of `POST /v1/chat/completions`."""
+
+    def headers(self, call: ChatCall) -> Mapping[str, str]:
+        return answer_headers(call)
 
     def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         return whole(call, answer)
 
     def streamed(self, call: ChatCall) -> StreamedAnswer:
         return Chunks(call)
+
+
+def answer_headers(call: ChatCall) -> dict[str, str]:
+    """Return the headers that every API sends with an answer: its id, and the fields that had no effect."""
+    headers = {"x-request-id": call.response_id}
+    if call.ignored:
+        headers[IGNORED_HEADER] = header_value(call.ignored)
+    return headers
 
 
 def whole(call: ChatCall, answer: EngineAnswer) -> bytes:
@@ -72,6 +92,7 @@ class Chunks:
         options = call.request.stream_options
         self._usage = options is not None and options.include_usage
         self._head: bytes | None = None
+        self.headers = answer_headers(call)
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Nothing, one or two events. `version` is the stream's, settled with its first chunk."""

@@ -107,7 +107,10 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         routing_cache = TableCache(Routing, known_folder / "routing", routing, routed, late_s)
         replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s, trust.accepts)
         catalog = ModelCatalog(
-            settings.model_aliases, lambda: routing.loaded.is_set() or routing_cache.used, lambda: replica_set.changed()
+            settings.model_aliases,
+            lambda: routing.loaded.is_set() or routing_cache.used,
+            lambda: replica_set.changed(),
+            any_name=settings.answers_to_any_name,
         )
         replica_set = ReplicaSet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)

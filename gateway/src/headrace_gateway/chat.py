@@ -1,6 +1,7 @@
 """A call of a model: from a request to a durable turn and a finished response, plain or streamed.
 
-`POST /v1/chat/completions` and `POST /v1/responses` differ in how a request is read and an answer is written (`Read`).
+The APIs of `POST /v1/chat/completions`, `/v1/responses` and `/v1/messages` differ in how a request is read and how an
+answer is written (`Read`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from headrace_gateway.capture import event_of
 from headrace_gateway.chat_call import ChatCall, asked, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_connection import ClientConnection
-from headrace_gateway.identity import RequestMetadata, identify
+from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify
 from headrace_gateway.limits import Work
 from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.recent_turns import RecentTurns
-from headrace_gateway.refusals import ApiError, overloaded
+from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded
 from headrace_gateway.relay import Relay
+from headrace_gateway.request_context import RequestContext, metric_label
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
 from headrace_runtime.aside import Aside
@@ -46,14 +49,14 @@ _ANSWER_TOKENS = 1024
 """What a choice is expected to take whose request sets no limit."""
 
 
-Read = Callable[[bytes, int, int], tuple[ChatRequest, AnswerShape]]
-"""From a body, with the most choices and the most JSON values, to a request and the shape of its answers. In any
-thread; raises `ApiError`."""
+Read = Callable[[bytes, RequestContext], tuple[ChatRequest, AnswerShape]]
+"""Reads a body of one API. It returns the request and the shape of its answers, may run in any thread, and raises
+`ApiError`."""
 
 
-def read_chat(body: bytes, choices_max: int, values_max: int) -> tuple[ChatRequest, AnswerShape]:
-    """See `Read`."""
-    return parse_chat(body, choices_max, values_max), ChatCompletions()
+def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
+    """Read a body of `POST /v1/chat/completions`."""
+    return parse_chat(body, context), ChatCompletions()
 
 
 def tokens_asked(call: ChatCall, body_bytes: int) -> int:
@@ -73,11 +76,12 @@ class Chat:
     clock: Clock
     aside: Aside
     recent: RecentTurns
+    responses: ResponseStore
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
-            call, shape = await self._understand(scope, admitted)
+            call, shape = await self.understand(scope, admitted)
             if call.identity.shadow_of is not None:
                 self.relay.beside_users(call, self.settings.shadow_load_max)
             mode = "stream" if call.request.stream else "plain"
@@ -88,20 +92,34 @@ class Chat:
             ):
                 await self._serve(call, shape, work, ClientConnection(receive, send))
 
-    async def _understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
+    async def understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
+        """Return the call that an admitted request asks for, and the shape of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
         size_bytes = len(admitted.body)
-        limits = (self.settings.choices_max, self.settings.json_values_max)
-        request, shape = await self.aside.run(size_bytes, lambda: self.read(admitted.body, *limits))
+        context = RequestContext(self.settings.request_rules, self.responses.view(admitted.caller))
+        request, shape = await self.aside.run(size_bytes, lambda: self.read(admitted.body, context))
         await self._routing_is_known()
-        target = self.catalog.resolve(request.model, admitted.caller.may_use)
-        call = await self.aside.run(size_bytes, lambda: self._call(scope, admitted, request, target, started_at))
+        by_agent = PURPOSE_HEADER not in admitted.headers
+        target = self.catalog.resolve(request.model, admitted.caller.may_use, by_agent=by_agent)
+        if target.is_substitute and not self.catalog.names_any_model:
+            context.report("model")
+        for name in context.ignored:
+            metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
+        call = await self.aside.run(
+            size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context.ignored)
+        )
         return call, shape
 
     def _call(
-        self, scope: Scope, admitted: AdmittedRequest, request: ChatRequest, target: Target, started_at: datetime
+        self,
+        scope: Scope,
+        admitted: AdmittedRequest,
+        request: ChatRequest,
+        target: Target,
+        started_at: datetime,
+        ignored: tuple[str, ...],
     ) -> ChatCall:
-        """In any thread."""
+        """Build the call. It may run in any thread."""
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
@@ -120,6 +138,7 @@ class Chat:
             started_at=started_at,
             core=core_of(asked_json, request),
             cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
+            ignored=ignored,
         )
 
     async def _routing_is_known(self) -> None:
@@ -131,6 +150,18 @@ class Chat:
             await self.clock.sleep(_ROUTING_POLL_S)
 
     async def _serve(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
+        """Answer the call. If its prompt fits into the context and its `max_tokens` do not, the answer may be as long
+        as the context allows."""
+        try:
+            await self._answer(call, shape, work, client)
+        except ApiError as error:
+            unfit = error.code == CONTEXT_LENGTH_EXCEEDED and call.sampling.max_tokens is not None
+            if not unfit or client.started or self.settings.strict:
+                raise
+            metrics.IGNORED_FIELDS.labels("max_tokens").inc()
+            await self._answer(call.without_max_tokens(), shape, work, client)
+
+    async def _answer(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
         streamed = shape.streamed(call) if call.request.stream else None
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
@@ -167,7 +198,7 @@ class Chat:
         size_bytes = transcript.sampled * _ANSWERED_BYTES
         body = await self.aside.run(size_bytes, lambda: shape.whole(call, answer))
         length = {"content-type": "application/json", "content-length": str(len(body))}
-        await client.start(200, {**length, "x-request-id": call.response_id})
+        await client.start(200, {**length, **shape.headers(call)})
         await client.body(body)
 
     async def _stream(self, call: ChatCall, streamed: StreamedAnswer, work: Work, client: ClientConnection) -> None:
@@ -178,12 +209,12 @@ class Chat:
                 if events and not client.started:
                     waited = self.clock.now() - call.started_at
                     metrics.FIRST_CHUNK_SECONDS.observe(waited.total_seconds())
-                    await client.start(200, {**_STREAM, "x-request-id": call.response_id})
+                    await client.start(200, {**_STREAM, **streamed.headers})
                 if events:
                     await client.body(events, more=True)
         await self._capture(call, transcript, work, delivered=not client.gone)
         if not client.started:
-            await client.start(200, {**_STREAM, "x-request-id": call.response_id})
+            await client.start(200, {**_STREAM, **streamed.headers})
         await client.body(streamed.end())
 
     async def _capture(self, call: ChatCall, transcript: Transcript, work: Work, *, delivered: bool) -> None:

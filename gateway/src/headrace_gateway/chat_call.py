@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from pydantic import JsonValue
@@ -37,6 +37,8 @@ class ChatCall:
     """The replica's request as a JSON object without `model` and `stream`."""
     cache_salt: str = ""
     """vLLM's name for what separates the prefix caches of tenants."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields of the request that were accepted without an effect."""
 
     @property
     def opens_a_run(self) -> bool:
@@ -54,6 +56,15 @@ class ChatCall:
     def is_background(self) -> bool:
         """Whether it is an evaluation, which gets what users leave."""
         return self.identity.purpose == "eval"
+
+    def without_max_tokens(self) -> ChatCall:
+        """Return the call without a limit of its own for the replica, reported as a field without an effect.
+
+        Quotation marks inside of JSON strings are escaped, so the first match is the field itself: messages, which
+        stand before it, have no such field.
+        """
+        field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
+        return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))
 
     def body(self, version: str, resume: Resume | None = None) -> bytes:
         """The request for a replica that serves `version`."""

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, JsonValue, model_validator
+from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, model_validator
 
+from headrace_gateway.hints import MESSAGE_HINTS
+from headrace_gateway.request_context import context_of
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.events.chat import Role
 from headrace_schemas.plain_values import none_if_empty
 
+MEDIA_PARTS = (
+    "image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",
+    "container_upload",
+)  # fmt: skip
+"""Types of parts that hold no text. A tuple: the `type` that a caller sends need not be hashable."""
 
-def _content(value: Any) -> Any:
-    """Text or text parts; anything else is refused in words that say what it was."""
+
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """Return text or text parts. Other parts are refused, or replaced by a text where the settings allow it."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported; only text is")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a text part needs its text as a string")
-    return [{"type": "text", "text": part["text"]} for part in value]
+    return [{"type": "text", "text": _part_text(part, info)} for part in value]
+
+
+def _part_text(part: Any, info: ValidationInfo) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in MEDIA_PARTS:
+        return context_of(info).media_text(str(kind))
+    if kind not in ("text", "refusal"):
+        raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported; only text is")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise ValueError("a text part needs its text as a string")
+    return text
 
 
 def says_something(value: JsonValue) -> bool:
-    """False for null, "", [], {}, and for what holds nothing else.
+    """Return False for null, "", [], {}, and for a value that holds nothing else.
 
-    SDKs echo an answer's message with bookkeeping of their own around it. An empty
-    field asks for nothing, whatever its name; false and 0 do.
+    SDKs send an answer's message back with fields of their own. An empty field asks for nothing, whatever its name;
+    false and 0 ask for something.
     """
     if isinstance(value, dict):
         return any(map(says_something, value.values()))
@@ -41,6 +56,8 @@ def says_something(value: JsonValue) -> bool:
 
 
 def _arguments(value: Any) -> Any:
+    if isinstance(value, dict):  # some clients send the parsed object back
+        return json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
         raise ValueError("must be a string that holds JSON, as the model wrote it")
     return value
@@ -80,13 +97,25 @@ class ChatMessage(Model):
     tool_call_id: Text | None = None
     reasoning_content: LongText | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, value: Any) -> Any:
+        """Read the null content of a tool as an empty text, and the refusal of an assistant as its content."""
+        if isinstance(value, dict) and value.get("content") is None:
+            if value.get("role") == "tool" and "content" in value:
+                return {**value, "content": ""}
+            if value.get("role") == "assistant" and isinstance(value.get("refusal"), str):
+                return {**value, "content": value["refusal"], "refusal": None}
+        return value
+
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _is_whole(self, info: ValidationInfo) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if name == "reasoning" and isinstance(value, str):
+            if (name == "reasoning" and isinstance(value, str)) or not says_something(value):
                 continue
-            if says_something(value):
+            if name not in MESSAGE_HINTS or context_of(info).rules.strict:
                 raise ValueError(f"field {name[:80]!r} in a message is not supported; leave it out or empty")
+            context_of(info).ignore(f"messages.{name}")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
         if self.role == "tool" and self.tool_call_id is None:

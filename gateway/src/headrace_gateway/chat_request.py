@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`: what is honoured, what is harmless, and what is refused by name."""
+"""The body of `POST /v1/chat/completions`: its fields, and those that are harmless, hints, or refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from headrace_gateway.chat_messages import ChatMessage, says_something
+from headrace_gateway.hints import ENABLE_THINKING, HINTS, is_honoured, thinking_switch
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.answer_form import (
@@ -31,7 +33,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "modalities": (["text"],),
     "logit_bias": (),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": ("medium",),
@@ -43,6 +44,12 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "best_of": (1,),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "guided_json": (),
@@ -137,40 +144,53 @@ class ChatRequest(Model):
         return extra.get("safety_identifier") or extra.get("user")
 
 
-def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
-    """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""
-    check_values(body, values_max, "gateway.json_values_max sets the bound")
-    request = parse(ChatRequest, body)
-    for name, value in (request.model_extra or {}).items():
-        _check_extra(name, value)
+def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
+    """Return the request that `body` holds, and report its ignored fields to `context`.
+
+    Raises:
+        ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
+    """
+    rules = context.rules
+    check_values(body, rules.json_values_max, "gateway.json_values_max sets the bound")
+    return checked_chat(parse(ChatRequest, body, context=context), context)
+
+
+def checked_chat(request: ChatRequest, context: RequestContext) -> ChatRequest:
+    """Return `request` with its hints applied. Raises `ApiError` 400 that names the field at fault."""
+    extra = request.model_extra or {}
+    for name, value in extra.items():
+        _check_extra(name, value, context)
+    switch = thinking_switch(extra, context)
+    if switch is not None:
+        arguments = {ENABLE_THINKING: switch, **(request.chat_template_kwargs or {})}
+        request = request.model_copy(update={"chat_template_kwargs": arguments})
     try:
         check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
     except ValueError as error:
         raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
-    if request.choices > choices_max:
-        raise ApiError(400, "invalid_value", f"n: at most {choices_max} choices can be asked for here", "n")
+    if request.choices > context.rules.choices_max:
+        message = f"n: at most {context.rules.choices_max} choices can be asked for here"
+        raise ApiError(400, "invalid_value", message, "n")
     return request
 
 
-def _check_extra(name: str, value: JsonValue) -> None:
-    if name in HARMLESS or not says_something(value):
+def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
+    if name in HARMLESS or not says_something(value) or value in NEUTRAL.get(name, ()) or is_honoured(name, value):
+        return
+    if name in HINTS:
+        context.ignore(name, HINTS[name])
         return
     if name not in NEUTRAL:
         raise unknown_field(name, [*ChatRequest.model_fields, *HARMLESS, *NEUTRAL])
-    if value not in NEUTRAL[name]:
-        reason = _WHY.get(name, "it would change what is sampled without a record of it")
-        raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
+    reason = _REASONS.get(name, "it would change what is sampled without a record of it")
+    raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
 
 
-_WHY = {
-    "store": "use the captured turns instead",
-    "service_tier": "there is one tier",
+_REASONS = {
     "modalities": "only text is served",
     "audio": "only text is served",
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "web_search_options": "offer a search tool instead",
     "prompt_logprobs": "only sampled tokens have logprobs",
-    "reasoning_effort": "there is no such setting here; chat_template_kwargs reach the template",
-    "verbosity": "there is no such setting here; say it in a message",
 }

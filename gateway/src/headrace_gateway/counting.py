@@ -9,6 +9,9 @@ from headrace_gateway.metrics import REQUESTS
 _ROUTES = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "count_tokens",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
     "/v1/models": "models",
     "/v1/feedback": "feedback",
     "/v1/trajectories": "trajectories",
@@ -42,4 +45,6 @@ def route_of(path: str) -> str:
         return "end"
     if path.startswith("/v1/models/"):
         return "models"
+    if path.startswith("/v1/responses/") and path not in _ROUTES:
+        return "stored_responses"
     return _ROUTES.get(path, "other")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
 from headrace_runtime import tracing
@@ -185,7 +185,7 @@ def _failure(status: int, body: bytes) -> Exception:
     if status >= 500 or status in _NOT_THE_CLIENTS_FAULT:
         return ReplicaFailed("error", f"status {status}")
     if "context length" in message:
-        code = "context_length_exceeded"
+        code = CONTEXT_LENGTH_EXCEEDED
     return ApiError(status, code or "invalid_request", message or f"the engine refused with status {status}", param)
 
 

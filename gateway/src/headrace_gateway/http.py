@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -14,6 +16,8 @@ from headrace_gateway.counting import Counting
 from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines
 from headrace_gateway.ingest import Lookup, nothing_known
+from headrace_gateway.messages_api.answers import read_messages
+from headrace_gateway.messages_api.request import parse_count
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.models_api import ModelsApi
 from headrace_gateway.placement import Placement
@@ -22,10 +26,14 @@ from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
 from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.responses_api.answers import read_responses
+from headrace_gateway.responses_api.request import parse_input_tokens
+from headrace_gateway.responses_api.stored import StoredResponses
 from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sticky_versions import StickyVersions
+from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime import web
 from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
@@ -49,6 +57,11 @@ class Parts:
     values: SourceValues = field(default_factory=SourceValues)
 
 
+async def _root(_request: Request) -> Response:
+    """Answer clients that look whether the server is there before their first call, as Claude Code does."""
+    return PlainTextResponse("Headrace gateway\n")
+
+
 def application(parts: Parts) -> ASGIApp:
     """`/health` is 200 while chat requests can be served and captured; the bus being away does not change that."""
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
@@ -56,8 +69,13 @@ def application(parts: Parts) -> ASGIApp:
     dispatchers = Dispatchers(parts.replica_set.capacity)
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
     aside, recent = Aside(parts.settings.parse_threads), RecentTurns()
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent)
+    stored = ResponseStore(parts.settings.responses_bytes_max)
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent, stored)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
+    messages = Chat(read_messages, *shared)
+    message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})
+    input_tokens = TokenCounting(Chat(reader(parse_input_tokens), *shared), {"object": "response.input_tokens"})
+    stored_responses = StoredResponses(parts.admission, stored)
     sessions = SessionsApi(
         parts.admission,
         sticky_versions,
@@ -75,6 +93,12 @@ def application(parts: Parts) -> ASGIApp:
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/input_tokens", input_tokens.count, methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored_responses.get),
+            Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
+            Route("/", _root),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             Route("/v1/feedback", sessions.feedback, methods=["POST"]),

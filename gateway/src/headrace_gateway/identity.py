@@ -20,7 +20,12 @@ from headrace_schemas.names import decode_name, is_name
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
 """What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what
 it is."""
+PURPOSE_HEADER = b"x-headrace-purpose"
 _SESSION_KEY = r"[a-z2-7]{16}"
+_CLIENT_SESSION_HEADERS = (b"x-claude-code-session-id", b"session-id", b"thread-id", b"x-session-affinity")
+"""Headers in which Claude Code, Codex CLI and other agents send their session."""
+CLIENT_SESSION = "headrace_client_session"
+"""The name under which a reader stores the session that it found inside of another field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,18 @@ class RequestMetadata:
             return label(decode_name(header), f"X-{name.replace('_', '-').title()}")
         return label(self.metadata.get(name), f"metadata.{name}")
 
+    def client_session(self) -> tuple[str, SessionSource] | None:
+        """Return the session that a client sends by its own convention; None if it sends none.
+
+        Such a name only groups calls: one that cannot be a name is ignored, and a key that is bound to a session goes
+        before it.
+        """
+        for header in _CLIENT_SESSION_HEADERS:
+            if header in self.headers and is_name(name := decode_name(self.headers[header])):
+                return name, "header"
+        value = self.metadata.get(CLIENT_SESSION)
+        return (value, "metadata") if isinstance(value, str) and is_name(value) else None
+
     def purpose(self) -> Purpose:
         purpose = _PURPOSES.get(self._purpose) if isinstance(self._purpose, str) else None
         if purpose is None:
@@ -71,7 +88,7 @@ class RequestMetadata:
 
     @property
     def _purpose(self) -> JsonValue:
-        header = self.headers.get(b"x-headrace-purpose")
+        header = self.headers.get(PURPOSE_HEADER)
         return self.metadata.get("purpose", "train") if header is None else decode_name(header)
 
 
@@ -127,6 +144,9 @@ def _session(
         return in_path, "path"
     if caller.session_id is not None:
         return caller.session_id, "key"
+    client_session = metadata.client_session()
+    if client_session is not None:
+        return client_session
     return _implied(caller, use, messages), "implicit"
 
 

@@ -18,6 +18,9 @@ CAPTURE_SECONDS = Histogram(
     "From the last token to the durable turn: what P1 costs a client",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
 )
+IGNORED_FIELDS = Counter(
+    "headrace_gateway_ignored_fields_total", "Fields of calls that were accepted without an effect", ["field"]
+)
 TURNS = Counter("headrace_gateway_turns_total", "Turns captured", ["model"])
 TOKENS = Counter("headrace_gateway_tokens_total", "Tokens of captured turns", ["kind"])
 UNDELIVERED = Counter("headrace_gateway_undelivered_total", "Turns whose client had gone before the response ended")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
@@ -12,6 +13,10 @@ from headrace_schemas.assignment import assign_unit
 from headrace_schemas.text import closest, printable
 
 CHAMPION = "champion"
+ANY_NAME = "*"
+"""The alias that stands for all names that are not known."""
+_MODEL_END = re.compile(r"[@:]")
+_VERSION = re.compile(r".+@[0-9a-f]{16}")
 REGISTERED = "registered"
 """`Turn.untrained` of a version that was registered: no trainer of ours made it."""
 
@@ -22,21 +27,35 @@ def _anything(_model: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request's `model` names: an alias of a model (its champion unless said), or one exact version."""
+    """The meaning of a request's `model`: an alias of a model (its champion by default), or one exact version."""
 
     model: str
     alias: str = CHAMPION
     version: str | None = None
+    is_substitute: bool = False
+    """Whether the model answers in place of one whose name is not known here."""
 
 
 class ModelCatalog:
     """The newest routing of each model.
 
-    `loaded` tells whether everything that was on the topic has been read, `changed` is called after each update.
+    Args:
+        aliases: Names of clients to ours. The name `*` stands for all others.
+        loaded: Returns whether everything that was on the topic has been read.
+        changed: Called after each update.
+        any_name: Whether the only model, where there is one, answers to all names that are not known.
     """
 
-    def __init__(self, aliases: Mapping[str, str], loaded: Callable[[], bool], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        aliases: Mapping[str, str],
+        loaded: Callable[[], bool],
+        changed: Callable[[], None],
+        *,
+        any_name: bool = False,
+    ) -> None:
         self._aliases = aliases
+        self._any_name = any_name
         self._loaded = loaded
         self._changed = changed
         self._rows: dict[str, Routing] = {}
@@ -50,13 +69,46 @@ class ModelCatalog:
         self._changed()
 
     @property
+    def names_any_model(self) -> bool:
+        """Whether the settings name a model for all names that are not known."""
+        return ANY_NAME in self._aliases
+
+    @property
     def known(self) -> bool:
         """False until there is a model to route to."""
         return self._loaded() and bool(self._rows)
 
-    def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything) -> Target:
-        """Raises `ApiError` 404 for a model, alias or version that no routing names, or that the caller may not use."""
-        name = self._aliases.get(requested, requested)
+    def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything, *, by_agent: bool = False) -> Target:
+        """Return what the `model` of a request means.
+
+        Args:
+            requested: The name in the request.
+            may_use: Returns whether the caller may use a model.
+            by_agent: Whether the request may be of an agent whose model has another name. Programs of Headrace know
+                the names, and their mistakes must not reach another model.
+
+        Raises:
+            ApiError: 404, no routing names the model, alias or version, or the caller may not use it.
+        """
+        name = self._aliases.get(requested) or self._substitute(requested, by_agent=by_agent) or requested
+        target = self._target(requested, name, may_use)
+        return replace(target, is_substitute=name != requested and requested not in self._aliases)
+
+    def routing_of(self, target: Target) -> Routing:
+        """Return the routing of a model that `resolve` has found."""
+        return self._rows[target.model]
+
+    def _substitute(self, requested: str, *, by_agent: bool) -> str | None:
+        """Return the name that stands for all names that are not known. A misspelt alias or version of a known model
+        has none, and neither has anything that looks like a version of ours."""
+        if _MODEL_END.split(requested, maxsplit=1)[0] in self._rows or _VERSION.fullmatch(requested):
+            return None
+        if ANY_NAME in self._aliases:
+            return self._aliases[ANY_NAME]
+        is_allowed = self._any_name and by_agent and len(self._rows) == 1
+        return next(iter(self._rows)) if is_allowed else None
+
+    def _target(self, requested: str, name: str, may_use: Callable[[str], bool]) -> Target:
         model, _, digest = name.partition("@")
         if digest:
             if not may_use(model) or not self.usable(model, name):
@@ -110,7 +162,8 @@ class ModelCatalog:
             usable = [version for version in _versions(routing) if version not in routing.withdrawn]
             listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in _aliases(routing)), *usable)]
         known = dict(listed)
-        return listed + [(foreign, known[ours]) for foreign, ours in self._aliases.items() if ours in known]
+        aliases = [(foreign, ours) for foreign, ours in self._aliases.items() if foreign != ANY_NAME]
+        return listed + [(foreign, known[ours]) for foreign, ours in aliases if ours in known]
 
     def _unknown(self, requested: str, may_use: Callable[[str], bool]) -> ApiError:
         similar = closest(requested, (name for name, _ in self.names(may_use)))

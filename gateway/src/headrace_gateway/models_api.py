@@ -1,8 +1,10 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: every name that a request's `model` may be."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: every name that a request's `model` may be, in the forms of OpenAI and
+Anthropic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC
 
 from pydantic import JsonValue
 from starlette.requests import Request
@@ -10,28 +12,36 @@ from starlette.responses import JSONResponse, Response
 
 from headrace_gateway.admission import Admission
 from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.refusals import is_anthropic
 from headrace_gateway.requests import headers_of
 from headrace_schemas import Routing
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsApi:
-    """Reads the routing table; needs the scope `chat`."""
+    """The endpoints of the models. They read the routing table and need the scope `chat`."""
 
     admission: Admission
     catalog: ModelCatalog
 
     async def list(self, request: Request) -> Response:
+        """Return all models that the caller may use."""
         caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
-        models = [self._model(name, routing) for name, routing in self.catalog.names(caller.may_use)]
-        return JSONResponse({"object": "list", "data": models})
+        rows = self.catalog.names(caller.may_use)
+        if is_anthropic(request):
+            names = [name for name, _ in rows]
+            listed = [self._anthropic_model(name, routing) for name, routing in rows]
+            ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+            return JSONResponse({"data": listed, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [self._model(name, routing) for name, routing in rows]})
 
     async def one(self, request: Request) -> Response:
+        """Return one model, by any name that a call may use. Raises `ApiError` 404."""
         caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
-        wanted = request.path_params["model"]
-        self.catalog.resolve(wanted, caller.may_use)  # raises 404
-        routing = dict(self.catalog.names())[wanted]
-        return JSONResponse(self._model(wanted, routing))
+        name = request.path_params["model"]
+        routing = self.catalog.routing_of(self.catalog.resolve(name, caller.may_use, by_agent=True))
+        form = self._anthropic_model if is_anthropic(request) else self._model
+        return JSONResponse(form(name, routing))
 
     def _model(self, name: str, routing: Routing) -> dict[str, JsonValue]:
         return {
@@ -39,5 +49,16 @@ class ModelsApi:
             "object": "model",
             "created": int(routing.time.timestamp()),
             "owned_by": "headrace",
-            "version": self.catalog.version_of(self.catalog.resolve(name)),
+            "version": self.catalog.version_of(self.catalog.resolve(name, by_agent=True)),
+        }
+
+    def _anthropic_model(self, name: str, routing: Routing) -> dict[str, JsonValue]:
+        created = routing.time.astimezone(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+        return {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": created,
+            "lifecycle": "active",
+            "version": self.catalog.version_of(self.catalog.resolve(name, by_agent=True)),
         }

@@ -1,4 +1,4 @@
-"""Answers that refuse, in the shape of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Refusals in the forms of OpenAI's API (`{"error": {"message", "type", "param", "code"}}`) and of Anthropic's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_runtime.errors import Refused
+from headrace_schemas import ids
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+REQUEST_ID_HEADER = "request-id"
+_OVERLOADED_STATUS = 529
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -33,6 +46,18 @@ class ApiError(Refused):
         return json.dumps({"error": error}, ensure_ascii=False).encode()
 
     @property
+    def anthropic_status(self) -> int:
+        """The status that Anthropic's API uses: 529 where the server has no room."""
+        return _OVERLOADED_STATUS if self.status == 503 else self.status
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Return the body of the refusal, or the data of an `error` event, in the form of Anthropic's API."""
+        status = self.anthropic_status
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": str(self)}
+        return json.dumps({"type": "error", "error": error, "request_id": request_id}, ensure_ascii=False).encode()
+
+    @property
     def headers(self) -> Mapping[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
 
@@ -41,18 +66,33 @@ def overloaded(message: str, retry_after_s: float = 5.0) -> ApiError:
     return ApiError(503, "overloaded", message, retry_after_s=retry_after_s)
 
 
-async def refused(_request: Request, error: Exception) -> Response:
-    """Starlette's handler for everything that refuses on purpose, its own unknown paths and methods included."""
+def is_anthropic(request: Request) -> bool:
+    """Return whether the request uses Anthropic's API, by its path or by the header that all its clients send."""
+    path: str = request.scope["path"]
+    return path == "/v1/messages" or path.startswith("/v1/messages/") or "anthropic-version" in request.headers
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer a request that is refused on purpose, unknown paths and methods included."""
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "refused")
         error = ApiError(error.status_code, code, f"{error.detail}; the API's paths are in the gateway's README")
     elif isinstance(error, Refused) and not isinstance(error, ApiError):
         error = ApiError(error.status, error.code, str(error), error.param)
     assert isinstance(error, ApiError)
+    return _response(request, error)
+
+
+async def crashed(request: Request, _error: Exception) -> Response:
+    """Answer a request that met a bug of ours; the server logs the traceback."""
+    return _response(request, ApiError(500, "internal_error", "the gateway failed; its log says why"))
+
+
+def _response(request: Request, error: ApiError) -> Response:
+    """Return the refusal in the form of the API that the request uses."""
+    if is_anthropic(request):
+        request_id = f"req_{ids.uuid7().hex}"
+        headers = {**error.headers, REQUEST_ID_HEADER: request_id}
+        body = error.anthropic_body(request_id)
+        return Response(body, error.anthropic_status, headers, media_type="application/json")
     return Response(error.body, error.status, error.headers, media_type="application/json")
-
-
-async def crashed(_request: Request, _error: Exception) -> Response:
-    """The answer to a request that met a bug of ours; the server logs the traceback."""
-    error = ApiError(500, "internal_error", "the gateway failed; its log says why")
-    return Response(error.body, error.status, media_type="application/json")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import RequestContext
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas.text import closest, printable
 
@@ -17,7 +18,7 @@ _DEPTH_SHOWN = 8
 """Parts of the path to a field that a refusal names."""
 
 
-_NAMING = (b"authorization", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
+_NAMING = (b"authorization", b"x-api-key", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
 """Headers that name a caller or what it is about."""
 
 
@@ -71,10 +72,14 @@ def check_values(
         raise ApiError(413, "too_many_values", message)
 
 
-def parse(model: type[M], body: bytes, *, status: int = 400) -> M:
-    """Raises `ApiError` with `status` (400 for what is not JSON) that names the field at fault, never its value."""
+def parse(model: type[M], body: bytes, *, status: int = 400, context: RequestContext | None = None) -> M:
+    """Return the body as a `model`.
+
+    Raises:
+        ApiError: `status` (400 for what is not JSON); it names the field at fault, never its value.
+    """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context=context.for_validation() if context else None)
     except ValidationError as error:
         raise refusal_of(error, model, status) from None
 

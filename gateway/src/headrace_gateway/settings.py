@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from headrace_gateway.request_context import RequestRules
 from headrace_gateway.service import INFO
-from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_runtime.settings import Port, Section, ServiceSettings, is_loopback
 from headrace_schemas.base import ModelName
 from headrace_schemas.names import NAME
 
@@ -152,7 +153,21 @@ class GatewaySettings(ServiceSettings):
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` that a request may ask for."""
     model_aliases: dict[str, str] = Field(default={})
-    """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`."""
+    """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`. The name
+    `"*"` stands for all that are not known."""
+    any_model_name: Literal["auto", "always", "never"] = "auto"
+    """When the only model, while there is one, answers to all names that are not known; the response header
+    `x-headrace-ignored` then names `model`. `auto`: where the gateway listens on this machine alone, has no keys and is
+    not `strict`."""
+    strict: bool = False
+    """Refuse hints that have no effect here (`service_tier`, `verbosity`, ...) with 400. Otherwise they are accepted,
+    and the response header `x-headrace-ignored` names them. What changes the meaning of a call is always refused."""
+    media: Literal["refuse", "placeholder"] = "refuse"
+    """Images, audio and files in messages: refused with 400, or replaced by a text such as `[image omitted: this model
+    reads text only]`, so that one screenshot does not end an agent's run."""
+    responses_bytes_max: Annotated[int, Field(ge=0)] = 134_217_728
+    """Most bytes of requests and responses of `POST /v1/responses` that this process stores in memory for
+    `previous_response_id`, `item_reference` and `GET`; the oldest are dropped first. 0: none is stored."""
     shadow_load_max: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Part of a replica's places in use from which on calls with purpose `shadow` are refused with 429: users go
     first."""
@@ -160,3 +175,15 @@ class GatewaySettings(ServiceSettings):
     feedback: FeedbackSettings = FeedbackSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     sticky: StickySettings = StickySettings()
+
+    @property
+    def answers_to_any_name(self) -> bool:
+        """Whether the only model answers to all names that are not known."""
+        if self.any_model_name == "auto":
+            return is_loopback(self.host) and not (self.keys or self.keys_file or self.strict)
+        return self.any_model_name == "always"
+
+    @property
+    def request_rules(self) -> RequestRules:
+        """The settings that decide which requests are accepted."""
+        return RequestRules(self.choices_max, self.json_values_max, strict=self.strict, media=self.media)

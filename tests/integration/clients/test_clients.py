@@ -37,7 +37,7 @@ def check_conversation(turns: list[Turn]) -> None:
     assert FOUND in turns[1].messages[-1].text
 
 
-@pytest.mark.parametrize("program", ["openai_loop", "litellm_loop"])
+@pytest.mark.parametrize("program", ["openai_loop", "litellm_loop", "anthropic_loop"])
 async def test_a_tool_loop_plain_and_streamed(served: Gateway, replica: FakeReplica, program: str) -> None:
     replica.script = [SEARCH, Called("search", {"query": "Ada"}), "It was Ada."] * 2
     assert await run(program, f"{served.url}/v1", "tiny") == [{"answer": "It was Ada.", "calls": 3}] * 2

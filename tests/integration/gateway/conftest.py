@@ -43,7 +43,7 @@ async def circle(folder: Path, bus: str, *replicas: FakeReplica, **settings: obj
     model = f"tiny-{uuid.uuid4().hex[:8]}"
     version = f"{model}@0123456789abcdef"
     data = folder / "data"
-    gateway = GatewayProcess(data, bus, **settings)
+    gateway = GatewayProcess(data, bus, **{"GATEWAY__ANY_MODEL_NAME": "never", **settings})
     async with contextlib.AsyncExitStack() as stack:
         view = await stack.enter_async_context(bus_view(bus, data))
         for replica in replicas:

@@ -10,6 +10,7 @@ import pytest
 from headrace_gateway.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Message, Sampling
+from tests.support.requests import strict
 
 USER = {"role": "user", "content": "hello"}
 FUNCTION = {"name": "search", "arguments": "{}"}
@@ -17,7 +18,7 @@ CALL = {"id": "call_1", "type": "function", "function": FUNCTION}
 
 
 def parsed(**fields: Any) -> ChatRequest:
-    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), 4, 10_000)
+    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), strict())
 
 
 def refused(**fields: Any) -> ApiError:
@@ -105,13 +106,13 @@ def test_refusals_do_not_repeat_what_the_user_wrote() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "a", "model"'])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_chat(body, 4, 10_000)
+        parse_chat(body, strict())
     assert caught.value.status == 400
 
 
 def test_a_field_that_is_missing_is_named() -> None:
     with pytest.raises(ApiError) as caught:
-        parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}', 4, 10_000)
+        parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}', strict())
     assert (caught.value.code, caught.value.param) == ("missing_field", "model")
 
 
@@ -178,6 +179,6 @@ def test_text_parts_are_kept_as_parts() -> None:
 )
 def test_empty_fields_ask_for_nothing(fields: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}
-    request = parse_chat(json.dumps(body).encode(), 1, 1000)
+    request = parse_chat(json.dumps(body).encode(), strict(1, 1000))
     assert request.stop is None
     assert request.messages[0].name is None

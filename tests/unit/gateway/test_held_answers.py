@@ -13,6 +13,7 @@ from headrace_registry.shadow.asking import request_body
 from headrace_schemas import Grammar, Sampling, Tool
 from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway
+from tests.support.requests import strict
 from tests.support.turns import ask, user
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -90,6 +91,6 @@ def test_a_shadow_asks_for_the_same_form(grammar: Grammar) -> None:
     """What is recorded is enough to ask again, and the gateway takes it."""
     tools = tuple(Tool.model_validate(tool) for tool in TOOLS)
     prompt = ask([user("q")], sampling=Sampling(grammar=grammar, temperature=0.5), tools=tools)
-    again = parse_chat(json.dumps(request_body("tiny", prompt, prompt.messages, 64)).encode(), 4, 10_000)
+    again = parse_chat(json.dumps(request_body("tiny", prompt, prompt.messages, 64)).encode(), strict())
     assert again.sampling.grammar == grammar
     assert again.sampling.temperature == 0.5

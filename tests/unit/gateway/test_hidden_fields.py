@@ -18,6 +18,7 @@ from headrace_gateway.transcript import Transcript
 from headrace_schemas import ids
 from headrace_schemas.base import utcnow
 from tests.support.fake_replica import VERSION, Fault, Generation, entry
+from tests.support.requests import strict
 
 KEY = ids.session_key("default", "s")
 TOP = {"id", "object", "created", "model", "choices", "usage"}
@@ -53,7 +54,7 @@ REQUESTS = st.fixed_dictionaries(
 
 def call_of(fields: dict[str, Any]) -> ChatCall:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
-    request = parse_chat(json.dumps(body).encode(), 8, 10_000)
+    request = parse_chat(json.dumps(body).encode(), strict(8))
     messages = tuple(message.event() for message in request.messages)
     return ChatCall(
         request=request,

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from headrace_gateway import chat_request
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
+from headrace_gateway.messages_api.request import MessagesRequest
 from headrace_gateway.responses_api import request as responses_request
 from headrace_gateway.responses_api.request import ResponsesRequest
 from headrace_gateway.settings import LimitSettings
@@ -29,6 +30,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/trajectories": Trajectory,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
 }
 OTHER_NAMES = {
     "/v1/chat/completions": (*chat_request.NEUTRAL, *chat_request.HARMLESS),
@@ -69,6 +71,9 @@ async def test_no_value_of_another_type_fails_the_gateway(tmp_path: Path, route:
             statuses[answer.status_code] += 1
             if answer.status_code >= 400:
                 error = answer.json()["error"]
-                assert error["param"] or any(name in error["message"] for name in (*names, "body")), (changed, error)
+                assert error.get("param") or any(name in error["message"] for name in (*names, "body")), (
+                    changed,
+                    error,
+                )
         assert (await served.client.post(route, json=body)).status_code in (200, 202)
     assert statuses[400] + statuses[422] > 10, statuses

@@ -18,6 +18,7 @@ from headrace_gateway.settings import LimitSettings
 from headrace_schemas import DeadLetter, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway
+from tests.support.requests import strict
 
 USER = {"role": "user", "content": "hello"}
 SHAPES: dict[str, bytes] = {
@@ -33,7 +34,7 @@ SHAPES: dict[str, bytes] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_too_many_values_are_refused_before_they_are_parsed(shape: str) -> None:
     with pytest.raises(ApiError) as refused:
-        parse_chat(SHAPES[shape], 4, 32_768)
+        parse_chat(SHAPES[shape], strict(4, 32_768))
     assert (refused.value.status, refused.value.code) == (413, "too_many_values")
     assert "gateway.json_values_max" in str(refused.value)
 

@@ -40,6 +40,35 @@ def test_a_bare_name_is_its_champion_an_alias_is_itself_a_version_is_exact() -> 
         assert known.version_of(known.resolve(name)) == version
 
 
+@pytest.mark.parametrize("name", ["gpt-4o", "qwen3:8b", "claude-sonnet-4@20250514", "models/x"])
+def test_the_only_model_answers_to_names_that_are_not_known(name: str) -> None:
+    known = ModelCatalog({}, lambda: True, lambda: None, any_name=True)
+    known.update("tiny", routing(1, V2, V1))
+    assert known.resolve(name, by_agent=True) == Target("tiny", is_substitute=True)
+    for refused in ({"by_agent": False}, {"by_agent": True, "may_use": lambda _: False}):
+        with pytest.raises(ApiError):
+            known.resolve(name, **refused)  # type: ignore[arg-type]
+    known.update("other", routing(1, V2))
+    with pytest.raises(ApiError):
+        known.resolve(name, by_agent=True)
+
+
+@pytest.mark.parametrize("name", ["tiny:stabel", "tiny@fedcba9876543210", "gone@fedcba9876543210"])
+def test_a_wrong_alias_or_version_is_refused_also_where_any_name_is_answered(name: str) -> None:
+    known = ModelCatalog({"*": "tiny"}, lambda: True, lambda: None, any_name=True)
+    known.update("tiny", routing(1, V2, V1))
+    with pytest.raises(ApiError):
+        known.resolve(name, by_agent=True)
+
+
+def test_a_star_stands_for_all_names_that_are_not_known_and_is_not_listed() -> None:
+    known = ModelCatalog({"*": "tiny:previous", "gpt-4o": "tiny"}, lambda: True, lambda: None)
+    known.update("tiny", routing(1, V2, V1))
+    assert known.resolve("gpt-5") == Target("tiny", "previous", is_substitute=True)
+    assert known.resolve("gpt-4o") == Target("tiny")
+    assert "*" not in dict(known.names())
+
+
 def test_foreign_names_lead_to_ours() -> None:
     known = catalog(routing(1, V2, V1), training_model="tiny", old="tiny:previous")
     assert known.resolve("training-model") == Target("tiny")

@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: OpenAI's Responses API as a translation onto chat calls, which are captured as any other.
+"""`POST /v1/responses`: OpenAI's Responses API as a translation onto chat calls, which are captured like all others.
 
-`items` reads the conversation, `request` the rest of a body, `output` writes a response, `events` writes it as a
-stream. Nothing is kept between calls: what was said before comes in `input`.
+`items` reads the conversation, `tools` the tools, `request` the rest of a body, `output` writes a response, `events`
+writes it as a stream, and `stored` serves the responses that later requests may refer to.
 """

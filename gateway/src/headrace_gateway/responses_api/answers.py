@@ -1,54 +1,89 @@
-"""How answers of this API are written: see `headrace_gateway.answers`."""
+"""The shape of this API's answers (`headrace_gateway.answers`), and its reader (`headrace_gateway.chat.Read`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from headrace_gateway.answers import AnswerShape, StreamedAnswer
+from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import RequestContext
+from headrace_gateway.response_store import CallerResponses, StoredResponse
 from headrace_gateway.responses_api.events import ResponseWriter, encoded
-from headrace_gateway.responses_api.output import ResponseFrame
-from headrace_gateway.responses_api.request import ResponsesRequest, parse_responses
+from headrace_gateway.responses_api.items import Item
+from headrace_gateway.responses_api.output import Json, ResponseFrame
+from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
+
+_OUTPUT: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class Responses:
-    """An `AnswerShape`, for one request."""
+    """The answers to one request of `POST /v1/responses`.
 
-    def __init__(self, asked: ResponsesRequest) -> None:
-        self._asked = asked
+    Args:
+        parsed: The request.
+        responses: The store of responses; None where none is stored.
+        size_bytes: The size of the request's body.
+    """
+
+    def __init__(self, parsed: ParsedResponses, responses: CallerResponses | None, size_bytes: int) -> None:
+        self._parsed = parsed
+        self._responses = responses
+        self._size_bytes = size_bytes
+
+    def headers(self, call: ChatCall) -> Mapping[str, str]:
+        return answer_headers(call)
 
     def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         writer = self._writer(call)
         writer.add(answer.model, answer.choices, answer.usage, streamed=False)
-        return to_json(writer.end()[-1]["response"])
+        response = writer.end()[-1]["response"]
+        body = to_json(response)
+        self.store(response, len(body))
+        return body
 
     def streamed(self, call: ChatCall) -> StreamedAnswer:
-        return _Events(self._writer(call))
+        return _Events(self, self._writer(call), answer_headers(call))
+
+    def store(self, response: Json, size_bytes: int) -> None:
+        """Store the response for later references, unless the request forbids it."""
+        if self._responses is None or self._parsed.request.store is False:
+            return
+        items = tuple(_OUTPUT.validate_python(item) for item in response["output"])
+        self._responses.add(StoredResponse(response, self._parsed.items, items, self._size_bytes + size_bytes))
 
     def _writer(self, call: ChatCall) -> ResponseWriter:
-        return ResponseWriter(ResponseFrame(self._asked, call), shows_logprobs=self._asked.shows_logprobs)
+        frame = ResponseFrame(self._parsed, call)
+        return ResponseWriter(frame, shows_logprobs=self._parsed.request.shows_logprobs)
 
 
 class _Events:
-    """A `StreamedAnswer`. It ends with the event of the whole response; no `[DONE]` follows."""
+    """One streamed answer. It ends with the event of the whole response; no `[DONE]` follows."""
 
-    def __init__(self, writer: ResponseWriter) -> None:
+    def __init__(self, shape: Responses, writer: ResponseWriter, headers: Mapping[str, str]) -> None:
+        self._shape = shape
         self._writer = writer
+        self.headers = headers
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         return encoded(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))
 
     def end(self) -> bytes:
-        return encoded(self._writer.end())
+        events = self._writer.end()
+        data = encoded(events)
+        self._shape.store(events[-1]["response"], len(data))
+        return data
 
     def broken(self, error: ApiError) -> bytes:
         return encoded(self._writer.error(error))
 
 
-def read_responses(body: bytes, choices_max: int, values_max: int) -> tuple[ChatRequest, AnswerShape]:
-    """See `headrace_gateway.chat.Read`."""
-    asked, request = parse_responses(body, choices_max, values_max)
-    return request, Responses(asked)
+def read_responses(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
+    """Read a body of `POST /v1/responses`."""
+    parsed = parse_responses(body, context)
+    return parsed.chat, Responses(parsed, context.responses, len(body))

@@ -14,151 +14,178 @@ from headrace_gateway.engine_wire import EngineChoice, EngineMessage, EngineTool
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api import output
 from headrace_gateway.responses_api.output import Json, ResponseFrame
+from headrace_gateway.responses_api.tools import CustomTool, OfferedTool
+
+_PREFIXES = {
+    "msg": "response.output_text",
+    "rs": "response.reasoning_text",
+    "fc": "response.function_call_arguments",
+    "ctc": "response.custom_tool_call_input",
+}
+"""The events of each kind of item. The kinds are the prefixes of item ids."""
+_CALLS = ("fc", "ctc")
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenItem:
     """The item that is being written."""
 
     kind: str
     item_id: str
-    place: int
+    position: int
+    encrypts: bool
     text: str = ""
     call: EngineToolCall = field(default_factory=EngineToolCall)
     call_index: int | None = None
+    tool: OfferedTool | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def item(self, status: str, *, begun: bool = True, shows_logprobs: bool = False) -> Json:
+        """Return the item with everything that it holds so far."""
         text = self.text if begun else None
         match self.kind:
             case "msg":
                 return output.message(self.item_id, text, status, self.logprobs if shows_logprobs and begun else None)
             case "rs":
-                return output.reasoning(self.item_id, text, status)
-            case "fc":
-                return output.function_call(self.item_id, self.call, self.text, status)
-        raise AssertionError(self.kind)
+                return output.reasoning(self.item_id, text, status, encrypts=self.encrypts)
+            case "ctc":
+                assert self.tool is not None
+                return output.custom_tool_call(self.item_id, self.call.id, self.tool, self.text, status)
+        name = self.call.function.name
+        return output.function_call(self.item_id, self.call.id, name, self.tool, self.text, status)
 
     def part(self) -> Json:
+        """Return the content part of a message or of reasoning."""
         return output.text_part(self.text) if self.kind == "msg" else output.reasoning_part(self.text)
 
 
-_PREFIXES = {"msg": "response.output_text", "rs": "response.reasoning_text", "fc": "response.function_call_arguments"}
-
-
 class ResponseWriter:
-    """Deltas of one answer in, events out."""
+    """Turns the deltas of one answer into events."""
 
     def __init__(self, frame: ResponseFrame, *, shows_logprobs: bool) -> None:
         self._frame = frame
         self._shows_logprobs = shows_logprobs
         self._number = 0
         self._begun = False
-        self._open: _Open | None = None
+        self._open: _OpenItem | None = None
         self._done: list[Json] = []
         self._version = ""
         self._finish: str | None = None
         self._usage: EngineUsage | None = None
-        self._unsaid: list[TokenLogprob] = []
-        """Of tokens that have made no text yet."""
+        self._pending_logprobs: list[TokenLogprob] = []
+        """Those of tokens that have made no text yet."""
 
     def add(
         self, version: str, choices: list[EngineChoice], usage: EngineUsage | None, *, streamed: bool
     ) -> list[Json]:
-        """`streamed`: the choices have deltas, else messages."""
+        """Return the events of a chunk. `streamed`: the choices have deltas, else messages."""
         self._version = self._version or version
         self._usage = usage or self._usage
-        found: list[Json] = []
+        events: list[Json] = []
         for choice in choices:
             if not self._begun:
                 self._begun = True
                 opened = self._frame.response("in_progress", self._version, [], None, None)
-                found += [{"type": "response.created", "response": opened}]
-                found += [{"type": "response.in_progress", "response": opened}]
-            found += self._said(choice.delta if streamed else choice.message, choice)
+                events += [{"type": "response.created", "response": opened}]
+                events += [{"type": "response.in_progress", "response": opened}]
+            events += self._added(choice.delta if streamed else choice.message, choice)
             self._finish = choice.finish_reason or self._finish
-        return self._numbered(found)
+        return self._numbered(events)
 
     def end(self) -> list[Json]:
-        """The last events; the response is the one of the very last."""
-        found = [] if self._open or self._done else self._begin("msg")
+        """Return the last events; the very last one holds the response."""
+        events = [] if self._open or self._done else self._begin("msg")
         status = output.status_of(self._finish)
-        found += self._close(status)
+        events += self._close(status)
         whole = self._frame.response(status, self._version, self._done, self._usage, self._finish)
-        return self._numbered([*found, {"type": f"response.{status}", "response": whole}])
+        return self._numbered([*events, {"type": f"response.{status}", "response": whole}])
 
-    def _said(self, said: EngineMessage, choice: EngineChoice) -> list[Json]:
-        found: list[Json] = []
+    def error(self, error: ApiError) -> list[Json]:
+        """Return the event of a stream that breaks."""
+        return self._numbered([{"type": "error", "code": error.code, "message": str(error), "param": error.param}])
+
+    def _added(self, added: EngineMessage, choice: EngineChoice) -> list[Json]:
+        events: list[Json] = []
         if self._shows_logprobs and choice.logprobs is not None:
-            self._unsaid += choice.logprobs.content or ()
-        if said.reasoning_content:
-            found += self._continue("rs", said.reasoning_content)
-        if said.content:
-            found += self._continue("msg", said.content)
-        for place, call in enumerate(said.tool_calls or ()):
-            found += self._call(place if call.index is None else call.index, call)
-        return found
+            self._pending_logprobs += choice.logprobs.content or ()
+        if added.reasoning_content:
+            events += self._add_text("rs", added.reasoning_content)
+        if added.content:
+            events += self._add_text("msg", added.content)
+        for position, call in enumerate(added.tool_calls or ()):
+            events += self._add_call(position if call.index is None else call.index, call)
+        return events
 
-    def _continue(self, kind: str, text: str) -> list[Json]:
-        found = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
+    def _add_text(self, kind: str, text: str) -> list[Json]:
+        events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
         assert self._open is not None
         self._open.text += text
         delta = self._event("delta", delta=text, content_index=0)
         if kind == "msg":
-            self._open.logprobs += self._unsaid
-            delta["logprobs"] = self._unsaid
-        self._unsaid = []
-        return [*found, delta]
+            self._open.logprobs += self._pending_logprobs
+            delta["logprobs"] = self._pending_logprobs
+        self._pending_logprobs = []
+        return [*events, delta]
 
-    def _call(self, index: int, call: EngineToolCall) -> list[Json]:
-        found: list[Json] = []
-        if self._open is None or self._open.kind != "fc" or self._open.call_index != index:
-            found += self._begin("fc", call, index)
+    def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
+        """Add to a call. The text of a custom tool is sent when its arguments are complete."""
+        events: list[Json] = []
+        if self._open is None or self._open.kind not in _CALLS or self._open.call_index != index:
+            tool = self._frame.tool(call.function.name)
+            is_custom = tool is not None and isinstance(tool.tool, CustomTool)
+            events += self._begin("ctc" if is_custom else "fc", call, index, tool)
         assert self._open is not None
         if call.function.arguments:
             self._open.text += call.function.arguments
-            found.append(self._event("delta", delta=call.function.arguments))
-        return found
+            if self._open.kind == "fc":
+                events.append(self._event("delta", delta=call.function.arguments))
+        return events
 
-    def _begin(self, kind: str, call: EngineToolCall | None = None, index: int | None = None) -> list[Json]:
-        found = self._close("completed")
-        place = len(self._done)
-        self._open = _Open(kind, self._frame.item_id(kind, place), place, call_index=index)
-        self._open.call = call or EngineToolCall()
+    def _begin(
+        self,
+        kind: str,
+        call: EngineToolCall | None = None,
+        index: int | None = None,
+        tool: OfferedTool | None = None,
+    ) -> list[Json]:
+        events = self._close("completed")
+        position = len(self._done)
+        encrypts = self._frame.encrypts_reasoning
+        self._open = _OpenItem(kind, self._frame.item_id(kind, position), position, encrypts, call_index=index)
+        self._open.call, self._open.tool = call or EngineToolCall(), tool
         added = self._open.item("in_progress", begun=False)
-        found.append({"type": "response.output_item.added", "output_index": place, "item": added})
-        if kind != "fc":
-            found.append(self._part("added"))
-        return found
+        events.append({"type": "response.output_item.added", "output_index": position, "item": added})
+        if kind not in _CALLS:
+            events.append(self._part("added"))
+        return events
 
     def _close(self, status: str) -> list[Json]:
-        one = self._open
-        if one is None:
+        open_item = self._open
+        if open_item is None:
             return []
-        if one.kind == "fc":
-            found = [self._event("done", arguments=one.text, name=one.call.function.name)]
+        item = open_item.item(status, shows_logprobs=self._shows_logprobs)
+        if open_item.kind == "fc":
+            events = [self._event("done", arguments=item["arguments"], name=item["name"])]
+        elif open_item.kind == "ctc":
+            events = [self._event("delta", delta=item["input"]), self._event("done", input=item["input"])]
         else:
-            done = self._event("done", text=one.text, content_index=0)
-            if one.kind == "msg":
-                done["logprobs"] = one.logprobs
-            found = [done, self._part("done")]
-        item = one.item(status, shows_logprobs=self._shows_logprobs)
+            done = self._event("done", text=open_item.text, content_index=0)
+            if open_item.kind == "msg":
+                done["logprobs"] = open_item.logprobs
+            events = [done, self._part("done")]
         self._open = None
         self._done.append(item)
-        return [*found, {"type": "response.output_item.done", "output_index": one.place, "item": item}]
+        return [*events, {"type": "response.output_item.done", "output_index": open_item.position, "item": item}]
 
-    def _event(self, what: str, **more: object) -> Json:
+    def _event(self, event: str, /, **fields: object) -> Json:
         assert self._open is not None
-        about = {"item_id": self._open.item_id, "output_index": self._open.place}
-        return {"type": f"{_PREFIXES[self._open.kind]}.{what}", **about, **more}
+        place = {"item_id": self._open.item_id, "output_index": self._open.position}
+        return {"type": f"{_PREFIXES[self._open.kind]}.{event}", **place, **fields}
 
-    def _part(self, what: str) -> Json:
+    def _part(self, name: str) -> Json:
         assert self._open is not None
-        about = {"item_id": self._open.item_id, "output_index": self._open.place, "content_index": 0}
-        return {"type": f"response.content_part.{what}", **about, "part": self._open.part()}
-
-    def error(self, error: ApiError) -> list[Json]:
-        return self._numbered([{"type": "error", "code": error.code, "message": str(error), "param": error.param}])
+        place = {"item_id": self._open.item_id, "output_index": self._open.position, "content_index": 0}
+        return {"type": f"response.content_part.{name}", **place, "part": self._open.part()}
 
     def _numbered(self, events: list[Json]) -> list[Json]:
         for event in events:
@@ -168,4 +195,5 @@ class ResponseWriter:
 
 
 def encoded(events: list[Json]) -> bytes:
+    """Return the events as bytes of a stream."""
     return b"".join(sse.encode(to_json(event), event["type"]) for event in events)

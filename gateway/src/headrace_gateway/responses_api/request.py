@@ -1,7 +1,9 @@
-"""The body of `POST /v1/responses`: what is honoured, and what is refused by name. It becomes a `ChatRequest`."""
+"""The body of `POST /v1/responses` and of `/v1/responses/input_tokens`, and its translation into a `ChatRequest`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
@@ -9,37 +11,31 @@ from pydantic_core import to_json
 
 from headrace_gateway.chat_messages import says_something
 from headrace_gateway.chat_request import HARMLESS, ChatRequest, parse_chat
+from headrace_gateway.hints import HINTS, is_honoured
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
-from headrace_gateway.responses_api.items import Item, Json, MessageItem, messages_of
+from headrace_gateway.responses_api.items import Item, Json, MessageItem, ReferenceItem, ToolsItem, messages_of
+from headrace_gateway.responses_api.tools import RequestTool, ToolSet
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.bounds import JsonObject
 from headrace_schemas.plain_values import none_if_empty
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
-    "store": (False,),
     "background": (False,),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
-    "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "reasoning": (),
     "max_tool_calls": (),
-    "context_management": (),
-    "moderation": (),
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
-    "prompt_cache_options": (),
-    "access_programs": (),
     "image": (),
 }
 """Fields that we cannot honour, with the values, besides empty ones, that ask for nothing."""
-_WHY = {
-    "store": "no response is kept; the captured turns are",
-    "previous_response_id": "no response is kept; send what was said before as items of input",
-    "conversation": "no conversation is kept; send what was said before as items of input",
-    "truncation": "a prompt that is too long is refused, never cut",
-    "reasoning": "there is no such setting here; chat_template_kwargs reach the template",
+_REASONS = {
+    "conversation": "no conversation is stored; use previous_response_id, or send earlier items in input",
+    "background": "the answer comes with the response",
+    "prompt": "no prompts are stored; send instructions",
 }
 _CHAT_NAMES = {
     "messages": "input",
@@ -47,26 +43,14 @@ _CHAT_NAMES = {
     "response_format": "text.format",
     "n": "model",
 }
-"""What the other API calls the same."""
-LOGPROBS = "message.output_text.logprobs"
+"""Names of this API for fields of a chat request."""
+LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
 def _input(value: Any) -> Any:
     if isinstance(value, str):
         return ({"type": "message", "role": "user", "content": value},)
     return tuple(value) if isinstance(value, list) else value
-
-
-class FunctionTool(Model):
-    """A tool on offer. Those that a server runs itself are not there."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    name: Text
-    description: LongText | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Model):
@@ -83,14 +67,29 @@ class TextSettings(Model):
     """`text`."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class NamedFunctionTool(Model):
-    """`tool_choice` as an object."""
+class NamedTool(Model):
+    """`tool_choice` that names the tool to call."""
 
-    type: Literal["function"]
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function", "custom"]
     name: Text
+
+
+class AllowedTools(Model):
+    """`tool_choice` that restricts the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: tuple[JsonObject, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the tools that may be called."""
+        return frozenset(name for tool in self.tools if isinstance(name := tool.get("name"), str))
 
 
 class ResponsesRequest(Model):
@@ -101,10 +100,13 @@ class ResponsesRequest(Model):
     model: Text
     input: Annotated[tuple[Item, ...], BeforeValidator(_input)] = Field(min_length=1, max_length=16_384)
     instructions: LongText | None = None
-    tools: tuple[FunctionTool, ...] | None = Field(default=None, max_length=1024)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    previous_response_id: Text | None = None
+    store: bool | None = None
+    tools: tuple[RequestTool, ...] | None = Field(default=None, max_length=1024)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
+    reasoning: JsonObject | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -117,39 +119,110 @@ class ResponsesRequest(Model):
 
     @property
     def shows_logprobs(self) -> bool:
+        """Whether the response has logprobs."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
+    @property
+    def encrypts_reasoning(self) -> bool:
+        """Whether the response has its reasoning as `encrypted_content`, too."""
+        return ENCRYPTED_REASONING in (self.include or ())
 
-def parse_responses(body: bytes, choices_max: int, values_max: int) -> tuple[ResponsesRequest, ChatRequest]:
-    """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""
-    check_values(body, values_max, "gateway.json_values_max sets the bound")
-    request = parse(ResponsesRequest, body)
+
+@dataclass(frozen=True, slots=True)
+class ParsedResponses:
+    """A request of the Responses API, read."""
+
+    request: ResponsesRequest
+    items: tuple[Item, ...]
+    """The conversation with everything that the request refers to."""
+    tools: ToolSet
+    chat: ChatRequest
+
+
+def parse_responses(body: bytes, context: RequestContext) -> ParsedResponses:
+    """Return the request that a body of `POST /v1/responses` holds.
+
+    Raises:
+        ApiError: 400 or 404 that names the field at fault, 413 for more JSON values than the rules allow.
+    """
+    request = _request(body, context)
+    return _translated(request, context)
+
+
+def parse_input_tokens(body: bytes, context: RequestContext) -> ChatRequest:
+    """Return the chat request whose prompt `POST /v1/responses/input_tokens` asks about. Raises `ApiError`."""
+    request = _request(body, context)
+    changes: dict[str, Any] = {"max_output_tokens": 1, "stream": None, "text": None}
+    if request.tool_choice != "none":
+        changes["tool_choice"] = None
+    return _translated(request.model_copy(update=changes), context).chat
+
+
+def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
+    check_values(body, context.rules.json_values_max, "gateway.json_values_max sets the bound")
+    request = parse(ResponsesRequest, body, context=context)
     for name, value in (request.model_extra or {}).items():
-        _check_extra(name, value)
-    for unknown in set(request.include or ()) - {LOGPROBS}:
-        raise ApiError(400, "unsupported_field", f"include: {unknown!r} is not there; {LOGPROBS!r} is", "include")
-    for number, tool in enumerate(request.tools or ()):
-        for name, value in (tool.model_extra or {}).items():
-            if says_something(value) and value is not False:
-                raise ApiError(
-                    400, "unsupported_field", f"tools.{number}.{name}: not supported here", f"tools.{number}"
-                )
+        _check_extra(name, value, context)
+    for name in request.include or ():
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+            context.ignore("include", HINTS["include"])
+    if request.text and request.text.verbosity not in (None, "medium"):
+        context.ignore("text.verbosity", HINTS["verbosity"])
+    for name, value in (request.reasoning or {}).items():
+        if says_something(value) and not is_honoured("reasoning", {name: value}):
+            context.ignore(f"reasoning.{name}", HINTS["reasoning"])
+    return request
+
+
+def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedResponses:
+    items = _resolved(request, context)
+    offered = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+    tools = ToolSet([*(request.tools or ()), *offered], context)
     try:
-        return request, parse_chat(to_json(_chat_body(request)), choices_max, 4 * values_max)
+        document = to_json(_chat_body(request, items, tools))
+        return ParsedResponses(request, items, tools, parse_chat(document, context.for_translation()))
     except ApiError as error:
-        raise _in_our_words(error) from None
+        raise _with_our_names(error) from None
 
 
-def _chat_body(request: ResponsesRequest) -> Json:
-    said: tuple[Item, ...] = request.input
+def _resolved(request: ResponsesRequest, context: RequestContext) -> tuple[Item, ...]:
+    """Return the whole conversation: that of the previous response, and the items of `input` or those they name."""
+    earlier: tuple[Item, ...] = ()
+    if request.previous_response_id is not None:
+        response = context.responses.get(request.previous_response_id) if context.responses else None
+        if response is None:
+            message = (
+                "previous_response_id: no such response is stored here; send the earlier items in input. Responses are "
+                "stored for a time unless store is false"
+            )
+            raise ApiError(400, "previous_response_not_found", message, "previous_response_id")
+        earlier = (*response.input, *response.output)
+    return (*earlier, *(_item(item, number, context) for number, item in enumerate(request.input)))
+
+
+def _item(item: Item, number: int, context: RequestContext) -> Item:
+    if not isinstance(item, ReferenceItem):
+        return item
+    found: Item | None = context.responses.item(item.id) if context.responses else None
+    if found is None:
+        field = f"input.{number}"
+        message = f"{field}: no item with this id is stored here; send the item itself"
+        raise ApiError(404, "item_not_found", message, field)
+    return found
+
+
+def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet) -> Json:
     if request.instructions:
-        said = (MessageItem(role="system", content=request.instructions), *said)
+        items = (MessageItem(role="system", content=request.instructions), *items)
     extra = request.model_extra or {}
+    choice = request.tool_choice
+    allowed = choice.names if isinstance(choice, AllowedTools) else None
+    reasoning = {name: value for name, value in (request.reasoning or {}).items() if name in ("effort", "enabled")}
     body: dict[str, Any] = {
         "model": request.model,
-        "messages": messages_of(said),
-        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
-        "tool_choice": _choice(request),
+        "messages": messages_of(items),
+        "tools": tools.functions(allowed) or None,
+        "tool_choice": _choice(request, tools),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _format(request.text.format) if request.text else None,
         "stream": request.stream,
@@ -160,49 +233,51 @@ def _chat_body(request: ResponsesRequest) -> Json:
         "top_logprobs": request.top_logprobs or None,
         "metadata": request.metadata,
         "chat_template_kwargs": request.chat_template_kwargs,
+        "reasoning": reasoning if is_honoured("reasoning", reasoning) else None,
         **{name: extra[name] for name in HARMLESS if name in extra},
     }
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _tool(tool: FunctionTool) -> Json:
-    function = tool.model_dump(mode="json", exclude_none=True, include={"name", "description", "parameters", "strict"})
-    return {"type": "function", "function": function}
-
-
-def _choice(request: ResponsesRequest) -> JsonValue:
+def _choice(request: ResponsesRequest, tools: ToolSet) -> JsonValue:
     choice = request.tool_choice
-    if isinstance(choice, NamedFunctionTool):
+    if isinstance(choice, AllowedTools):
+        return choice.mode
+    if isinstance(choice, NamedTool):
         return {"type": "function", "function": {"name": choice.name}}
-    return choice
+    if choice == "required" or tools.functions():
+        return choice
+    return None
 
 
-def _format(asked: TextFormat | None) -> Json | None:
-    if asked is None or asked.type == "text":
+def _format(text_format: TextFormat | None) -> Json | None:
+    if text_format is None or text_format.type == "text":
         return None
-    if asked.type == "json_object":
+    if text_format.type == "json_object":
         return {"type": "json_object"}
     return {
         "type": "json_schema",
-        "json_schema": asked.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"type"}),
+        "json_schema": text_format.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"type"}),
     }
 
 
-def _check_extra(name: str, value: JsonValue) -> None:
-    if name in HARMLESS or not says_something(value):
+def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
+    if name in HARMLESS or not says_something(value) or value in NEUTRAL.get(name, ()):
+        return
+    if name in HINTS:
+        context.ignore(name, HINTS[name])
         return
     if name not in NEUTRAL:
         raise unknown_field(name, [*ResponsesRequest.model_fields, *HARMLESS, *NEUTRAL])
-    if value not in NEUTRAL[name]:
-        reason = _WHY.get(name, "there is nothing here that would do it")
-        raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
+    reason = _REASONS.get(name, "there is nothing here that would do it")
+    raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
 
 
-def _in_our_words(error: ApiError) -> ApiError:
-    """The field as this API calls it. Places inside of `input` are none of `messages`."""
+def _with_our_names(error: ApiError) -> ApiError:
+    """Name the field as this API does. Positions inside of the chat messages are not those of `input`."""
     name = (error.param or "").partition(".")[0]
     if name not in _CHAT_NAMES:
         return error
-    ours = _CHAT_NAMES[name]
+    field = _CHAT_NAMES[name]
     _, _, reason = str(error).partition(": ")
-    return ApiError(error.status, error.code, f"{ours}: {reason or error}", ours)
+    return ApiError(error.status, error.code, f"{field}: {reason or error}", field)

@@ -1,0 +1,168 @@
+"""An answer of `POST /v1/messages` as a stream of events, and as a whole from one chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic_core import to_json
+
+from headrace_gateway import sse
+from headrace_gateway.engine_wire import EngineAnswer, EngineMessage, EngineToolCall, EngineUsage
+from headrace_gateway.messages_api import output
+from headrace_gateway.messages_api.output import Json, StopFinder
+
+
+@dataclass(slots=True)
+class _OpenBlock:
+    """The content block that is being written."""
+
+    kind: str
+    index: int
+    text: str = ""
+    """The text, the reasoning, or the arguments of a call."""
+    call_id: str = ""
+    name: str = ""
+    call_index: int | None = None
+
+    def whole(self) -> Json:
+        """Return the block with everything that it holds so far."""
+        match self.kind:
+            case "thinking":
+                return {"type": "thinking", "thinking": self.text, "signature": output.SIGNATURE}
+            case "tool_use":
+                content = output.tool_input(self.text)
+                return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": content}
+        return {"type": "text", "text": self.text}
+
+    def empty(self) -> Json:
+        """Return the block as it begins."""
+        match self.kind:
+            case "thinking":
+                return {"type": "thinking", "thinking": "", "signature": ""}
+            case "tool_use":
+                return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": {}}
+        return {"type": "text", "text": ""}
+
+
+class MessageWriter:
+    """Turns the chunks of an engine into the events of one answer.
+
+    Args:
+        message_id: The id of the response, which feedback names.
+        stop_sequences: Those of the request.
+        max_tokens: That of the request. An answer that is cut earlier has reached the end of the context.
+    """
+
+    def __init__(self, message_id: str, stop_sequences: tuple[str, ...], max_tokens: int) -> None:
+        self._id = message_id
+        self._max_tokens = max_tokens
+        self._stops = StopFinder(stop_sequences)
+        self._open: _OpenBlock | None = None
+        self._content: list[Json] = []
+        self._version: str | None = None
+        self._finish: str | None = None
+        self._usage: EngineUsage | None = None
+        self._prompt_tokens = 0
+
+    def add(self, answer: EngineAnswer, version: str, *, streamed: bool) -> list[Json]:
+        """Return the events of a chunk. `streamed`: its choices have deltas, else messages."""
+        events: list[Json] = []
+        self._usage = answer.usage or self._usage
+        self._prompt_tokens = self._prompt_tokens or len(answer.prompt_token_ids or ())
+        if self._version is None:
+            self._version = version
+            events += [{"type": "message_start", "message": self._message([], None, None)}, {"type": "ping"}]
+        for choice in answer.choices:
+            self._stops.add(choice)
+            events += self._added(choice.delta if streamed else choice.message)
+            self._finish = choice.finish_reason or self._finish
+        return events
+
+    def end(self) -> list[Json]:
+        """Return the events that end the answer."""
+        events = self._close()
+        reason, sequence = self._stop_reason()
+        usage = output.usage_of(self._usage, self._prompt_tokens)
+        delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+        return [*events, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+
+    def whole(self) -> Json:
+        """Return the whole message, once the answer has ended."""
+        return self._message(self._content, *self._stop_reason())
+
+    def _message(self, content: list[Json], reason: str | None, sequence: str | None) -> Json:
+        usage = output.usage_of(self._usage, self._prompt_tokens)
+        return output.message(self._id, self._version or "", content, reason, sequence, usage)
+
+    def _stop_reason(self) -> tuple[str, str | None]:
+        """Return `stop_reason` and `stop_sequence`."""
+        if self._finish == "length":
+            sampled = self._usage.completion_tokens if self._usage else self._max_tokens
+            return ("max_tokens" if sampled >= self._max_tokens else "model_context_window_exceeded"), None
+        sequence = self._stops.found() if self._finish == "stop" else None
+        if sequence is not None:
+            return "stop_sequence", sequence
+        called = any(block["type"] == "tool_use" for block in self._content)
+        return ("tool_use" if called or self._finish == "tool_calls" else "end_turn"), None
+
+    def _added(self, added: EngineMessage) -> list[Json]:
+        events: list[Json] = []
+        if added.reasoning_content:
+            events += self._add_text("thinking", added.reasoning_content)
+        if added.content:
+            events += self._add_text("text", added.content)
+        for position, call in enumerate(added.tool_calls or ()):
+            events += self._add_call(position if call.index is None else call.index, call)
+        return events
+
+    def _add_text(self, kind: str, text: str) -> list[Json]:
+        events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
+        assert self._open is not None
+        self._open.text += text
+        return [*events, self._delta(f"{kind}_delta", kind, text)]
+
+    def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
+        """Add to a call. Its arguments are sent when they are complete: a client reads them as JSON, and what a model
+        writes is not always JSON."""
+        events: list[Json] = []
+        if self._open is None or self._open.kind != "tool_use" or self._open.call_index != index:
+            events = self._begin("tool_use", call, index)
+        assert self._open is not None
+        self._open.text += call.function.arguments or ""
+        return events
+
+    def _begin(self, kind: str, call: EngineToolCall | None = None, call_index: int | None = None) -> list[Json]:
+        events = self._close()
+        block = self._open = _OpenBlock(kind, len(self._content), call_index=call_index)
+        if call is not None:
+            block.call_id, block.name = call.id or f"call_{block.index}", call.function.name or ""
+        start = {"type": "content_block_start", "index": block.index, "content_block": block.empty()}
+        return [*events, start]
+
+    def _close(self) -> list[Json]:
+        block = self._open
+        if block is None:
+            return []
+        events: list[Json] = []
+        whole = block.whole()
+        if block.kind == "thinking":
+            events.append(self._delta("signature_delta", "signature", output.SIGNATURE))
+        elif block.kind == "tool_use" and whole["input"]:
+            events.append(self._delta("input_json_delta", "partial_json", _json_text(block.text, whole["input"])))
+        self._content.append(whole)
+        self._open = None
+        return [*events, {"type": "content_block_stop", "index": block.index}]
+
+    def _delta(self, kind: str, name: str, text: str) -> Json:
+        assert self._open is not None
+        return {"type": "content_block_delta", "index": self._open.index, "delta": {"type": kind, name: text}}
+
+
+def _json_text(arguments: str, content: Json) -> str:
+    """Return the arguments as the model wrote them if a client can read them, else as the object that replaces them."""
+    return to_json(content).decode() if content == {"arguments": arguments} else arguments
+
+
+def encoded(events: list[Json]) -> bytes:
+    """Return the events as bytes of a stream."""
+    return b"".join(sse.encode(to_json(event), event["type"]) for event in events)

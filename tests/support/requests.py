@@ -1,0 +1,19 @@
+"""Contexts in which tests parse the body of one call."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headrace_gateway.request_context import RequestContext, RequestRules
+
+
+def lenient(
+    choices_max: int = 4, json_values_max: int = 10_000, *, media: Literal["refuse", "placeholder"] = "refuse"
+) -> RequestContext:
+    """Return a context that accepts hints."""
+    return RequestContext(RequestRules(choices_max, json_values_max, media=media))
+
+
+def strict(choices_max: int = 4, json_values_max: int = 10_000) -> RequestContext:
+    """Return a context that refuses every field without an effect."""
+    return RequestContext(RequestRules(choices_max, json_values_max, strict=True))
