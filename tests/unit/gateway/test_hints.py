@@ -160,7 +160,8 @@ async def test_max_tokens_beyond_the_context_are_cut_and_reported(tmp_path: Path
 async def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path) -> None:
     replica = FakeReplica(faults=[TOO_LONG] * 3)
     async with replica.running(), gateway(tmp_path, replica) as served:
-        for fields in ({"max_tokens": 1000}, {}):
+        asked: list[dict[str, Any]] = [{"max_tokens": 1000}, {}]
+        for fields in asked:
             answer = await served.chat(**fields)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert served.turns == []

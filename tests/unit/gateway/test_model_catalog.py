@@ -47,7 +47,7 @@ def test_the_only_model_answers_to_names_that_are_not_known(name: str) -> None:
     assert known.resolve(name, by_agent=True) == Target("tiny", is_substitute=True)
     for refused in ({"by_agent": False}, {"by_agent": True, "may_use": lambda _: False}):
         with pytest.raises(ApiError):
-            known.resolve(name, **refused)  # type: ignore[arg-type]
+            known.resolve(name, **refused)
     known.update("other", routing(1, V2))
     with pytest.raises(ApiError):
         known.resolve(name, by_agent=True)

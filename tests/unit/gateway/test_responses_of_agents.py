@@ -1,0 +1,221 @@
+"""The Responses API as agents use it: hints, custom tools, namespaces, and references to earlier responses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from headrace_gateway.chat_request import ChatRequest
+from headrace_gateway.request_context import RequestContext
+from headrace_gateway.response_store import ResponseStore, StoredResponse
+from headrace_gateway.responses_api.items import encode_reasoning
+from headrace_gateway.responses_api.request import parse_responses
+from headrace_gateway.settings import KeySettings
+from tests.support.fake_replica import Called, FakeReplica
+from tests.support.gateway import gateway
+from tests.support.requests import lenient, strict
+from tests.unit.gateway.test_responses_api import SEARCH, served
+
+
+def parsed(context: RequestContext, **fields: Any) -> ChatRequest:
+    return parse_responses(json.dumps({"model": "m", "input": "x", **fields}).encode(), context).chat
+
+
+CODEX: dict[str, Any] = {
+    "store": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "client_metadata": {"a": "b"},
+    "prompt_cache_key": "thread",
+    "text": {"verbosity": "low"},
+    "truncation": "auto",
+    "tools": [SEARCH, {"type": "web_search"}, {"type": "local_shell"}],
+}
+
+
+def test_the_hints_of_codex_and_other_agents_are_accepted_and_reported() -> None:
+    context = lenient()
+    request = parsed(context, **CODEX)
+    assert [tool.function.name for tool in request.tools or ()] == ["search"]
+    assert set(context.ignored) == {
+        "client_metadata", "truncation", "text.verbosity", "reasoning.effort", "reasoning.summary", "tools.web_search",
+        "tools.local_shell",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal"])
+def test_an_effort_of_none_switches_thinking_off(effort: str) -> None:
+    context = strict()
+    assert parsed(context, reasoning={"effort": effort}).chat_template_kwargs == {"enable_thinking": False}
+    assert context.ignored == ()
+
+
+def test_items_of_server_tools_are_left_out_and_reported() -> None:
+    context = lenient()
+    request = parsed(context, input=[{"role": "user", "content": "q"}, {"type": "web_search_call", "id": "ws_1"}])
+    assert len(request.messages) == 1
+    assert context.ignored == ("input.web_search_call",)
+
+
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"},
+}
+NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "mail", "description": "d", "tools": [SEARCH, PATCH]}
+
+
+def test_custom_tools_and_namespaces_are_functions_for_the_model() -> None:
+    context = lenient()
+    tools = parsed(context, tools=[PATCH, NAMESPACE]).tools or ()
+    assert [tool.function.name for tool in tools] == ["apply_patch", "mail__search", "mail__apply_patch"]
+    described = tools[0].function.description or ""
+    assert described.startswith("Edits files.")
+    assert described.endswith("lark grammar:\nstart: /x+/")
+    assert context.ignored == ("tools.format",)
+
+
+def test_allowed_tools_are_the_ones_that_are_offered() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]}
+    request = parsed(lenient(), tools=[SEARCH, PATCH], tool_choice=choice)
+    assert [tool.function.name for tool in request.tools or ()] == ["search"]
+    assert request.tool_choice == "required"
+
+
+def test_tools_that_an_item_adds_are_offered() -> None:
+    said = [{"type": "additional_tools", "tools": [SEARCH]}, {"role": "user", "content": "q"}]
+    assert [tool.function.name for tool in parsed(strict(), input=said).tools or ()] == ["search"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_custom_tool_and_of_a_namespace_has_its_own_name(tmp_path: Path, *, stream: bool) -> None:
+    script: list[Any] = [Called("apply_patch", {"input": "*** a"}), Called("mail__search", {"query": "q"}), "Done."]
+    said: list[Any] = [{"role": "user", "content": "Mend it."}]
+    async with served(tmp_path, FakeReplica(script=script)) as (made, client):
+        for _ in range(3):
+            asked: dict[str, Any] = {"model": "tiny", "input": said, "tools": [PATCH, NAMESPACE]}
+            if stream:
+                async with client.responses.stream(**asked) as events:
+                    kinds = [event.type async for event in events]
+                    response: Response = await events.get_final_response()
+            else:
+                response = await client.responses.create(**asked)
+                kinds = []
+            said += [item.to_dict() for item in response.output]
+            (item,) = response.output
+            if item.type == "custom_tool_call":
+                assert (item.name, item.input) == ("apply_patch", "*** a")
+                assert not stream or "response.custom_tool_call_input.done" in kinds
+                said.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "patched"})
+            elif item.type == "function_call":
+                assert (item.namespace, item.name, item.arguments) == ("mail", "search", '{"query": "q"}')
+                said.append({"type": "function_call_output", "call_id": item.call_id, "output": "1"})
+        last = made.turns[-1]
+    assert response.output_text == "Done."
+    calls = [call for message in last.messages for call in message.tool_calls or ()]
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("apply_patch", '{"input": "*** a"}'), ("mail__search", '{"query": "q"}'),
+    ]  # fmt: skip
+
+
+async def test_a_conversation_goes_on_from_the_previous_response(tmp_path: Path) -> None:
+    replica = FakeReplica(script=[Called("search", {"query": "mail"}), "You have one.", "Yes."])
+    async with served(tmp_path, replica) as (made, client):
+        first = await client.responses.create(model="tiny", input="Any mail?", tools=[SEARCH])  # type: ignore[list-item]
+        (call,) = first.output
+        assert call.type == "function_call"
+        output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "1"}]
+        async with client.responses.stream(
+            model="tiny",
+            input=output,
+            previous_response_id=first.id,
+            tools=[SEARCH],  # type: ignore[list-item]
+        ) as stream:
+            second = await stream.get_final_response()
+        third = await client.responses.create(model="tiny", input="Sure?", previous_response_id=second.id)
+        turns = made.turns
+    assert (third.output_text, third.previous_response_id) == ("Yes.", second.id)
+    assert [message.role for message in turns[-1].messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert turns[1].messages[1].tool_calls == turns[0].choices[0].message.tool_calls
+    assert len({turn.session_key for turn in turns}) == 1
+
+
+async def test_an_item_is_found_by_a_reference_to_it(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica(script=["Hello.", "Again."])) as (made, client):
+        first = await client.responses.create(model="tiny", input="hi")
+        said: list[Any] = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": first.output[0].id}]
+        await client.responses.create(model="tiny", input=[*said, {"role": "user", "content": "and?"}])
+        assert [message.text for message in made.turns[1].messages] == ["hi", "Hello.", "and?"]
+
+
+async def test_a_stored_response_is_read_and_deleted(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica()) as (_, client):
+        stored = await client.responses.create(model="tiny", input="hi")
+        unstored = await client.responses.create(model="tiny", input="hi", store=False)
+        assert (stored.to_dict()["store"], unstored.to_dict()["store"]) == (True, False)
+        assert (await client.responses.retrieve(stored.id)).to_dict() == stored.to_dict()
+        await client.responses.delete(stored.id)
+        for missing in (stored.id, unstored.id, "resp_x"):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(missing)
+        with pytest.raises(openai.BadRequestError, match="send the earlier items"):
+            await client.responses.create(model="tiny", input="x", previous_response_id=stored.id)
+
+
+async def test_tenants_and_bound_keys_read_their_own_responses_only(tmp_path: Path) -> None:
+    def key(name: str, **fields: Any) -> KeySettings:
+        return KeySettings(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **fields)
+
+    keys = (key("a", tenant="acme"), key("b", tenant="other"), key("c", tenant="acme", session_id="s"))
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica, keys=keys) as made:
+        asked = {"model": "tiny", "input": "hi"}
+        headers = {name: {"authorization": f"Bearer {name}"} for name in "abc"}
+        first = (await made.client.post("/v1/responses", json=asked, headers=headers["a"])).json()["id"]
+        bound = (await made.client.post("/v1/responses", json=asked, headers=headers["c"])).json()["id"]
+        read = {
+            (name, response): (await made.client.get(f"/v1/responses/{response}", headers=headers[name])).status_code
+            for name in "abc"
+            for response in (first, bound)
+        }
+    allowed = {("a", first), ("a", bound), ("c", bound)}
+    assert read == {pair: 200 if pair in allowed else 404 for pair in read}
+
+
+def test_the_store_drops_the_oldest_response_of_the_largest_tenant() -> None:
+    store = ResponseStore(100)
+    for tenant, name in (("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")):
+        store.add(tenant, StoredResponse({"id": name, "output": []}, (), (), 30))
+    kept = [(tenant, name) for tenant in "ab" for name in "1234" if store.get(tenant, name)]
+    assert kept == [("a", "2"), ("a", "4"), ("b", "3")]
+    assert not store.delete("b", "1")
+    assert store.delete("b", "3")
+
+
+async def test_reasoning_comes_back_from_its_encoded_form(tmp_path: Path) -> None:
+    encoded = encode_reasoning("hm")
+    said = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "summary": [], "encrypted_content": encoded},
+        {"role": "assistant", "content": "a"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB-of-another-server"},
+        {"role": "user", "content": "r"},
+    ]
+    messages = parsed(strict(), input=said).messages
+    assert [message.reasoning_content for message in messages] == [None, "hm", None]
+
+
+async def test_input_tokens_are_counted_as_the_call_counts_them(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica()) as (made, client):
+        counted = await client.responses.input_tokens.count(model="tiny", input="hi", instructions="s")
+        assert made.turns == []
+        response = await client.responses.create(model="tiny", input="hi", instructions="s")
+    assert response.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
