@@ -69,9 +69,9 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(environ: dict[str, str], *arguments: str) -> str:
     command = [HEADRACE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
+    assert process.returncode == 0, f"{process.stdout}{process.stderr}"
+    return process.stdout
 
 
 def get(url: str) -> str:

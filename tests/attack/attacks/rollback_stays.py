@@ -93,12 +93,12 @@ def _barred_then(routing: Routing, parents: dict[str, str | None]) -> set[str]:
 
 
 def _taken_back(rig: RegistryRig, version: str) -> bool:
-    return not {"rolled_back", "withdrawn"}.isdisjoint(rig.said(version))
+    return not {"rolled_back", "withdrawn"}.isdisjoint(rig.decisions_about(version))
 
 
 def _after(rig: RegistryRig, version: str) -> bool:
     """Whether the version was promoted after it had been taken back."""
-    answer = rig.said(version)
+    answer = rig.decisions_about(version)
     return "promoted" in answer[min(answer.index(word) for word in ("rolled_back", "withdrawn") if word in answer) :]
 
 

@@ -1,4 +1,4 @@
-"""Dead letters on both buses: what is put back is what was refused, once, and everything that is decided is kept."""
+"""Dead letters on both buses: a retry repeats the refused record once, and every decision is stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.turns import ask, end, feedback, user
 
 
 async def headrace(*arguments: str, status: int = 0) -> str:
-    """What the command printed."""
+    """Output of the command."""
     result = await asyncio.to_thread(CliRunner().invoke, app, list(arguments), env={"COLUMNS": "250"})
     assert result.exit_code == status, (result.output, result.exception)
     return str(result.output)
@@ -55,23 +55,23 @@ class Desk:
 
     async def states(self) -> dict[str, str]:
         text = await self.ask("list", "--service", self.service, "--state", "all", "--json")
-        return {one["id"]: one["state"] for one in json.loads(text)["letters"]}
+        return {letter["id"]: letter["state"] for letter in json.loads(text)["letters"]}
 
     async def last(self, topic: str, partition: int) -> list[ConsumerRecord]:
         """The whole partition."""
-        reader, place = consumer(BusSettings(address=self.bus), "test"), TopicPartition(topic, partition)
+        reader, topic_partition = consumer(BusSettings(address=self.bus), "test"), TopicPartition(topic, partition)
         await reader.start()
-        found: list[ConsumerRecord] = []
+        records: list[ConsumerRecord] = []
         try:
-            reader.assign([place])
-            await reader.seek_to_beginning(place)
-            stop = (await reader.end_offsets([place]))[place]
-            while await reader.position(place) < stop:
+            reader.assign([topic_partition])
+            await reader.seek_to_beginning(topic_partition)
+            stop = (await reader.end_offsets([topic_partition]))[topic_partition]
+            while await reader.position(topic_partition) < stop:
                 for messages in (await reader.getmany(timeout_ms=200)).values():
-                    found += messages
+                    records += messages
         finally:
             await reader.stop()
-        return found
+        return records
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ async def desk(bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
 
 async def refused_feedback(desk: Desk, partition: int = 2) -> tuple[Record, DeadLetter]:
     """Valid feedback on a partition that its key would not choose, and the letter about it."""
-    said = feedback(uuid.uuid4().hex)
-    headers = (("ce_id", said.event_id.encode()), ("x-mine", "ü".encode()))
-    await desk.producer.send_raw([Outgoing("feedback", said.key.encode(), said.to_json(), headers, partition)])
+    event = feedback(uuid.uuid4().hex)
+    headers = (("ce_id", event.event_id.encode()), ("x-mine", "ü".encode()))
+    await desk.producer.send_raw([Outgoing("feedback", event.key.encode(), event.to_json(), headers, partition)])
     record = record_of((await desk.last("feedback", partition))[-1])
     return record, await desk.refuse(record)
 
@@ -116,15 +116,22 @@ async def test_retry_puts_back_exactly_what_was_refused_and_only_once(desk: Desk
     assert len(await desk.last("feedback", 2)) == before + 1
 
     again = await desk.refuse(record_of(log[-1]))
-    shown = json.loads(await desk.ask("show", again.event_id, "--json"))
-    assert (shown["state"], shown["retry_of"], shown["value"]) == ("open", letter.event_id, json.loads(letter.value))
+    description = json.loads(await desk.ask("show", again.event_id, "--json"))
+    assert (description["state"], description["retry_of"], description["value"]) == (
+        "open",
+        letter.event_id,
+        json.loads(letter.value),
+    )
     await desk.ask("retry", again.event_id)
     await desk.ask("retry", again.event_id, "--again")
     log = await desk.last("feedback", 2)
     assert len(log) == before + 3
     assert [value for name, value in log[-1].headers if name == RETRY_HEADER] == [again.event_id.encode()]
-    shown = json.loads(await desk.ask("show", again.event_id, "--json"))
-    assert [(one["number"], one["action"]) for one in shown["decisions"]] == [(1, "retried"), (2, "retried")]
+    description = json.loads(await desk.ask("show", again.event_id, "--json"))
+    assert [(decision["number"], decision["action"]) for decision in description["decisions"]] == [
+        (1, "retried"),
+        (2, "retried"),
+    ]
 
 
 async def test_what_cannot_be_put_back_is_held_back_and_said(desk: Desk) -> None:
@@ -137,23 +144,23 @@ async def test_what_cannot_be_put_back_is_held_back_and_said(desk: Desk) -> None
         assert words in printed
     ends = len(await desk.last("turns", 1))
     await desk.ask("retry", "--service", desk.service, "--force", status=1)
-    assert [one.value for one in await desk.last("turns", 1)][ends:] == [poison.value]
+    assert [record.value for record in await desk.last("turns", 1)][ends:] == [poison.value]
     assert await desk.states() == {table.event_id: "open", binary.event_id: "open", poison.event_id: "retried"}
-    gone = await desk.refuse(Record("deleted", 0, 5, b"k", b"{}"), "unknown_topic")
-    assert "there is no topic 'deleted'" in await desk.ask("retry", gone.event_id, "--force", status=2)
+    unretriable = await desk.refuse(Record("deleted", 0, 5, b"k", b"{}"), "unknown_topic")
+    assert "there is no topic 'deleted'" in await desk.ask("retry", unretriable.event_id, "--force", status=2)
 
 
 async def test_discarding_needs_a_reason_and_keeps_it(desk: Desk) -> None:
-    kept = [await desk.refuse(Record("turns", 0, number, b"k", b"x"), "invalid_json") for number in range(4)]
+    letters = [await desk.refuse(Record("turns", 0, number, b"k", b"x"), "invalid_json") for number in range(4)]
     choice = ("--service", desk.service, "--topic", "turns", "--partition", "0")
     await desk.ask("discard", *choice, "--because", " ", status=2)
     await desk.ask("discard", "--because", "nothing was chosen", status=2)
     dry = json.loads(await desk.ask("discard", *choice, "--because", "load test", "--dry-run", "--json"))
-    assert set(dry["ids"]) == {one.event_id for one in kept}
+    assert set(dry["ids"]) == {letter.event_id for letter in letters}
     await desk.ask("discard", *choice, "--from-offset", "1", "--to-offset", "3", "--because", "load test")
     states = await desk.states()
-    assert [states[one.event_id] for one in kept] == ["open", "discarded", "discarded", "open"]
-    assert "load test" in await desk.ask("show", kept[1].event_id)
+    assert [states[letter.event_id] for letter in letters] == ["open", "discarded", "discarded", "open"]
+    assert "load test" in await desk.ask("show", letters[1].event_id)
     listed = json.loads(await desk.ask("list", "--service", desk.service, "--state", "all", "--limit", "1", "--json"))
     assert len(listed["letters"]) == 1
     (row,) = listed["counts"]
@@ -172,46 +179,46 @@ async def test_people_see_what_was_said_and_terminals_obey_none_of_it(desk: Desk
 
 
 async def test_a_letter_that_was_never_on_its_topic_goes_where_its_event_belongs(desk: Desk) -> None:
-    said = feedback(uuid.uuid4().hex)
-    letter = await desk.refuse(Record("feedback", -1, -1, None, said.to_json()), "invalid_event")
+    event = feedback(uuid.uuid4().hex)
+    letter = await desk.refuse(Record("feedback", -1, -1, None, event.to_json()), "invalid_event")
     await desk.ask("retry", letter.event_id)
     logs = [await desk.last("feedback", number) for number in range(4)]
-    (found,) = [one for log in logs for one in log if one.value == said.to_json()]
-    assert found.key == said.key.encode()
+    (record,) = [entry for log in logs for entry in log if entry.value == event.to_json()]
+    assert record.key == event.key.encode()
 
 
 @pytest.fixture
 async def rig(embedded_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """A collector that soon gives up on feedback about nothing."""
+    """A collector that soon gives up on feedback about unknown turns."""
     settings = BusSettings(address=embedded_bus)
     await catalogue.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{tmp_path}/blobs"))
     await producer.start()
-    made = StreamsRig(tmp_path, embedded_bus, producer, "sqlite", 1)
-    made.processes = {
+    streams = StreamsRig(tmp_path, embedded_bus, producer, "sqlite", 1)
+    streams.processes = {
         "collector": [ServiceProcess("collector", tmp_path, embedded_bus, COLLECTOR__FEEDBACK_WAIT_S=0.5)],
     }
-    made.every[0].start()
-    yield made
+    streams.every[0].start()
+    yield streams
     await producer.stop()
-    made.stop()
+    streams.stop()
 
 
 @pytest.mark.long
 async def test_a_retried_record_has_its_effect_and_has_it_once(rig: StreamsRig) -> None:
-    """Feedback came for a turn that nobody had seen; the turn was in a spool, and is here now."""
+    """Feedback came for an unknown turn, which was in a spool and has arrived since."""
     session = uuid.uuid4().hex
     turn = ask([user("q")], session=session)
-    said = feedback(session, turn, task_id="t7")
-    await rig.producer.send(said)
+    event = feedback(session, turn, task_id="t7")
+    await rig.producer.send(event)
     letters: list[DeadLetter] = []
 
     async def refused() -> bool:
-        letters[:] = [one for one in await rig.read(DeadLetter) if one.key == said.key]
+        letters[:] = [letter for letter in await rig.read(DeadLetter) if letter.key == event.key]
         return bool(letters)
 
     async def closed() -> list[Trajectory]:
-        return [one for one in await rig.read(Trajectory) if one.key == said.key]
+        return [trajectory for trajectory in await rig.read(Trajectory) if trajectory.key == event.key]
 
     await eventually(refused, 30)
     await rig.producer.send(turn)
@@ -225,4 +232,4 @@ async def test_a_retried_record_has_its_effect_and_has_it_once(rig: StreamsRig) 
     await eventually(ended, 30)
     (trajectory,) = await closed()
     assert (trajectory.task_id, trajectory.turn_ids) == ("t7", (turn.turn_id,))
-    assert len([one for one in await rig.read(DeadLetter) if one.key == said.key]) == 1
+    assert len([letter for letter in await rig.read(DeadLetter) if letter.key == event.key]) == 1

@@ -1,4 +1,4 @@
-"""From a laptop to Kafka and PostgreSQL in the middle of a session: nothing starts over. docs/growing.md, in order."""
+"""From a laptop to Kafka and PostgreSQL in the middle of a session without a new start: docs/growing.md, in order."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
         await experience(rig, early, 0, 0.25)
         assert rig.stop() == [0, 0]
         rig.processes = {}
-        made = await mirror(laptop_bus, kafka)
-        assert made.moving == []
-        assert set(made.positions) == {"headrace-collector", "headrace-scorer"}
+        mirrored = await mirror(laptop_bus, kafka)
+        assert mirrored.moving == []
+        assert set(mirrored.positions) == {"headrace-collector", "headrace-scorer"}
 
     url = await own_database(postgres)
     for _ in range(2):  # the second time it finds that everything is there
@@ -84,11 +84,20 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
             await producer.send(event)
         await experience(rig, late, 0, 1.0)
         await experience(rig, early, 1, 0.75)
-        ours = [one for one in await rig.read(Trajectory) if one.session_id in (early, late)]
-        assert_equal_facts(ours)  # what a service still owed when it was stopped, it sends again
-        assert {one.turn_ids for one in ours} == {(scored.turn_id,), (first.turn_id, second.turn_id)}
-        assert len({one.event_id for one in ours}) == 2
-        assert {one.turn_id for one in await rig.read(Turn)} >= {first.turn_id, second.turn_id, scored.turn_id}
+        trajectories = [
+            trajectory for trajectory in await rig.read(Trajectory) if trajectory.session_id in (early, late)
+        ]
+        assert_equal_facts(trajectories)  # what a service still owed when it was stopped, it sends again
+        assert {trajectory.turn_ids for trajectory in trajectories} == {
+            (scored.turn_id,),
+            (first.turn_id, second.turn_id),
+        }
+        assert len({trajectory.event_id for trajectory in trajectories}) == 2
+        assert {trajectory.turn_id for trajectory in await rig.read(Turn)} >= {
+            first.turn_id,
+            second.turn_id,
+            scored.turn_id,
+        }
     finally:
         rig.stop()
         await producer.stop()
@@ -100,8 +109,8 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
 async def copy_state(url: str, folder: Path) -> tuple[int, str]:
     command = [sys.executable, "-m", "headrace_runtime.copy_state", url]
     environ = {"HEADRACE_DATA_DIR": str(folder), "PATH": ""}
-    done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    process = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, check=False)
+    return process.returncode, process.stdout + process.stderr
 
 
 async def own_database(node: PostgresNode) -> str:
@@ -126,8 +135,8 @@ async def start(rig: StreamsRig) -> None:
 
 
 async def experience(rig: StreamsRig, session: str, revision: int, reward: float) -> None:
-    async def there() -> bool:
-        found = [one for one in await rig.read(Experience) if one.session_id == session]
-        return (revision, reward) in [(one.revision, one.reward) for one in found]
+    async def arrived() -> bool:
+        experiences = [candidate for candidate in await rig.read(Experience) if candidate.session_id == session]
+        return (revision, reward) in [(candidate.revision, candidate.reward) for candidate in experiences]
 
-    await eventually(there, 60)
+    await eventually(arrived, 60)

@@ -43,12 +43,17 @@ async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
         read_once = recorded(entries)
         await agrees(read_once, history)
         for session in history.chance.sample(sorted(history.sessions), 5):
-            asked = await where(topics, session, tenant="default", after=0, limit=1000)
-            assert asked == await where(read_once, session, tenant="default", after=0, limit=1000)
+            trace = await where(topics, session, tenant="default", after=0, limit=1000)
+            assert trace == await where(read_once, session, tenant="default", after=0, limit=1000)
         version = history.chance.choice(sorted(history.contents))
         asked_why = await why(topics, version, whole=True, after=0, limit=1000)
-        for one in asked_why.entries:
-            assert one.partition is not None
-            place = next(e for e in entries[Experience.topic] if (e.partition, e.offset) == (one.partition, one.offset))
-            assert isinstance(place.event, Experience)
-            assert (place.event.experience_id, place.event.revision) == (one.experience_id, one.revision)
+        for change in asked_why.entries:
+            assert change.partition is not None
+            history_entry = next(
+                e for e in entries[Experience.topic] if (e.partition, e.offset) == (change.partition, change.offset)
+            )
+            assert isinstance(history_entry.event, Experience)
+            assert (history_entry.event.experience_id, history_entry.event.revision) == (
+                change.experience_id,
+                change.revision,
+            )

@@ -34,16 +34,16 @@ TABLE = {"retention.ms": str(DAY_MS), "cleanup.policy": "compact"}
 
 @pytest.fixture(scope="module")
 def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Two embedded ones, whose topics are nobody else's: a mirror refuses what is in use."""
-    made = [
+    """Two embedded brokers whose topics belong to one test: a mirror refuses topics in use."""
+    processes = [
         BrokerProcess(tmp_path_factory.mktemp(name), BROKER__MAINTENANCE_INTERVAL_S=0.2)
         for name in ("source", "target")
     ]
-    for one in made:
-        one.start()
-    yield made[0].address, made[1].address
-    for one in made:
-        one.stop()
+    for process in processes:
+        process.start()
+    yield processes[0].address, processes[1].address
+    for process in processes:
+        process.stop()
 
 
 @pytest.fixture
@@ -90,36 +90,38 @@ async def transactions(bus: str, topic: str) -> None:
 
 
 async def records(bus: str, topic: str, partition: int = 0) -> list[ConsumerRecord]:
-    place = TopicPartition(topic, partition)
+    topic_partition = TopicPartition(topic, partition)
     async with consuming(bus, isolation_level="read_committed") as reader:
-        reader.assign([place])
-        await reader.seek_to_beginning(place)
-        end = (await reader.end_offsets([place]))[place]
-        found: list[ConsumerRecord] = []
-        while await reader.position(place) < end:
-            found += (await reader.getmany(place, timeout_ms=200)).get(place, [])
-        return found
+        reader.assign([topic_partition])
+        await reader.seek_to_beginning(topic_partition)
+        end = (await reader.end_offsets([topic_partition]))[topic_partition]
+        messages: list[ConsumerRecord] = []
+        while await reader.position(topic_partition) < end:
+            messages += (await reader.getmany(topic_partition, timeout_ms=200)).get(topic_partition, [])
+        return messages
 
 
-def facts(found: list[ConsumerRecord]) -> list[tuple[object, ...]]:
-    return [(one.offset, one.timestamp, one.key, one.value, tuple(one.headers)) for one in found]
+def facts(messages: list[ConsumerRecord]) -> list[tuple[object, ...]]:
+    return [
+        (message.offset, message.timestamp, message.key, message.value, tuple(message.headers)) for message in messages
+    ]
 
 
 async def first_offset(bus: str, topic: str) -> int:
-    place = TopicPartition(topic, 0)
+    topic_partition = TopicPartition(topic, 0)
     async with consuming(bus) as reader:
-        return int((await reader.beginning_offsets([place]))[place])
+        return int((await reader.beginning_offsets([topic_partition]))[topic_partition])
 
 
 async def commit(bus: str, group: str, positions: dict[tuple[str, int], int]) -> None:
     async with consuming(bus, group_id=group) as reader:
-        places = {TopicPartition(*place): offset for place, offset in positions.items()}
-        reader.assign(list(places))
-        await reader.commit(places)
+        offsets = {TopicPartition(*key): offset for key, offset in positions.items()}
+        reader.assign(list(offsets))
+        await reader.commit(offsets)
 
 
 async def next_of(bus: str, group: str, topic: str) -> ConsumerRecord:
-    """What the group reads next on partition 0."""
+    """Return the group's next offset on partition 0."""
     async with consuming(bus, group_id=group) as reader:
         reader.assign([TopicPartition(topic, 0)])
         return await asyncio.wait_for(reader.getone(), 20)
@@ -131,15 +133,15 @@ async def test_logs_keep_their_offsets_and_groups_their_place(source: str, targe
     await fill(source, "turns", 400)
     await fill(source, "mine", 11, partitions=2)
     await commit(source, "headrace-collector", {("turns", 0): 17, ("turns", 3): 100})
-    made = await mirror(source, target)
-    assert made.moving == []
-    assert [one.records for one in made.checked] == [6, 5, 100, 100, 100, 100]
+    mirrored = await mirror(source, target)
+    assert mirrored.moving == []
+    assert [log.records for log in mirrored.checked] == [6, 5, 100, 100, 100, 100]
     for topic, partition in [("turns", 0), ("turns", 1), ("turns", 2), ("turns", 3), ("mine", 0), ("mine", 1)]:
         expected = facts(await records(source, topic, partition))
         assert facts(await records(target, topic, partition)) == expected
     assert (await next_of(target, "headrace-collector", "turns")).key == b"r68"
     again = await mirror(source, target)
-    assert again == made, "nothing is written twice"
+    assert again == mirrored, "nothing is written twice"
 
 
 async def test_ends_of_transactions_become_repetitions_and_aborted_records_stay_away(source: str, target: str) -> None:
@@ -148,17 +150,17 @@ async def test_ends_of_transactions_become_repetitions_and_aborted_records_stay_
     await fill(source, "rewards", 2, partitions=1)
     await transactions(source, "rewards")
     await mirror(source, target)
-    theirs, ours = facts(await records(source, "rewards")), facts(await records(target, "rewards"))
-    assert {one[0] for one in theirs} < {one[0] for one in ours}
+    source_facts, target_facts = facts(await records(source, "rewards")), facts(await records(target, "rewards"))
+    assert {fact[0] for fact in source_facts} < {fact[0] for fact in target_facts}
     repeated = {}
-    for one in ours:
-        if one in theirs:
-            repeated = dict(enumerate(one[1:]))
-        assert dict(enumerate(one[1:])) == repeated, "what was added repeats the committed record before it"
-    assert [one[0] for one in ours] == list(range(len(ours)))
+    for fact in target_facts:
+        if fact in source_facts:
+            repeated = dict(enumerate(fact[1:]))
+        assert dict(enumerate(fact[1:])) == repeated, "what was added repeats the committed record before it"
+    assert [fact[0] for fact in target_facts] == list(range(len(target_facts)))
     async with consuming(source) as reader:
-        place = TopicPartition("rewards", 0)
-        assert len(ours) == (await reader.end_offsets([place]))[place]
+        topic_partition = TopicPartition("rewards", 0)
+        assert len(target_facts) == (await reader.end_offsets([topic_partition]))[topic_partition]
     await create(source, "foreign", 1, LOG)
     await transactions(source, "foreign")
     with pytest.raises(UsageError, match="--without foreign"):
@@ -230,17 +232,17 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
             value = None if number == 20 else b"%d" % number
             await producer.send_and_wait("replicas", value, name, 0, NOW_MS + number)
     await commit(source, "watcher", {("replicas", 0): 58})
-    made = await mirror(source, target)
-    assert [one.records for one in made.checked] == [3]
-    found = await records(target, "replicas")
-    assert {one.key: one.value for one in found if one.value} == {b"r0": b"57", b"r1": b"58", b"r2": b"59"}
-    assert len(found) == 4
+    mirrored = await mirror(source, target)
+    assert [entry.records for entry in mirrored.checked] == [3]
+    rows = await records(target, "replicas")
+    assert {entry.key: entry.value for entry in rows if entry.value} == {b"r0": b"57", b"r1": b"58", b"r2": b"59"}
+    assert len(rows) == 4
     assert (await next_of(target, "watcher", "replicas")).value == b"58"
     async with producing(source) as producer:
         await producer.send_and_wait("replicas", b"new", b"r1", 0, NOW_MS + 100)
         await producer.send_and_wait("replicas", None, b"r2", 0, NOW_MS + 101)
     await mirror(source, target)
-    table = {one.key: one.value for one in await records(target, "replicas")}
+    table = {entry.key: entry.value for entry in await records(target, "replicas")}
     assert {key: value for key, value in table.items() if value} == {b"r0": b"57", b"r1": b"new"}
     assert len(await records(target, "replicas")) == 6
     async with producing(target) as producer:
@@ -268,9 +270,9 @@ async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str,
     assert kills, "it was always faster"
     process = await start_mirror(source, target)
     printed, _ = await process.communicate()
-    told = json.loads(printed)
-    assert told["complete"]
-    assert [one["records"] for one in told["partitions"]] == [count // 2, count // 2]
+    report = json.loads(printed)
+    assert report["complete"]
+    assert [partition["records"] for partition in report["partitions"]] == [count // 2, count // 2]
     for number in range(2):
         assert facts(await records(target, "turns", number)) == facts(await records(source, "turns", number))
 
@@ -284,13 +286,13 @@ async def start_mirror(source: str, target: str) -> asyncio.subprocess.Process:
 
 async def until_copied(target: str, more: int, process: asyncio.subprocess.Process) -> int:
     """Wait until `more` records are on the target's topic, or the process has ended; returns how many there are."""
-    places = [TopicPartition("turns", number) for number in range(2)]
+    partitions = [TopicPartition("turns", number) for number in range(2)]
     async with consuming(target) as reader:
-        before = at = int(sum((await reader.end_offsets(places)).values()))
+        before = at = int(sum((await reader.end_offsets(partitions)).values()))
 
         async def enough() -> bool:
             nonlocal at
-            at = int(sum((await reader.end_offsets(places)).values()))
+            at = int(sum((await reader.end_offsets(partitions)).values()))
             return at >= before + more or process.returncode is not None
 
         await eventually(enough, 60)
@@ -330,14 +332,14 @@ async def test_a_source_in_use_is_said_so_and_the_rest_follows(source: str, targ
     async with consuming(source, "turns", group_id="headrace-collector") as reader:
         await reader.getone()
         await reader.commit()
-        made: Mirrored = await mirror(source, target)
-        assert made.moving == ["group headrace-collector has members"]
+        mirrored: Mirrored = await mirror(source, target)
+        assert mirrored.moving == ["group headrace-collector has members"]
         await fill(source, "turns", 10, partitions=1, name="later")
         await reader.seek_to_end()
         await reader.commit({TopicPartition("turns", 0): 25})
-    made = await mirror(source, target)
-    assert made.moving == []
-    assert [one.records for one in made.checked] == [30]
+    mirrored = await mirror(source, target)
+    assert mirrored.moving == []
+    assert [log.records for log in mirrored.checked] == [30]
     assert (await next_of(target, "headrace-collector", "turns")).key == b"later5"
     await commit(target, "headrace-collector", {("turns", 0): 28})
     with pytest.raises(NotACopy, match=r"group headrace-collector is at 28 .*in use already"):

@@ -1,4 +1,4 @@
-"""Models that nobody trains, with real services: a folder is registered, served, called, named, exported, imported."""
+"""Fixed models with real services: a folder is registered, served, called, named, exported, imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 120.0
 
 @dataclass
 class Stack:
-    """What runs, and the folders of a model, another version of it, and an adapter of it."""
+    """Running services, and the folders of a model, another version of it, and an adapter of it."""
 
     folder: Path
     first: Path
@@ -35,19 +35,19 @@ class Stack:
 
     def models(self, *arguments: str) -> str:
         command = [HEADRACE, "models", *arguments, "--data-dir", str(self.folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
-        return done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        assert process.returncode == 0, f"{arguments}: {process.stdout}{process.stderr}"
+        return process.stdout
 
     def refused(self, *arguments: str) -> str:
         command = [HEADRACE, "models", *arguments, "--data-dir", str(self.folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-        assert done.returncode != 0, done.stdout
-        return done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        assert process.returncode != 0, process.stdout
+        return process.stderr
 
     def versions(self, model: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.models("show", model, "--json"))
-        return found
+        versions: list[dict[str, Any]] = json.loads(self.models("show", model, "--json"))
+        return versions
 
     def chat(self, model: str) -> httpx2.Response:
         state = run_of(self.folder)
@@ -94,9 +94,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_a_folder_is_registered_served_and_called_by_its_name(stack: Stack) -> None:
-    said = stack.models("register", str(stack.first), "--name", "opponent", "--version-label", "v1.0", "--serve")
-    (version,) = [one["id"] for one in stack.versions("opponent")]
-    assert version in said
+    output = stack.models("register", str(stack.first), "--name", "opponent", "--version-label", "v1.0", "--serve")
+    (version,) = [entry["id"] for entry in stack.versions("opponent")]
+    assert version in output
     assert stack.answers("opponent") == version
     assert stack.answers("opponent:v1.0") == version
     turn = stack.turns()[-1]
@@ -105,20 +105,20 @@ def test_a_folder_is_registered_served_and_called_by_its_name(stack: Stack) -> N
 
 def test_another_version_beside_it_and_a_pin(stack: Stack) -> None:
     stack.models("register", str(stack.second), "--name", "opponent", "--version-label", "v1.1", "--serve")
-    second, first = (one["id"] for one in stack.versions("opponent"))
+    second, first = (entry["id"] for entry in stack.versions("opponent"))
     assert (stack.answers("opponent:v1.1"), stack.answers("opponent")) == (second, first)
     stack.models("alias", "opponent", "stable", "v1.0", "--why", "known")
     assert stack.answers("opponent:stable") == first
     stack.models("pin", "opponent", "v1.1")
     wait_until(lambda: stack.chat("opponent").json().get("model") == second, WAIT_S, "the pinned version answers")
-    shown = stack.models("diff", "opponent:v1.0", "opponent:v1.1")
-    assert "model.safetensors" in shown
-    assert "trained elsewhere" in shown
+    diff = stack.models("diff", "opponent:v1.0", "opponent:v1.1")
+    assert "model.safetensors" in diff
+    assert "trained elsewhere" in diff
 
 
 def test_an_adapter_of_it_is_a_model_of_its_own_and_merged_it_is_another(stack: Stack, tmp_path: Path) -> None:
     stack.models("register", str(stack.adapter), "--name", "formal", "--base", "opponent:v1.0", "--serve")
-    (adapter,) = [one["id"] for one in stack.versions("formal")]
+    (adapter,) = [entry["id"] for entry in stack.versions("formal")]
     assert stack.answers("formal") == adapter
     stack.models("export", adapter, str(tmp_path / "merged"), "--merge")
     stack.models("register", str(tmp_path / "merged"), "--name", "merged")
@@ -138,7 +138,7 @@ def test_an_exported_version_is_imported_as_the_very_same(stack: Stack, tmp_path
 
 
 def test_retired_and_collected(stack: Stack) -> None:
-    (version,) = [one["id"] for one in stack.versions("merged")]
+    (version,) = [entry["id"] for entry in stack.versions("merged")]
     assert "alias stable names it" in stack.refused("retire", "opponent", "v1.0")
     stack.models("retire", "merged", version, "--why", "a test")
     assert version in stack.models("collect")
@@ -146,5 +146,5 @@ def test_retired_and_collected(stack: Stack) -> None:
     assert stack.versions("merged")[0]["collected"] is True
     assert stack.answers("formal").startswith("formal@"), "what shares files with it goes on"
     log = json.loads(stack.models("audit", "merged", "--json"))["data"]
-    assert [one["action"] for one in log] == ["collect", "retire", "register"]
+    assert [entry["action"] for entry in log] == ["collect", "retire", "register"]
     assert log[0]["who"]

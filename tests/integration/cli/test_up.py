@@ -64,20 +64,20 @@ def test_one_table_says_where_everything_is(up: subprocess.Popen[str], folder: P
 
 
 def test_a_second_one_is_refused(up: subprocess.Popen[str], folder: Path) -> None:
-    done = headrace("up", "--data-dir", str(folder), "--auto-ports")
-    assert (done.returncode, "Headrace is up already" in done.stderr) == (2, True)
+    process = headrace("up", "--data-dir", str(folder), "--auto-ports")
+    assert (process.returncode, "Headrace is up already" in process.stderr) == (2, True)
 
 
 def test_what_the_client_sends_is_on_the_bus(up: subprocess.Popen[str], folder: Path, tmp_path: Path) -> None:
     state = read(folder)
     name = "run 7/%2F?#"  # all of it has to be quoted in a path
     with Client(state.base_url or "") as client, client.session(name, task_id="t") as session:
-        given = session.feedback(0.5, context={"expected": "42"})
-        session.feedback(0.5, context={"expected": "42"}, feedback_id=given)
+        receipt = session.feedback(0.5, context={"expected": "42"})
+        session.feedback(0.5, context={"expected": "42"}, feedback_id=receipt)
     path = tmp_path / "feedback.jsonl"
-    done = headrace("replay", "events", "feedback", "--session", name, "-d", str(folder), "-o", str(path))
-    assert done.returncode == 0, done.stderr
-    assert "feedback: 2 events of 2 records in the range" in done.stderr
+    process = headrace("replay", "events", "feedback", "--session", name, "-d", str(folder), "-o", str(path))
+    assert process.returncode == 0, process.stderr
+    assert "feedback: 2 events of 2 records in the range" in process.stderr
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["id"] for line in lines}) == 1, "sent twice, one feedback"
     assert lines[0]["event"]["value"] == 0.5
@@ -87,14 +87,14 @@ def test_what_the_client_sends_is_on_the_bus(up: subprocess.Popen[str], folder: 
 
 
 def test_status_with_an_account_that_adds_up(up: subprocess.Popen[str], folder: Path) -> None:
-    done = headrace("status", "-d", str(folder), "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert set(found["run"]["services"]) == set(SERVICES)
-    assert found["run"]["services"]["registry"]["status"] == "ready"
-    assert found["run"]["services"]["gateway"]["lacks"] == ["routing"]
-    assert found["account"]["captured"] == 0
-    assert found["models"] == []
+    process = headrace("status", "-d", str(folder), "--json")
+    assert process.returncode == 0, process.stderr
+    status = json.loads(process.stdout)
+    assert set(status["run"]["services"]) == set(SERVICES)
+    assert status["run"]["services"]["registry"]["status"] == "ready"
+    assert status["run"]["services"]["gateway"]["lacks"] == ["routing"]
+    assert status["account"]["captured"] == 0
+    assert status["models"] == []
     assert "listening" in headrace("logs", "registry", "-d", str(folder)).stdout
 
 

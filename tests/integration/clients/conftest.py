@@ -15,7 +15,7 @@ _TIMEOUT_S = 240.0
 
 
 async def run(program: str, base_url: str, model: str) -> list[dict[str, object]]:
-    """What the program prints last, as JSON. Skips the test without the environment."""
+    """Return the last line that the program prints, as JSON. Skips the test without the environment."""
     presence.need("clients")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "HEADRACE_"))}
@@ -30,11 +30,11 @@ async def run(program: str, base_url: str, model: str) -> list[dict[str, object]
     )
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            said, complained = await process.communicate()
+            output, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, complained.decode()[-4000:]
-    found: list[dict[str, object]] = json.loads(said.decode().strip().splitlines()[-1])
-    return found
+    assert process.returncode == 0, errors.decode()[-4000:]
+    results: list[dict[str, object]] = json.loads(output.decode().strip().splitlines()[-1])
+    return results

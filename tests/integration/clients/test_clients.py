@@ -1,4 +1,4 @@
-"""Agents that nobody here wrote, unchanged but for the base URL: their tool loops run to their end."""
+"""Agents of other projects, unchanged but for the base URL: their tool loops run to their end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def replica() -> FakeReplica:
 
 @pytest.fixture
 async def served(tmp_path: Path, replica: FakeReplica) -> AsyncIterator[Gateway]:
-    async with replica.running(), gateway(tmp_path, replica) as made:
-        yield made
+    async with replica.running(), gateway(tmp_path, replica) as served_gateway:
+        yield served_gateway
 
 
 def check_conversation(turns: list[Turn]) -> None:
@@ -49,8 +49,8 @@ async def test_a_tool_loop_plain_and_streamed(served: Gateway, replica: FakeRepl
 
 async def test_smolagents_on_two_clients_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
     replica.script = [SEARCH, Called("search", {"query": "Ada"}), Called("final_answer", {"answer": "Ada"})] * 4
-    said = await run("smolagents_agent", f"{served.url}/v1", "tiny")
-    assert said == [{"answer": "Ada", "calls": 3}] * 4
+    results = await run("smolagents_agent", f"{served.url}/v1", "tiny")
+    assert results == [{"answer": "Ada", "calls": 3}] * 4
     assert len(served.turns) == 12
     for at in range(0, 12, 3):
         check_conversation(served.turns[at : at + 3])
@@ -68,7 +68,7 @@ async def test_dspy(served: Gateway, replica: FakeReplica) -> None:
 
 
 async def test_openai_agents_on_both_apis_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
-    """By default it speaks the Responses API; its answer has a type, which is a grammar."""
+    """The agent uses the Responses API by default; its answer has a type, which is a grammar."""
     replica.script = [SEARCH, '{"answer": "Ada"}'] * 4
     assert await run("agents_loop", f"{served.url}/v1", "tiny") == [{"answer": "Ada", "calls": 2}] * 4
     assert len(served.turns) == 8

@@ -22,7 +22,7 @@ HEARTBEAT_S = 0.5
 
 @dataclass
 class Circle:
-    """Everything around one model of its own, so that tests can share a bus."""
+    """Services around one model of the test's own, so that tests can share a bus."""
 
     model: str
     gateway: GatewayProcess
@@ -82,12 +82,12 @@ def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
 @pytest.fixture
 async def served(tmp_path: Path, embedded_bus: str) -> AsyncIterator[Circle]:
     """One replica, on the embedded broker."""
-    async with circle(tmp_path, embedded_bus, FakeReplica()) as made:
-        yield made
+    async with circle(tmp_path, embedded_bus, FakeReplica()) as running_circle:
+        yield running_circle
 
 
 @pytest.fixture
 async def served_anywhere(tmp_path: Path, bus: str) -> AsyncIterator[Circle]:
     """One replica, on each bus that we support."""
-    async with circle(tmp_path, bus, FakeReplica()) as made:
-        yield made
+    async with circle(tmp_path, bus, FakeReplica()) as running_circle:
+        yield running_circle

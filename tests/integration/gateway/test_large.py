@@ -16,14 +16,14 @@ QUESTION = "a long document " * 60_000
 
 
 async def test_a_call_of_a_megabyte_and_its_tokens_is_captured_whole(mortal_bus: BrokerProcess, tmp_path: Path) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as made:
-        client = openai.AsyncOpenAI(base_url=made.base_url, api_key="none", max_retries=0)
+    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
+        client = openai.AsyncOpenAI(base_url=running_circle.base_url, api_key="none", max_retries=0)
         answer = await client.chat.completions.create(
-            model=made.model, messages=[{"role": "user", "content": QUESTION}]
+            model=running_circle.model, messages=[{"role": "user", "content": QUESTION}]
         )
         async with asyncio.timeout(30):
             while True:
-                turns = await made.turns()
+                turns = await running_circle.turns()
                 if turns:
                     break
                 await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The unmodified `openai` package with nothing changed but its base_url."""
+"""The `openai` package with another base_url and no other change."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_async_in_parallel_with_choices_and_logprobs(served: Circle) -> No
 
 
 async def test_a_retry_after_a_time_out_leaves_one_undelivered_turn(served: Circle) -> None:
-    """Pitfall 20: the first sample is captured and marked, so nobody credits it."""
+    """Pitfall 20: the first sample is captured and marked, so it earns no reward."""
     (replica,) = served.replicas
     replica.faults = [Fault(stall_after=0)]
     async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=1, timeout=0.5) as client:

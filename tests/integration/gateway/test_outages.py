@@ -25,23 +25,23 @@ AGENTS = 4
 
 
 class Agents:
-    """Sessions of calls, one after the other, until `stop`; what they were told is the ledger to compare with."""
+    """Agents that make calls until `stop`, session by session. Their answers are the ledger of the comparison."""
 
-    def __init__(self, made: Circle) -> None:
-        self._made = made
+    def __init__(self, running_circle: Circle) -> None:
+        self._circle = running_circle
         self._stop = False
-        self.told: dict[str, list[str]] = defaultdict(list)
-        """Response ids whose end a client saw, by session, in order."""
+        self.feedback_of: dict[str, list[str]] = defaultdict(list)
+        """Response ids whose end a client received, by session, in order."""
         self.failures: list[str] = []
         self.slowest_s = 0.0
 
     async def run(self, name: str) -> None:
-        async with httpx2.AsyncClient(base_url=self._made.gateway.url, timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=self._circle.gateway.url, timeout=30) as client:
             number = 0
             while not self._stop:
                 number += 1
                 body = {
-                    "model": self._made.model,
+                    "model": self._circle.model,
                     "messages": [{"role": "user", "content": f"{name} {number}"}],
                     "stream": number % 2 == 0,
                 }
@@ -49,13 +49,13 @@ class Agents:
                 answer = await client.post("/v1/chat/completions", json=body, headers={"X-Session-Id": name})
                 self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                 if answer.status_code == 200 and (answer.text.endswith("[DONE]\n\n") or number % 2):
-                    self.told[name].append(answer.headers["x-request-id"])
+                    self.feedback_of[name].append(answer.headers["x-request-id"])
                 else:
                     self.failures.append(answer.text)
 
     async def during(self, *steps: tuple[float, object]) -> None:
         """Run all agents while each `(seconds, function)` is waited for and called in a thread."""
-        running = [asyncio.create_task(self.run(f"{self._made.model}-{number}")) for number in range(AGENTS)]
+        running = [asyncio.create_task(self.run(f"{self._circle.model}-{number}")) for number in range(AGENTS)]
         for pause_s, step in steps:
             await asyncio.sleep(pause_s)
             if callable(step):
@@ -72,11 +72,11 @@ def first_appearances(turns: list[Turn]) -> dict[str, list[str]]:
     return by_session
 
 
-async def drained(made: Circle, expected: int) -> list[Turn]:
+async def drained(running_circle: Circle, expected: int) -> list[Turn]:
     """All turns on the bus, as soon as there are `expected` different ones."""
     async with asyncio.timeout(20):
         while True:
-            turns = await made.turns()
+            turns = await running_circle.turns()
             if len({turn.turn_id for turn in turns}) >= expected:
                 return turns
             await asyncio.sleep(0.1)
@@ -84,47 +84,49 @@ async def drained(made: Circle, expected: int) -> list[Turn]:
 
 @pytest.mark.long
 async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
-        agents = Agents(made)
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as running_circle:
+        agents = Agents(running_circle)
         await agents.during((0.5, mortal_bus.kill), (1.2, mortal_bus.start), (0.8, None))
         assert agents.failures == []
         assert agents.slowest_s < 5
-        turns = await drained(made, sum(map(len, agents.told.values())))
-        assert first_appearances(turns) == agents.told, "nothing lost, each session in its order"
-        assert '"event": "spool_drained"' in made.gateway.log, "the outage was long enough to mean something"
+        turns = await drained(running_circle, sum(map(len, agents.feedback_of.values())))
+        assert first_appearances(turns) == agents.feedback_of, "nothing lost, each session in its order"
+        assert '"event": "spool_drained"' in running_circle.gateway.log, "the outage was long enough to mean something"
 
 
 @pytest.mark.long
 async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.1) as made:
-        agents = Agents(made)
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.1) as running_circle:
+        agents = Agents(running_circle)
         await agents.during((0.3, mortal_bus.kill), (0.7, None))
         assert agents.failures == []
-        await asyncio.to_thread(made.gateway.kill)
+        await asyncio.to_thread(running_circle.gateway.kill)
         await asyncio.to_thread(mortal_bus.start)
-        await asyncio.to_thread(made.gateway.start)
-        turns = await drained(made, sum(map(len, agents.told.values())))
-        assert first_appearances(turns) == agents.told
-        await asyncio.to_thread(wait_healthy, made.gateway.url)
+        await asyncio.to_thread(running_circle.gateway.start)
+        turns = await drained(running_circle, sum(map(len, agents.feedback_of.values())))
+        assert first_appearances(turns) == agents.feedback_of
+        await asyncio.to_thread(wait_healthy, running_circle.gateway.url)
 
 
 @pytest.mark.long
 async def test_started_without_a_bus_it_takes_feedback_and_tells_agents_when_to_come_back(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__UPSTREAM__ROUTING_WAIT_S=0.2) as made:
-        await asyncio.to_thread(made.gateway.stop)
+    async with circle(
+        tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__UPSTREAM__ROUTING_WAIT_S=0.2
+    ) as running_circle:
+        await asyncio.to_thread(running_circle.gateway.stop)
         await asyncio.to_thread(mortal_bus.kill)
-        await asyncio.to_thread(made.gateway.start)
-        async with httpx2.AsyncClient(base_url=made.gateway.url) as client:
-            body = {"model": made.model, "messages": [{"role": "user", "content": "x"}]}
+        await asyncio.to_thread(running_circle.gateway.start)
+        async with httpx2.AsyncClient(base_url=running_circle.gateway.url) as client:
+            body = {"model": running_circle.model, "messages": [{"role": "user", "content": "x"}]}
             refused = await client.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             assert (await client.post("/v1/feedback", json={"session_id": "a", "value": 1})).status_code == 202
             await asyncio.to_thread(mortal_bus.start)
-            await asyncio.to_thread(wait_healthy, made.gateway.url)
+            await asyncio.to_thread(wait_healthy, running_circle.gateway.url)
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
@@ -141,22 +143,24 @@ async def test_a_replica_is_killed_in_the_middle_of_its_streams(tmp_path: Path, 
     replicas = [FakeReplica(name, url=f"http://127.0.0.1:{port}") for name, port in zip("ab", ports, strict=True)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        async with circle(tmp_path, embedded_bus, *replicas) as made:
+        async with circle(tmp_path, embedded_bus, *replicas) as running_circle:
             version = replicas[0].versions[0]
             for replica, port in zip(replicas, ports, strict=True):
                 processes.append(await asyncio.to_thread(start_replica, replica.replica_id, port, version))
-            async with openai.AsyncOpenAI(base_url=made.base_url, api_key="none", max_retries=0) as client:
+            async with openai.AsyncOpenAI(base_url=running_circle.base_url, api_key="none", max_retries=0) as client:
                 begun = asyncio.Barrier(9)
-                streams = [asyncio.create_task(_stream(client, made.model, number, begun)) for number in range(8)]
+                streams = [
+                    asyncio.create_task(_stream(client, running_circle.model, number, begun)) for number in range(8)
+                ]
                 async with asyncio.timeout(20):
                     await begun.wait()
                 processes[0].kill()
                 texts = await asyncio.gather(*streams)
-                plain = await asyncio.gather(*(_plain(client, made.model, number) for number in range(8)))
+                plain = await asyncio.gather(*(_plain(client, running_circle.model, number) for number in range(8)))
             assert texts == plain, "each stream is whole, with no word lost or said twice"
-            turns = await drained(made, 16)
+            turns = await drained(running_circle, 16)
             assert all(len(turn.choices[0].token_ids) == LENGTH for turn in turns)
-            metrics = (await _get(f"{made.gateway.url}/metrics")).text
+            metrics = (await _get(f"{running_circle.gateway.url}/metrics")).text
             resumes = [line for line in metrics.splitlines() if line.startswith("headrace_gateway_resumes_total")]
             assert float(resumes[0].split()[1]) >= 1, "no stream was on the replica that was killed"
     finally:
@@ -174,10 +178,10 @@ async def _stream(client: openai.AsyncOpenAI, model: str, number: int, begun: as
         extra_headers={"X-Session-Id": f"{model}-{number}"},
     )
     async for chunk in stream:
-        said = chunk.choices[0].delta.content or ""
-        if said and not text:
+        delta = chunk.choices[0].delta.content or ""
+        if delta and not text:
             await begun.wait()
-        text += said
+        text += delta
     return text
 
 
@@ -196,13 +200,13 @@ async def _get(url: str) -> httpx2.Response:
 async def test_a_gateway_that_starts_while_the_bus_is_away_serves_what_it_knew(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
-        agents = Agents(made)
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as running_circle:
+        agents = Agents(running_circle)
         await agents.during((3.0, None))  # the file follows the topics with a delay
-        await asyncio.to_thread(made.gateway.kill)
+        await asyncio.to_thread(running_circle.gateway.kill)
         await asyncio.to_thread(mortal_bus.kill)
-        await asyncio.to_thread(made.gateway.start)
+        await asyncio.to_thread(running_circle.gateway.start)
         await agents.during((1.5, mortal_bus.start), (0.8, None))
         assert agents.failures == []
-        turns = await drained(made, sum(map(len, agents.told.values())))
-        assert first_appearances(turns) == agents.told
+        turns = await drained(running_circle, sum(map(len, agents.feedback_of.values())))
+        assert first_appearances(turns) == agents.feedback_of

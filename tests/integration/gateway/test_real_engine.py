@@ -26,7 +26,7 @@ from tests.support.replica_process import ReplicaProcess
 
 LENGTH = 120
 CUT_AFTER_BYTES = 8_000
-"""Of a response: some thirty tokens as the engine writes them."""
+"""Bytes of a response after which it is cut: some thirty tokens as the engine writes them."""
 
 
 @dataclass
@@ -45,16 +45,16 @@ class Scissors:
             yield
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        sending = asyncio.create_task(_copy(reader, back))
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        sending = asyncio.create_task(_copy(reader, server_writer))
         left = CUT_AFTER_BYTES
-        while left > 0 and (data := await there.read(min(left, 1024))):
+        while left > 0 and (data := await server_reader.read(min(left, 1024))):
             writer.write(data)
             await writer.drain()
             left -= len(data)
         self.cuts += left <= 0
         sending.cancel()
-        for end in (writer, back):
+        for end in (writer, server_writer):
             end.transport.abort()
 
 
@@ -130,13 +130,15 @@ async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
     """Greedy, so that the same tokens come from a resumed stream and from a whole answer."""
-    async with rig(tmp_path, mortal_bus.address) as made:
-        async with openai.AsyncOpenAI(base_url=f"{made.gateway.url}/v1", api_key="none", max_retries=0) as client:
+    async with rig(tmp_path, mortal_bus.address) as running_rig:
+        async with openai.AsyncOpenAI(
+            base_url=f"{running_rig.gateway.url}/v1", api_key="none", max_retries=0
+        ) as client:
             streamed = await asyncio.gather(*(stream(client, number) for number in range(8)))
-            assert made.scissors.cuts > 0, "no stream went through the scissors"
-            whole = await asyncio.gather(*(plain(client, number) for number in range(8)))
-        turns = await made.view.read(Turn)
-    assert streamed == whole
+            assert running_rig.scissors.cuts > 0, "no stream went through the scissors"
+            uncut = await asyncio.gather(*(plain(client, number) for number in range(8)))
+        turns = await running_rig.view.read(Turn)
+    assert streamed == uncut
     by_run = {(turn.session_id, turn.run_id): turn for turn in turns}
     assert len(by_run) == len(turns) == 16
     for number in range(8):
@@ -161,32 +163,34 @@ async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mor
     forms: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
     tools: Any = [{"type": "function", "function": FUNCTION}]
     forced: Any = {"type": "function", "function": {"name": "mark"}}
-    asked: Any = [{"role": "user", "content": "How are you?"}]
-    async with rig(tmp_path, mortal_bus.address) as made:
-        beat = (await made.view.read(Replica))[-1]
+    messages: Any = [{"role": "user", "content": "How are you?"}]
+    async with rig(tmp_path, mortal_bus.address) as running_rig:
+        beat = (await running_rig.view.read(Replica))[-1]
         assert beat.grammars == ("response_format", "tool_choice")
-        async with openai.AsyncOpenAI(base_url=f"{made.gateway.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{running_rig.gateway.url}/v1", api_key="none", max_retries=0
+        ) as client:
             chat = client.chat.completions
-            written = await chat.create(model="tiny", messages=asked, response_format=forms)
-            called = await chat.create(model="tiny", messages=asked, tools=tools, tool_choice=forced)
+            written = await chat.create(model="tiny", messages=messages, response_format=forms)
+            called = await chat.create(model="tiny", messages=messages, tools=tools, tool_choice=forced)
             text: Any = {"format": {"type": "json_schema", "name": "mood", "schema": SCHEMA}}
-            response = await client.responses.create(model="tiny", input=asked, text=text)
+            response = await client.responses.create(model="tiny", input=messages, text=text)
             tool: Any = [{"type": "function", **FUNCTION}]
             async with client.responses.stream(
-                model="tiny", input=asked, tools=tool, tool_choice={"type": "function", "name": "mark"}
+                model="tiny", input=messages, tools=tool, tool_choice={"type": "function", "name": "mark"}
             ) as stream:
                 streamed = await stream.get_final_response()
             bad: Any = {"format": {**text["format"], "schema": {"not": {}}}}
             with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
-                await client.responses.create(model="tiny", input=asked, text=bad)
-        turns = await made.view.read(Turn)
+                await client.responses.create(model="tiny", input=messages, text=bad)
+        turns = await running_rig.view.read(Turn)
     assert called.choices[0].message.tool_calls
     call, item = called.choices[0].message.tool_calls[0], streamed.output[0]
     assert called.choices[0].finish_reason == "tool_calls"
     assert call.type == "function"
     assert item.type == "function_call"
-    said = [written.choices[0].message.content, response.output_text, call.function.arguments, item.arguments]
-    for one in said:
-        assert set(json.loads(one or "")) == {"mood", "sure"}
+    texts = [written.choices[0].message.content, response.output_text, call.function.arguments, item.arguments]
+    for json_text in texts:
+        assert set(json.loads(json_text or "")) == {"mood", "sure"}
     assert {turn.turn_id for turn in turns} == {written.id, called.id, response.id, streamed.id}
     assert all(turn.sampling.grammar and not turn.sampling.untruncated for turn in turns)

@@ -36,7 +36,7 @@ TOOLS: list[openai.types.chat.ChatCompletionFunctionToolParam] = [
 
 @dataclass
 class ReplicaRig:
-    """A broker, a blob store with versions, one replica, and what the bus says about it."""
+    """A broker, a blob store with versions, one replica, and its heartbeats on the bus."""
 
     bus: BusSettings
     blobs: BlobStore
@@ -73,7 +73,7 @@ class ReplicaRig:
             )
 
     async def heartbeats(self) -> AsyncIterator[Replica | None]:
-        """Everything on `replicas` from its beginning; None is a tombstone."""
+        """Return all records of `replicas`; None is a tombstone."""
         reader = consumer(self.bus, "test")
         await reader.start()
         try:
@@ -96,9 +96,9 @@ class ReplicaRig:
                     return beat
         raise AssertionError("unreachable")
 
-    async def ready(self, *wanted: ServedVersion) -> Replica:
+    async def ready(self, *versions: ServedVersion) -> Replica:
         """Wait until exactly these versions are there and ready."""
-        names = {version.version for version in wanted}
+        names = {version.version for version in versions}
         return await self.until(
             lambda beat: {item.version for item in beat.versions} == names and all(beat.ready(name) for name in names),
             since=time.time(),
@@ -207,14 +207,14 @@ def test_03_the_openai_package_unmodified(rig: ReplicaRig) -> None:
 async def test_04_the_async_package_with_many_at_once(rig: ReplicaRig) -> None:
     async with rig.async_client() as client:
 
-        async def one(number: int) -> str | None:
+        async def send_call(number: int) -> str | None:
             answer = await client.chat.completions.create(
                 model="tiny", messages=MESSAGES, max_tokens=20, seed=number, temperature=0.8
             )
             return answer.choices[0].message.content
 
-        together = await asyncio.gather(*map(one, range(16)))
-        assert together == [await one(number) for number in range(16)]
+        together = await asyncio.gather(*map(send_call, range(16)))
+        assert together == [await send_call(number) for number in range(16)]
         stream = await client.chat.completions.create(
             model="tiny", messages=MESSAGES, max_tokens=9, stream=True, extra_body={"ignore_eos": True}
         )
@@ -265,10 +265,10 @@ async def test_07_weights_are_swapped_without_a_failed_request(rig: ReplicaRig) 
 
     async def work(client: openai.AsyncOpenAI) -> None:
         while not stop.is_set():
-            asked = current
-            answer = await client.chat.completions.create(model=asked, messages=MESSAGES, max_tokens=8)
-            assert answer.model == asked
-            served.append(asked)
+            requested = current
+            answer = await client.chat.completions.create(model=requested, messages=MESSAGES, max_tokens=8)
+            assert answer.model == requested
+            served.append(requested)
 
     async with rig.async_client() as client, asyncio.TaskGroup() as tasks:
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""Runs `headrace train` to its end and asks transformers what the weights have learned."""
+"""Run of `headrace train` to its end, and the logprobs of its weights under transformers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a lineage in a data directory."""
+    """Result of a lineage in a data directory."""
 
     data_dir: Path
     lineage: str
 
     @property
     def journal(self) -> JobJournal:
-        found = JobJournal.read(self.data_dir / "jobs" / f"{self.lineage}.json")
-        assert found is not None
-        return found
+        journal = JobJournal.read(self.data_dir / "jobs" / f"{self.lineage}.json")
+        assert journal is not None
+        return journal
 
     def rows(self) -> list[CheckedRow]:
         lines = (self.data_dir / "jobs" / f"{self.lineage}.rows").read_bytes().splitlines()
@@ -47,13 +47,13 @@ class Trained:
 
 
 def train(folder: Path, *arguments: str) -> None:
-    """`headrace train ...` in `folder`. Raises `AssertionError` with what it said."""
+    """Run `headrace train ...` in `folder`. Raises `AssertionError` with its output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     command = [sys.executable, "-c", PROGRAM, "train", *arguments, "--data-dir", "data"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert process.returncode == 0, f"status {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-3000:]}"
 
 
 def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -62,16 +62,16 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def logprob(folder: Path, branches: Sequence[WrittenBranch]) -> list[float]:
-    """Of what is trained of each branch, in nats, as transformers computes it."""
+    """Return the mean logprob of each branch's trained tokens, in nats, as transformers computes it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    means = []
     with torch.no_grad():
         for branch in branches:
             ids = torch.tensor([list(branch.token_ids)])
             logprobs = model(ids).logits[0, :-1].log_softmax(-1)
-            places = [at for span in branch.spans for at in range(span.start, span.start + span.length)]
-            found.append(float(sum(logprobs[at - 1, ids[0, at]] for at in places)))
-    return found
+            positions = [at for span in branch.spans for at in range(span.start, span.start + span.length)]
+            means.append(float(sum(logprobs[at - 1, ids[0, at]] for at in positions)))
+    return means

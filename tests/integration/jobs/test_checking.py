@@ -1,4 +1,4 @@
-"""`headrace train --check` on a real tokenizer: what is bad is named by its row, and what is left is counted."""
+"""`headrace train --check` on a real tokenizer: bad rows are named by their number, the others are counted."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def train(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.long
 def test_bad_rows_are_named_with_their_reasons(folder: Path) -> None:
-    done = train(folder, "--check", "--json", "--held-out", "held_out.jsonl")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert {one["row"]: one["kind"] for one in found["refusals"]} == BAD
-    assert (found["rows"], found["kept"], found["experiences"], found["unread"]) == (10, 3, 4, {"id": 1})
-    assert found["tokens_max"] == 2048
+    process = train(folder, "--check", "--json", "--held-out", "held_out.jsonl")
+    assert process.returncode == 1, process.stderr
+    report = json.loads(process.stdout)
+    assert {refusal["row"]: refusal["kind"] for refusal in report["refusals"]} == BAD
+    assert (report["rows"], report["kept"], report["experiences"], report["unread"]) == (10, 3, 4, {"id": 1})
+    assert report["tokens_max"] == 2048
     assert not (folder / ".headrace" / "jobs").exists(), "looking leaves nothing"
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.long
 def test_a_preview_shows_what_is_trained_and_a_job_with_bad_rows_stops(folder: Path) -> None:
-    done = train(folder, "--preview", "1", "--skip-bad", "7", "--held-out", "held_out.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert "<|im_start|>assistant\n⟦the agent<|im_end|>⟧" in done.stdout
-    done = train(folder, "--skip-bad", "5")
-    assert done.returncode == 2
-    assert "6 of 10 rows cannot be trained, and --skip-bad is 5" in done.stderr
-    assert "rows.jsonl, row 3: message 2, which the assistant says, is empty" in done.stderr
+    process = train(folder, "--preview", "1", "--skip-bad", "7", "--held-out", "held_out.jsonl")
+    assert process.returncode == 0, process.stderr
+    assert "<|im_start|>assistant\n⟦the agent<|im_end|>⟧" in process.stdout
+    process = train(folder, "--skip-bad", "5")
+    assert process.returncode == 2
+    assert "6 of 10 rows cannot be trained, and --skip-bad is 5" in process.stderr
+    assert "rows.jsonl, row 3: message 2, which the assistant says, is empty" in process.stderr

@@ -37,17 +37,17 @@ def bus(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> PreparedJob:
-    """As the checks leave it."""
+    """Return the job in the state after its checks."""
     (tmp_path / "base").mkdir()
     (tmp_path / "rows.jsonl").write_text("{}\n")
     job = Job("reinforce++", tmp_path / "rows.jsonl", base=tmp_path / "base", data_dir=tmp_path / "data", epochs=EPOCHS)
-    found = prepare(job, {})
-    path = found.place(".rows")
+    job_prepared = prepare(job, {})
+    path = job_prepared.place(".rows")
     path.parent.mkdir(parents=True)
     branch = WrittenBranch(token_ids=(1, 2, 3), spans=(WrittenSpan(start=1, length=2, message=1),))
     rows = [CheckedRow(file="a" * 64, row=n + 1, prompt=f"{n:064x}", answers=((branch,),)) for n in range(ROWS)]
     path.write_bytes(b"".join(row.model_dump_json(exclude_none=True).encode() + b"\n" for row in rows))
-    return found
+    return job_prepared
 
 
 def journal(prepared: PreparedJob) -> JobJournal:
@@ -56,38 +56,43 @@ def journal(prepared: PreparedJob) -> JobJournal:
 
 async def records(bus: str, topic: str) -> Records:
     async with connected(bus) as topics:
-        found = [record async for record in topics.records(Range(topic))]
-    return [(one.key, one.value, dict(one.headers).get(PLACE_HEADER)) for one in found]
+        all_records = [record async for record in topics.records(Range(topic))]
+    return [
+        (kafka_record.key, kafka_record.value, dict(kafka_record.headers).get(PLACE_HEADER))
+        for kafka_record in all_records
+    ]
 
 
-async def filled(prepared: PreparedJob, bus: str, lineage: str, told: JobJournal, interruptions: int) -> Records:
+async def filled(
+    prepared: PreparedJob, bus: str, lineage: str, progress_journal: JobJournal, interruptions: int
+) -> Records:
     await copying.ensure(bus, lineage)
     await copying.ensure(bus, lineage)  # whoever was killed after this does it again
     topic = f"replay-{lineage}-experiences"
     draw = random.Random(lineage)
     for _ in range(interruptions):
-        work = asyncio.create_task(fill(prepared, told, bus, topic, 0, lambda doing, done, total: None))
+        work = asyncio.create_task(fill(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None))
         await asyncio.wait([work], timeout=draw.random())
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
-    assert await fill(prepared, told, bus, topic, 0, lambda doing, done, total: None) == ROWS * EPOCHS
+    assert await fill(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None) == ROWS * EPOCHS
     return await records(bus, topic)
 
 
 async def test_a_topic_that_was_interrupted_holds_the_same(prepared: PreparedJob, bus: str) -> None:
-    told = journal(prepared)
-    whole = await filled(prepared, bus, "whole", told, 0)
-    assert [int(place or b"-1") for *_, place in whole] == list(range(ROWS * EPOCHS))
-    assert len({Experience.from_json(value or b"").experience_id for _, value, _ in whole}) == ROWS * EPOCHS
-    assert await filled(prepared, bus, "parts", told, 6) == whole
-    assert await filled(prepared, bus, "whole", told, 0) == whole, "what is full stays as it is"
+    progress_journal = journal(prepared)
+    uninterrupted = await filled(prepared, bus, "whole", progress_journal, 0)
+    assert [int(position or b"-1") for *_, position in uninterrupted] == list(range(ROWS * EPOCHS))
+    assert len({Experience.from_json(value or b"").experience_id for _, value, _ in uninterrupted}) == ROWS * EPOCHS
+    assert await filled(prepared, bus, "parts", progress_journal, 6) == uninterrupted
+    assert await filled(prepared, bus, "whole", progress_journal, 0) == uninterrupted, "what is full stays as it is"
 
 
 async def test_what_somebody_else_wrote_is_no_beginning(prepared: PreparedJob, bus: str) -> None:
-    told = journal(prepared)
+    progress_journal = journal(prepared)
     await copying.ensure(bus, "foreign")
     async with producing(bus) as producer:
         await producer.send([Outgoing("replay-foreign-experiences", b"k", b"{}", (), 0)])
     with pytest.raises(HeadraceError, match="does not hold what this job has written so far"):
-        await filled(prepared, bus, "foreign", told, 0)
+        await filled(prepared, bus, "foreign", progress_journal, 0)

@@ -27,7 +27,7 @@ def test_a_killed_job_ends_with_the_same_bytes(tmp_path: Path) -> None:
     assert journal.trained == 300
     quiet = set_aside(disturbed, tmp_path / "quiet")
     log = killed(case, disturbed, moments(draw, 5, len(manifests(quiet))), draw)
-    assert sum(one["killed"] for one in log) >= 4, log
+    assert sum(kill["killed"] for kill in log) >= 4, log
     assert differences(quiet, disturbed) == [], log
     assert to_the_end(case, disturbed).version == journal.version, "a job that is done says so again"
 
@@ -38,6 +38,6 @@ def test_a_planted_difference_is_noticed(tmp_path: Path) -> None:
     base = tiny_model.build(tmp_path / "base", layers=1)
     work = Place(tmp_path / "work", base, written(case, tmp_path / "rows.jsonl"))
     to_the_end(case, work)
-    one = set_aside(work, tmp_path / "one")
+    first = set_aside(work, tmp_path / "one")
     to_the_end(other, replace(work, rows=written(other, tmp_path / "others.jsonl")))
-    assert any("version" in line for line in differences(one, work))
+    assert any("version" in line for line in differences(first, work))

@@ -1,4 +1,4 @@
-"""Rows of files teach what they say: by the weights, and by nothing that our own trainer computes."""
+"""Training on rows of files moves the weights as the rows require, measured without code of our trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gains(base: Path, tmp_path: Path, lineage: str) -> list[tuple[float, ...]]:
-    """Of each row: by how many nats each of its answers became likelier."""
+    """Return for each row the gains in logprob of its answers, in nats."""
     trained = Trained(tmp_path / "data", lineage)
     folder = trained.weights(tmp_path / "after")
     rows = trained.rows()
@@ -60,9 +60,9 @@ def test_labels_move_good_and_bad_answers_apart(base: Path, tmp_path: Path) -> N
     train(tmp_path, "kto", str(written(tmp_path / "rows.jsonl", rows)), "--base", str(base), "--lineage", "l",
           "--epochs", "2", *SETTINGS)  # fmt: skip
     labels = [row.label for row in Trained(tmp_path / "data", "l").rows()]
-    found = [gain for (gain,) in gains(base, tmp_path, "l")]
-    good = fmean(gain for gain, label in zip(found, labels, strict=True) if label)
-    bad = fmean(gain for gain, label in zip(found, labels, strict=True) if not label)
+    gains_of_labels = [gain for (gain,) in gains(base, tmp_path, "l")]
+    good = fmean(gain for gain, label in zip(gains_of_labels, labels, strict=True) if label)
+    bad = fmean(gain for gain, label in zip(gains_of_labels, labels, strict=True) if not label)
     assert good > bad + 1
     assert bad < 0
 
@@ -82,8 +82,8 @@ def test_stages_follow_each_other(base: Path, tmp_path: Path) -> None:
     first, second = (Trained(tmp_path / "data", f"staged-{number}") for number in (1, 2))
     between = tmp_path / "data" / "jobs" / "staged-1.version"
     branches = [branch for row in first.rows() for answer in row.answers for branch in answer]
-    taught = [b - a for a, b in zip(logprob(base, branches), logprob(between, branches), strict=True)]
-    assert fmean(taught) > 1, "what the adapter has learned is in the folder that the second stage begins with"
+    differences = [b - a for a, b in zip(logprob(base, branches), logprob(between, branches), strict=True)]
+    assert fmean(differences) > 1, "what the adapter has learned is in the folder that the second stage begins with"
     assert second.journal.trained == 64
     assert (first.journal.kind, second.journal.kind) == ("sft", "dpo")
     margins = [chosen - rejected for chosen, rejected in gains(between, tmp_path, "staged-2")]

@@ -1,4 +1,4 @@
-"""A recipe's online stage: services of its own begin with what the stage before made, and a program teaches them."""
+"""Online stage of a recipe: its own services start from the version of the stage before; a program trains them."""
 
 from __future__ import annotations
 

@@ -65,16 +65,16 @@ class JudgeProcess:
 
 
 def behave(call: Call) -> Reply:
-    """Slow enough to be killed; wrong where the answer says so."""
+    """Answer slowly enough to be killed, and wrongly where the prompt requests it."""
     answers = {
         "refused": fake_llm.status(400),
         "prose": fake_llm.prose(),
         "hanging": fake_llm.hang(),
         "empty": fake_llm.abstain(),
     }
-    found = re.search(r"special (\w+)", call.prompt)
-    if found:
-        return answers[found[1]](call)
+    match = re.search(r"special (\w+)", call.prompt)
+    if match:
+        return answers[match[1]](call)
     time.sleep(0.05)
     number = re.search(r"answer (\d+)", call.prompt)
     score = 1 + int(number[1]) % 5 if number else 3  # the bus is shared with other tests
@@ -92,25 +92,25 @@ async def publish(settings: BusSettings, blobs: BlobStore, names: dict[str, str]
 
 
 async def rewards_for(settings: BusSettings, blobs: BlobStore, names: set[str]) -> dict[str, list[Reward]]:
-    """Every reward on the bus for these trajectories, once each has one and nothing more has come for a moment."""
+    """Return all rewards of these trajectories once each has one and no more arrive."""
     reader = consumer(settings, "test-rewards")
     await reader.start()
-    found: dict[str, list[Reward]] = defaultdict(list)
+    rewards: dict[str, list[Reward]] = defaultdict(list)
     deadline = time.monotonic() + ALL_S
     try:
         await reader.seek_to_beginning(*await assign_all(reader, "rewards"))
         quiet = 0
         while quiet < 3:
-            assert time.monotonic() < deadline, f"no reward for {sorted(names - set(found))}"
+            assert time.monotonic() < deadline, f"no reward for {sorted(names - set(rewards))}"
             batches = await reader.getmany(timeout_ms=200)
             for message in (message for batch in batches.values() for message in batch):
                 event = (await decode(record_of(message), blobs)).event
                 if isinstance(event, Reward) and event.trajectory_id in names and event.source == "judge:helpfulness":
-                    found[event.trajectory_id].append(event)
-            quiet = quiet + 1 if not batches and set(found) == names else 0
+                    rewards[event.trajectory_id].append(event)
+            quiet = quiet + 1 if not batches and set(rewards) == names else 0
     finally:
         await reader.stop()
-    return found
+    return rewards
 
 
 @pytest.mark.long
@@ -130,16 +130,16 @@ async def test_kill_9_in_the_middle_of_calls_loses_and_doubles_nothing(embedded_
                 judge.start()
             late = {"killed-late": "answer 99"}
             await publish(settings, blobs, late)
-            found = await rewards_for(settings, blobs, {*plain, *special, *late})
+            rewards_of = await rewards_for(settings, blobs, {*plain, *special, *late})
         finally:
             status = judge.stop()
     assert status == 0, judge.log.read_text()[-2000:]
-    assert {name: len({reward.event_id for reward in rewards}) for name, rewards in found.items()} == dict.fromkeys(
-        {*plain, *special, *late}, 1
-    )
+    assert {
+        name: len({reward.event_id for reward in rewards}) for name, rewards in rewards_of.items()
+    } == dict.fromkeys({*plain, *special, *late}, 1)
     for name, answer in (plain | late).items():
-        assert {reward.value for reward in found[name]} == {int(answer.split()[1]) % 5 / 4}
-    assert {name: found[f"killed-{name}"][0].outcome for name in SPECIAL} == SPECIAL
+        assert {reward.value for reward in rewards_of[name]} == {int(answer.split()[1]) % 5 / 4}
+    assert {name: rewards_of[f"killed-{name}"][0].outcome for name in SPECIAL} == SPECIAL
     logged = [json.loads(line) for line in judge.log.read_text().splitlines() if line.startswith("{")]
     assert any(line["event"] == "listening" for line in logged)
     assert "answer 1" not in judge.log.read_text(), "the log quotes a run"

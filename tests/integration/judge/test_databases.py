@@ -51,16 +51,16 @@ async def test_the_migrations_make_the_tables_that_the_code_uses(
     llm: FakeLLM, data_dir: Path, database_url: str
 ) -> None:
     async with judge(settings(llm), data_dir, database_url) as rig, rig.bench.processor.database.transaction() as tx:
-        found = await tx.run_sync(differences)
-    assert [item for item in found if "schema_version" not in str(item)] == []
+        differing = await tx.run_sync(differences)
+    assert [item for item in differing if "schema_version" not in str(item)] == []
 
 
 async def test_single_and_pair_side_by_side(llm: FakeLLM, data_dir: Path, database_url: str, tmp_path: Path) -> None:
     path = tmp_path / "preference.toml"
     path.write_text(PREFERENCE)
     llm.usual = fake_llm.answer(by_number)
-    wanted = settings(llm, rubrics=["helpfulness", str(path)], pairs={"wait_s": 60.0, "window_s": 120.0})
-    async with judge(wanted, data_dir, database_url) as rig:
+    judge_settings = settings(llm, rubrics=["helpfulness", str(path)], pairs={"wait_s": 60.0, "window_s": 120.0})
+    async with judge(judge_settings, data_dir, database_url) as rig:
         await rig.bench.deliver(run(1), run(2), trajectory("alone", task_id="other", run_id="x"))
         await rig.judged(3 + 2)
         await rig.tick(61.0)
@@ -87,13 +87,16 @@ async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
     path = tmp_path / "preference.toml"
     path.write_text(PREFERENCE)
     llm.usual = fake_llm.answer(by_number)
-    wanted = settings(llm, rubrics=[str(path)])
-    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
-        await asyncio.gather(*(rig.bench.deliver(run(n)) for n in range(6) for rig in [(one, other)[n % 2]]))
-        await one.until(lambda: len(one.rewards) + len(other.rewards) == 6 * 5, "five revisions of six runs")
-        assert await one.bench.count("pairs") == 15
-        rewards = [*one.rewards, *other.rewards]
-        assert one.rewards
+    judge_settings = settings(llm, rubrics=[str(path)])
+    async with (
+        judge(judge_settings, data_dir, database_url) as first,
+        replica(first, judge_settings, data_dir, database_url) as other,
+    ):
+        await asyncio.gather(*(rig.bench.deliver(run(n)) for n in range(6) for rig in [(first, other)[n % 2]]))
+        await first.until(lambda: len(first.rewards) + len(other.rewards) == 6 * 5, "five revisions of six runs")
+        assert await first.bench.count("pairs") == 15
+        rewards = [*first.rewards, *other.rewards]
+        assert first.rewards
         assert other.rewards
     by_run: dict[str, list[Reward]] = defaultdict(list)
     for reward in rewards:
@@ -107,12 +110,15 @@ async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
 @postgres_is_long()
 async def test_two_replicas_never_spend_more_than_the_budget(llm: FakeLLM, data_dir: Path, database_url: str) -> None:
     llm.usual = fake_llm.answer(by_number)
-    wanted = settings(llm, budget={"calls_per_hour": 7}, endpoint={"concurrency": 8})
-    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
-        for number, rig in enumerate([one, other] * 8):
+    judge_settings = settings(llm, budget={"calls_per_hour": 7}, endpoint={"concurrency": 8})
+    async with (
+        judge(judge_settings, data_dir, database_url) as first,
+        replica(first, judge_settings, data_dir, database_url) as other,
+    ):
+        for number, rig in enumerate([first, other] * 8):
             await rig.bench.deliver(run(number))
-        await one.until(lambda: len(one.rewards) + len(other.rewards) == 16)
-        outcomes = [reward.outcome for reward in [*one.rewards, *other.rewards]]
+        await first.until(lambda: len(first.rewards) + len(other.rewards) == 16)
+        outcomes = [reward.outcome for reward in [*first.rewards, *other.rewards]]
     assert len(llm.calls) == 7
     assert (outcomes.count("scored"), outcomes.count("abstained")) == (7, 9)
 
@@ -120,24 +126,27 @@ async def test_two_replicas_never_spend_more_than_the_budget(llm: FakeLLM, data_
 async def test_one_replica_waits_until_another_has_counted_its_call(
     llm: FakeLLM, data_dir: Path, database_url: str
 ) -> None:
-    wanted = settings(llm)
+    judge_settings = settings(llm)
     budget = CallBudget(BudgetSettings(calls_per_day=2))
-    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
-        await one.stop()
+    async with (
+        judge(judge_settings, data_dir, database_url) as first,
+        replica(first, judge_settings, data_dir, database_url) as other,
+    ):
+        await first.stop()
         await other.stop()
 
         async def reserve(rig: Rig) -> Reservation | BudgetLimit:
             async with rig.bench.processor.database.transaction() as tx:
                 return await budget.reserve(tx, START, 1)
 
-        assert isinstance(await reserve(one), Reservation)
-        async with one.bench.processor.database.transaction() as tx:
+        assert isinstance(await reserve(first), Reservation)
+        async with first.bench.processor.database.transaction() as tx:
             assert isinstance(await budget.reserve(tx, START, 1), Reservation)
             second = asyncio.ensure_future(reserve(other))
             _, waiting = await asyncio.wait([second], timeout=0.2)
             assert waiting
         assert await second == BudgetLimit("calls_per_day", 2)
-        one.start()
+        first.start()
         other.start()
 
 
@@ -152,24 +161,27 @@ async def test_a_result_that_comes_after_the_lease_is_discarded(
         return fake_llm.verdict(outcome=1, grounding=1, conduct=1, clarity=1)(call)
 
     llm.then(slow)
-    wanted = settings(llm, endpoint={"timeout_s": 20.0})
-    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
+    judge_settings = settings(llm, endpoint={"timeout_s": 20.0})
+    async with (
+        judge(judge_settings, data_dir, database_url) as first,
+        replica(first, judge_settings, data_dir, database_url) as other,
+    ):
         await other.stop()
-        await one.bench.deliver(run(1))
-        await one.until(lambda: len(llm.calls) == 1)
+        await first.bench.deliver(run(1))
+        await first.until(lambda: len(llm.calls) == 1)
         other.bench.clock.advance(31.0)
         other.start()
         await other.judged()
         late.set()
-        await one.idle()
-        assert one.rewards == []
+        await first.idle()
+        assert first.rewards == []
         assert [reward.value for reward in other.rewards] == [0.75]
 
 
 async def test_the_lease_of_work_in_progress_is_renewed(llm: FakeLLM, data_dir: Path, database_url: str) -> None:
     llm.usual = fake_llm.hang()
-    wanted = settings(llm, lease_s=1.0, endpoint={"timeout_s": 20.0})
-    async with judge(wanted, data_dir, database_url) as rig:
+    judge_settings = settings(llm, lease_s=1.0, endpoint={"timeout_s": 20.0})
+    async with judge(judge_settings, data_dir, database_url) as rig:
 
         async def renewed() -> bool:
             async with rig.bench.processor.database.transaction() as tx:

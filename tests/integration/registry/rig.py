@@ -1,4 +1,4 @@
-"""A registry process on a real bus, a replica that does as it is told, a gate that reads its scores from a file."""
+"""A registry process on a real bus, a replica that loads routed versions, a gate that reads its scores from a file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HEARTBEAT_S = 0.1
 
 
 class RegistryRig:
-    """`registry(n)` starts a process; `publish` a version; `settled` waits for what the routing says."""
+    """`registry(n)` starts a process; `publish` sends a version; `settled` waits for the expected routing."""
 
     def __init__(self, address: str, folder: Path, database_url: str = "sqlite") -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class RegistryRig:
         self._environ |= environ
 
     def _decided(self, _key: str, event: ModelEvent | None) -> None:
-        if event is not None and event.decision_id not in {known.decision_id for known in self.decisions}:
+        if event is not None and event.decision_id not in {decision.decision_id for decision in self.decisions}:
             self.decisions.append(event)
 
     def registry(self) -> tuple[subprocess.Popen[bytes], str]:
@@ -108,15 +108,15 @@ class RegistryRig:
     ) -> str:
         manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
         path = self.folder / "scores.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(known | ({manifest.version: scores} if scores else {})))
+        contents = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(contents | ({manifest.version: scores} if scores else {})))
         await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     async def _replica(self) -> None:
         started = utcnow()
         while True:
-            served = {one.version for routing in self.routing.rows.values() for one in routing.serve}
+            served = {version.version for routing in self.routing.rows.values() for version in routing.serve}
             probe = Probe(max_abs_delta=0.0, passed=True)
             await self.producer.send(
                 Replica(
@@ -132,12 +132,12 @@ class RegistryRig:
             )
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+    async def until(self, condition: Callable[[], object], label: str, timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
                 log = (self.folder / "registry.log").read_text()[-3000:]
-                raise TimeoutError(f"{what}: not after {timeout_s} s\n{self.decisions}\n{log}")
+                raise TimeoutError(f"{label}: not after {timeout_s} s\n{self.decisions}\n{log}")
             await asyncio.sleep(0.02)
 
     def champion(self, model: str) -> str | None:
@@ -149,5 +149,5 @@ class RegistryRig:
         path = self.folder / "runs"
         return path.read_text().split() if path.exists() else []
 
-    def said(self, version: str) -> list[str]:
+    def decisions_about(self, version: str) -> list[str]:
         return [event.decision for event in self.decisions if event.version == version]

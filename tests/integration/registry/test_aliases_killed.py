@@ -1,5 +1,6 @@
 """Two registries, one of them killed again and again while aliases move: a pair that moves together is never half
-moved, of all who move at once one wins, and the bus says what the database says."""
+moved, one of several concurrent moves wins, and the bus agrees with the database.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def own_bus(tmp_path: Path) -> Iterator[str]:
 
 
 class Pair:
-    """Two registries; `ask` goes to whoever leads."""
+    """Two registries; `ask` calls the leader."""
 
     def __init__(self, rig: RegistryRig, http: httpx2.AsyncClient) -> None:
         self._rig = rig
@@ -43,7 +44,8 @@ class Pair:
         self.processes[url] = process
 
     async def ask(self, path: str, body: object) -> httpx2.Response | None:
-        """None while nobody leads, or when the leader died over it: then it may have happened."""
+        """Return the answer; None without a leader, or when the leader died during the call, which may have taken
+        effect."""
         for url in list(self.processes):
             with contextlib.suppress(httpx2.TransportError):
                 answer = await self._http.post(f"{url}/v1/{path}", json=body)
@@ -52,7 +54,7 @@ class Pair:
         return None
 
     async def answered(self, path: str, body: object) -> httpx2.Response:
-        """Once somebody leads."""
+        """Call the leader once there is one."""
         while True:
             answer = await self.ask(path, body)
             if answer is not None:
@@ -65,8 +67,8 @@ class Pair:
                 with contextlib.suppress(httpx2.TransportError):
                     answer = await self._http.get(f"{url}/v1/models/{MODEL}")
                     if answer.status_code == 200:
-                        found: dict[str, str] = answer.json()["aliases"]
-                        return found
+                        aliases: dict[str, str] = answer.json()["aliases"]
+                        return aliases
             await asyncio.sleep(0.05)
 
     async def kill_one(self, chance: random.Random) -> None:
@@ -87,11 +89,11 @@ async def registered(rig: RegistryRig, pair: Pair, content: str) -> str:
 
 
 async def move(pair: Pair, versions: list[str], chance: random.Random, moved: list[int]) -> None:
-    """Move the pair from where it was seen to somewhere else, for ever. What was seen is never half."""
+    """Move the pair from its observed versions to others, without end. No observation is half moved."""
     while True:
         seen = await pair.aliases()
         assert seen["blue"] == seen["green"], seen
-        target = chance.choice([one for one in versions if one != seen["blue"]])
+        target = chance.choice([version for version in versions if version != seen["blue"]])
         moves = {name: {"version": target, "expected": seen[name]} for name in ("blue", "green")}
         answer = await pair.ask(f"models/{MODEL}/aliases", {"moves": moves})
         if answer is not None:
@@ -122,7 +124,7 @@ async def test_a_pair_of_aliases_is_never_half_moved(own_bus: str, tmp_path: Pat
         for mover in movers:
             mover.cancel()
         ended = await asyncio.gather(*movers, return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+        assert all(isinstance(result, asyncio.CancelledError) for result in ended), ended
         last = await pair.aliases()
         await rig.until(lambda: rig.routing.rows[MODEL].names == last, "the bus to say so", 30)
         assert moved[1] > 0, "some came second, and were told"

@@ -70,20 +70,22 @@ async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: P
                 process.wait()
                 process, _ = rig.registry()
             over = ("promoted",) if better else ("withdrawn",)
-            await rig.until(lambda: set(over) & set(rig.said(second)), "the end of the rollout", timeout_s=300)
+            await rig.until(
+                lambda: set(over) & set(rig.decisions_about(second)), "the end of the rollout", timeout_s=300
+            )
             champion = second if better else first
             await rig.until(lambda: rig.champion(model) == champion, "the champion on the bus")
             await rig.until(lambda: rig.routing.rows[model].split is None, "that nobody has the other one on the bus")
-        steps = [one.rollout.kind for one in rig.decisions if one.rollout and one.version == second]
+        steps = [decision.rollout.kind for decision in rig.decisions if decision.rollout and decision.version == second]
         assert steps[0] == "begin"
         assert steps[-1] == ("promote" if better else "roll_back")
         assert len(steps) == len(set(steps)), "each step once"
-        shown = rig.routing.rows[model]
-        assert shown.split is None
+        final_routing = rig.routing.rows[model]
+        assert final_routing.split is None
         if not better:
-            assert second in shown.withdrawn
+            assert second in final_routing.withdrawn
             child = await rig.publish(model, 2, {"t": 1.0}, parent=second)
-            await rig.until(lambda: "withdrawn" in rig.said(child), "the child is barred")
+            await rig.until(lambda: "withdrawn" in rig.decisions_about(child), "the child is barred")
     _each_unit_once(tmp_path / "data" / "db" / "registry.sqlite")
 
 
@@ -115,8 +117,8 @@ async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice
 
 
 def _turn(key: str, model: str, version: str) -> Turn:
-    said = Message(role="assistant", content="hi")
-    choice = Choice(index=0, token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", message=said)
+    message = Message(role="assistant", content="hi")
+    choice = Choice(index=0, token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", message=message)
     return Turn(
         time=utcnow(),
         turn_id=ids.response_id(key),
@@ -138,8 +140,10 @@ def _turn(key: str, model: str, version: str) -> Turn:
 
 @pytest.mark.long
 async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tmp_path: Path) -> None:
-    """From the record on the bus to the next turn of a session that had the withdrawn version; the best of some, for a
-    machine that does other things beside."""
+    """Return the seconds from the record on the bus to the next turn of a session with the withdrawn version; the best
+    of
+    some measurements, for a busy machine.
+    """
     async with circle(tmp_path, own_bus, FakeReplica()) as rig:
         old = f"{rig.model}@0123456789abcdef"
         new = f"{rig.model}@{'9' * 16}"

@@ -32,7 +32,7 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         process, url = rig.registry()
         first = await rig.publish("life", 0)
         await rig.until(lambda: rig.champion("life") == first, "the first champion")
-        await rig.until(lambda: "evaluated" in rig.said(first), "its baseline")
+        await rig.until(lambda: "evaluated" in rig.decisions_about(first), "its baseline")
         (tmp_path / "hold").touch()
         second = await rig.publish("life", 1, {"t": 0.75})
         await rig.until(lambda: set(rig.runs()[1:]) & {first, second}, "the trial's start")
@@ -44,8 +44,8 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         _, url = rig.registry()
         await rig.until(lambda: rig.champion("life") == second, "the second champion")
         assert len(rig.runs()) >= 4, "the trial is begun anew"
-        await rig.until(lambda: rig.said(second)[-1] == "evaluated", "its audit")
-        assert rig.said(second) == ["registered", "probed", "promoted", "evaluated"], "each once"
+        await rig.until(lambda: rig.decisions_about(second)[-1] == "evaluated", "its audit")
+        assert rig.decisions_about(second) == ["registered", "probed", "promoted", "evaluated"], "each once"
         async with httpx2.AsyncClient(base_url=url, timeout=10) as http:
             assert (await http.get("/v1/models/life")).json()["champion"] == second
             assert (await http.get("/health")).status_code == 200
@@ -65,7 +65,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         first = await rig.publish(model, 0)
         await rig.until(lambda: rig.champion(model) == first, "the first champion")
         await rig.until(lambda: all(is_open(httpx2.URL(url).port or 0) for url in processes), "both of them")
-        answers = {url: await _who(http, url) for url in processes}
+        answers = {url: await _leader(http, url) for url in processes}
         assert sorted(answers.values()) == ["model_not_found", "not_leader"]
         (leader,) = (processes[url] for url, code in answers.items() if code == "model_not_found")
         (standby,) = (url for url, code in answers.items() if code == "not_leader")
@@ -74,11 +74,11 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         leader.wait()
         second = await rig.publish(model, 1)
         await rig.until(lambda: rig.champion(model) == second, "the second champion")
-        await rig.until(lambda: "promoted" in rig.said(second), "its events, which are another topic's")
-        assert rig.said(second)[:3] == ["registered", "probed", "promoted"]
+        await rig.until(lambda: "promoted" in rig.decisions_about(second), "its events, which are another topic's")
+        assert rig.decisions_about(second)[:3] == ["registered", "probed", "promoted"]
 
 
-async def _who(http: httpx2.AsyncClient, url: str) -> str:
+async def _leader(http: httpx2.AsyncClient, url: str) -> str:
     """A leader looks for the model, a standby does not even do that."""
     answer = await http.post(f"{url}/v1/models/nobody/rollback")
     code: str = answer.json()["error"]["code"]

@@ -1,5 +1,6 @@
 """A shadow on a small real stack: bus, gateway, registry, collector and scorer as processes, an agent with tools, and a
-replica that does as it is told."""
+replica that loads routed versions.
+"""
 
 from __future__ import annotations
 
@@ -43,31 +44,31 @@ def own_bus(tmp_path: Path) -> Iterator[str]:
 
 
 class Every(tuple[str, ...]):
-    """Whatever is asked for."""
+    """Answer any prompt."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 class Clerk(FakeReplica):
-    """Looks something up and answers. Asked to write, the candidate would pay; the champion never does."""
+    """Look something up and answer. Asked to write, the candidate would pay; the champion never does."""
 
     candidate = ""
 
     def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
-        asked = next(one["content"] for one in body["messages"] if one["role"] == "user")
+        prompt = next(message["content"] for message in body["messages"] if message["role"] == "user")
         if body["messages"][-1]["role"] == "tool":
-            said: str | Called = "done "
-        elif body["model"] == self.candidate and "write" in asked:
-            said = Called("pay", {"sum": 1000})
+            answer: str | Called = "done "
+        elif body["model"] == self.candidate and "write" in prompt:
+            answer = Called("pay", {"sum": 1000})
         else:
-            said = Called("search", {"q": asked})
-        return Generation(body, body["model"], (), said)
+            answer = Called("search", {"q": prompt})
+        return Generation(body, body["model"], (), answer)
 
 
 @contextlib.asynccontextmanager
 async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterator[tuple[RegistryRig, str, BusView]]:
-    """Everything but an agent; the second version is published and in the shadow."""
+    """Start the stack without an agent, with the second version published and in the shadow."""
     replica = Clerk(versions=Every(), capacity=8)
     rig = RegistryRig(own_bus, folder)
     gateway = GatewayProcess(folder / "data", own_bus)
@@ -96,15 +97,15 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
         ServiceProcess("collector", folder / "data", own_bus),
         ServiceProcess("scorer", folder / "data", own_bus, **scorer),
     ]
-    async with contextlib.AsyncExitStack() as made:
-        await made.enter_async_context(replica.running())
+    async with contextlib.AsyncExitStack() as exits:
+        await exits.enter_async_context(replica.running())
         rig.replica_url, rig.capacity = replica.url, 8
-        await made.enter_async_context(rig.open())
-        view = await made.enter_async_context(bus_view(own_bus, folder / "data"))
+        await exits.enter_async_context(rig.open())
+        view = await exits.enter_async_context(bus_view(own_bus, folder / "data"))
         for service in services:
-            made.callback(service.stop)
+            exits.callback(service.stop)
             await asyncio.to_thread(service.start)
-        made.callback(gateway.stop)
+        exits.callback(gateway.stop)
         await asyncio.to_thread(gateway.start)
         rig.registry()
         first = await rig.publish(MODEL, 0)
@@ -117,7 +118,7 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
 
 
 async def agent(url: str, number: int) -> tuple[str, list[str]]:
-    """One session: it does as the model says, and may write. Returns its id and the versions that answered."""
+    """Play one session, which follows the model and may write. Return its id and the answering versions."""
     session = f"user-{number}"
     headers = {"X-Session-Id": session, "X-Task-Id": f"task-{number % 3}"}
     text = f"please {'write' if number % 2 else 'read'} {number}"
@@ -133,18 +134,18 @@ async def agent(url: str, number: int) -> tuple[str, list[str]]:
             if not message.get("tool_calls"):
                 break
             calls = message["tool_calls"]
-            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "a row"} for one in calls]
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "a row"} for call in calls]
         await http.post(f"{url}/v1/sessions/{session}/end")
     return session, versions
 
 
 async def play(rig: RegistryRig, url: str) -> dict[str, list[str]]:
-    """Users come until the shadow is over; what each was answered by."""
+    """Play users until the shadow is over. Return the answering versions of each."""
     users: dict[str, list[str]] = {}
     numbers = itertools.count()
 
     def over() -> bool:
-        return any(one.rollout and one.rollout.kind == "advance" for one in rig.decisions)
+        return any(decision.rollout and decision.rollout.kind == "advance" for decision in rig.decisions)
 
     async with asyncio.timeout(180):
         while not over():
@@ -166,47 +167,47 @@ async def test_a_shadow_is_never_trained_never_seen_and_writes_nothing(
         champion = rig.champion(MODEL)
         turns = [turn for turn in await view.read(Turn) if turn.model == MODEL]
         shadows = {turn.session_key: turn for turn in turns if turn.shadow_of}
-        await _said_of(view, {turn.session_key for turn in turns})
+        await _events_about(view, {turn.session_key for turn in turns})
         called = (tmp_path / "called").read_text().split()
 
         # Never seen.
         before = [turn for turn in turns if turn.purpose == "train" and turn.assignment is None]
         assert {turn.version for turn in before} == {champion}
         assert {version for versions in users.values() for version in versions} >= {champion}
-        assert {turn.shadow_of for turn in shadows.values()} <= {ids.session_key("default", one) for one in users}
-        assert {turn.version for turn in shadows.values()} == {champion, *{one.version for one in shadows.values()}}
+        assert {turn.shadow_of for turn in shadows.values()} <= {ids.session_key("default", item) for item in users}
+        assert {turn.version for turn in shadows.values()} == {champion, *{item.version for item in shadows.values()}}
         assert len({turn.version for turn in shadows.values()}) == 2
         assert {turn.purpose for turn in shadows.values()} == {"eval"}
 
         # Never trained, although rewarded, and although somebody likes it.
-        rewarded = {one.session_key for one in await view.read(Reward)}
+        rewarded = {item.session_key for item in await view.read(Reward)}
         assert rewarded & set(shadows), "its answers are judged"
         liked = next(iter(shadows.values()))
         about = {"feedback_id": "f", "session_key": liked.session_key, "value": 1.0, "msg_ids": (liked.turn_id,)}
         await rig.producer.send(Feedback.model_validate({"time": utcnow(), **about}))
-        trained = {one.session_key for one in await view.read(Experience)}
-        assert trained & {ids.session_key("default", one) for one in users}, "users' sessions are"
+        trained = {item.session_key for item in await view.read(Experience)}
+        assert trained & {ids.session_key("default", item) for item in users}, "users' sessions are"
         assert not trained & set(shadows)
-        closed = [one for one in await view.read(Trajectory) if one.session_key in shadows]
+        closed = [item for item in await view.read(Trajectory) if item.session_key in shadows]
         assert closed
-        assert all(one.shadow_of and one.purpose == "eval" for one in closed)
+        assert all(item.shadow_of and item.purpose == "eval" for item in closed)
 
         # Writes nothing; where somebody marks a tool that writes, this test would say so.
         assert "search" in called
         assert ("pay" in called) == planted
-        step = next(one for one in rig.decisions if one.rollout and one.rollout.kind == "advance")
+        step = next(item for item in rig.decisions if item.rollout and item.rollout.kind == "advance")
         assert step.statistics["shadow.prompts"] >= UNITS
         print(step.reason, step.statistics)
 
 
-async def _said_of(view: BusView, sessions: set[str]) -> None:
-    """Until every closed session has its reward: what is to be trained has become an experience by then, or soon."""
+async def _events_about(view: BusView, sessions: set[str]) -> None:
+    """Wait until every closed session has its reward. By then training sessions are experiences, or soon will be."""
     async with asyncio.timeout(60):
         while True:
-            closed = {one.session_key for one in await view.read(Trajectory) if one.session_key in sessions}
-            rewarded = {one.session_key for one in await view.read(Reward)}
-            trained = {one.session_key for one in await view.read(Experience)}
-            own = {one.session_key for one in await view.read(Trajectory) if one.purpose == "train"}
-            if closed and closed <= rewarded and own & closed <= trained:
+            closed = {event.session_key for event in await view.read(Trajectory) if event.session_key in sessions}
+            rewarded = {event.session_key for event in await view.read(Reward)}
+            trained = {event.session_key for event in await view.read(Experience)}
+            trained_sessions = {event.session_key for event in await view.read(Trajectory) if event.purpose == "train"}
+            if closed and closed <= rewarded and trained_sessions & closed <= trained:
                 return
             await asyncio.sleep(0.5)

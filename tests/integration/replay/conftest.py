@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """An embedded broker of the test's own, or, where `kafka` is asked for, the Kafka that all tests share."""
+    """An embedded broker of the test's own, or, where `kafka` is requested, the Kafka that all tests share."""
     if getattr(request, "param", "embedded") == "kafka":
         yield request.getfixturevalue("kafka_bus")
         return
@@ -65,23 +65,23 @@ class ReplayRig:
 
     async def read(self, kind: type[Event], topic: str | None = None) -> list[Any]:
         """Events of one kind on its topic, or on a copy of it, each once."""
-        found: dict[str, Event] = {}
+        events: dict[str, Event] = {}
         async with connected(self.bus) as topics:
             async for record in topics.records(Range(topic or kind.topic)):
                 event = kind.from_json(record.value)
-                found[event.event_id] = event
-        return list(found.values())
+                events[event.event_id] = event
+        return list(events.values())
 
-    async def until(self, what: str, condition: Callable[[list[Any]], object], kind: type[Event]) -> list[Any]:
+    async def until(self, label: str, condition: Callable[[list[Any]], object], kind: type[Event]) -> list[Any]:
         """The events of a topic once they are so."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not condition(found := await self.read(kind)):
-            assert asyncio.get_running_loop().time() < deadline, f"{what}: not after {WAIT_S} s; {found[-3:]}"
+        while not condition(events := await self.read(kind)):
+            assert asyncio.get_running_loop().time() < deadline, f"{label}: not after {WAIT_S} s; {events[-3:]}"
             await asyncio.sleep(0.2)
-        return found
+        return events
 
     async def headrace(self, *arguments: str, status: int = 0) -> str:
-        """What `headrace replay ...` prints; its standard error is in the failure message."""
+        """Return the output of `headrace replay ...`; its standard error is in the failure message."""
         program = "from headrace_cli.app import main; main()"
         settings = {"trainer.base": self.base, "bus.address": self.bus, "data_dir": self.data_dir}
         settings |= {"trainer.steps_per_version": 1, "trainer.max_staleness": 4, **self.settings}
@@ -95,9 +95,9 @@ class ReplayRig:
         return out.decode() + (error.decode() if status else "")
 
     async def report(self, *arguments: str) -> dict[str, Any]:
-        found = json.loads(await self.headrace(*arguments, "--json"))
-        assert isinstance(found, dict)
-        return found
+        report = json.loads(await self.headrace(*arguments, "--json"))
+        assert isinstance(report, dict)
+        return report
 
     async def take_part(self, group: str, topic: str, records: int) -> None:
         """A member of a live group that has read and committed a little, and has left."""
@@ -111,14 +111,14 @@ class ReplayRig:
         finally:
             await reader.stop()
 
-    async def standing(self) -> tuple[Offsets, dict[str, dict[int, int]], set[str]]:
+    async def live_state(self) -> tuple[Offsets, dict[str, dict[int, int]], set[str]]:
         """Committed offsets of the live groups, ends of the live topics, and which groups there are at all."""
         async with administering(self.bus) as admin:
             committed: Offsets = {}
             for group in LIVE:
-                for place, found in (await admin.list_consumer_group_offsets(group)).items():
-                    assert isinstance(place, TopicPartition)
-                    committed[group, place.topic, place.partition] = found.offset
+                for partition, metadata in (await admin.list_consumer_group_offsets(group)).items():
+                    assert isinstance(partition, TopicPartition)
+                    committed[group, partition.topic, partition.partition] = metadata.offset
             groups = {name for name, *_ in await admin.list_consumer_groups()}
         async with connected(self.bus) as topics:
             return committed, await topics.ends(sorted(catalogue.catalogue())), groups
@@ -138,16 +138,19 @@ async def rig(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[ReplayR
 
 @pytest.fixture
 def live_trainer(rig: ReplayRig, tmp_path: Path) -> Iterator[TrainerProcess]:
-    """Cuts batches of 8, or of what has come within a second; so does a replay that is told the same."""
-    own = {
+    """A trainer that cuts batches of 8, or of the experiences of one second, as replays with equal settings do."""
+    trainer_settings = {
         "MODEL": rig.model,
         "BATCH_EXPERIENCES": 8,
         "BATCH_EXPERIENCES_MIN": 1,
         "BATCH_WAIT_S": 1.0,
         "SAVE_INTERVAL_S": 0.2,
     }
-    process = TrainerProcess(tmp_path, rig.bus, rig.base, MAX_STALENESS=2, **own)
-    names = {"trainer.max_staleness": 2, **{f"trainer.{name.lower()}": value for name, value in own.items()}}
+    process = TrainerProcess(tmp_path, rig.bus, rig.base, MAX_STALENESS=2, **trainer_settings)
+    names = {
+        "trainer.max_staleness": 2,
+        **{f"trainer.{name.lower()}": value for name, value in trainer_settings.items()},
+    }
     rig.settings |= {name: str(value) for name, value in names.items()}
     process.start()
     yield process

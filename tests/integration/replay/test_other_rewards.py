@@ -38,11 +38,11 @@ def lineage(rig: ReplayRig) -> str:
 
 def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
     """One turn of a session `s<number>`, of a task that every fourth session has."""
-    made = closed(ask([user(f"question {number}")], session=f"s{number}"), at=float(number))
-    (branch,) = made.branches
+    trajectory = closed(ask([user(f"question {number}")], session=f"s{number}"), at=float(number))
+    (branch,) = trajectory.branches
     spans = tuple(Span.model_validate({**dict(span), "version": version}) for span in branch.spans)
-    given = {"model": model, "task_id": f"t{number % 4}", "run_id": str(number), **fields}
-    return made.model_copy(update={"branches": (branch.model_copy(update={"spans": spans}),), **given})
+    event_fields = {"model": model, "task_id": f"t{number % 4}", "run_id": str(number), **fields}
+    return trajectory.model_copy(update={"branches": (branch.model_copy(update={"spans": spans}),), **event_fields})
 
 
 @pytest.fixture
@@ -81,7 +81,9 @@ async def test_another_reward(rig: ReplayRig, version: str, tmp_path: Path) -> N
     assert report["training"]["trained"] == plan["training"]["trained"]
     assert report["training"]["dropped"] == plan["training"]["dropped"]
     assert report["version"].startswith(f"{rig.model}@")
-    copied = {one.session_id: one for one in await rig.read(Experience, "replay-strict-experiences")}
+    copied = {
+        experience.session_id: experience for experience in await rig.read(Experience, "replay-strict-experiences")
+    }
     assert copied["s1"].reward == 8.0, "the bonus came with feedback"
     assert copied["s2"].reward == 2.0
     assert copied["s7"].no_reward == "no_reward", "P6: abstaining is no zero"

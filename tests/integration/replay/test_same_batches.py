@@ -1,4 +1,4 @@
-"""P9 on a real bus: a replay of a living lineage makes its batches again, byte for byte, and disturbs nobody."""
+"""P9 on a real bus: a replay of a living lineage repeats its batches, byte for byte, and disturbs no live service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 Report = dict[str, Any]
 
 
-async def whole(rig: ReplayRig, lineage: str, _plan: Report) -> Report:
+async def replay_all(rig: ReplayRig, lineage: str, _plan: Report) -> Report:
     """In one go."""
     return await rig.report("run", lineage)
 
@@ -45,7 +45,7 @@ async def interrupted(rig: ReplayRig, lineage: str, plan: Report) -> Report:
 
 @pytest.mark.parametrize(
     ("own_bus", "replay"),
-    [("embedded", interrupted), pytest.param("kafka", whole, marks=pytest.mark.kafka)],
+    [("embedded", interrupted), pytest.param("kafka", replay_all, marks=pytest.mark.kafka)],
     indirect=["own_bus"],
 )
 async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
@@ -61,7 +61,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert len({read.partition for one in accounts for batch in one.batches for read in batch.read}) > 1
 
     await someone_listens(rig)
-    before = await rig.standing()
+    before = await rig.live_state()
     assert {group for (group, _, _), offset in before[0].items() if offset} == set(LIVE), "they have work behind them"
     pointer = Records(BlobStore((rig.data_dir / "blobs").as_uri()), "lineages/main").newest()
 
@@ -73,7 +73,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert plan["training"]["trained"] == len(trained)
     dropped = [reason for _, reason in fates(accounts) if reason is not None]
     assert plan["training"]["dropped"] == {reason: dropped.count(reason) for reason in sorted(set(dropped))}
-    assert await rig.standing() == before, "a plan writes nothing"
+    assert await rig.live_state() == before, "a plan writes nothing"
 
     report = await replay(rig, again, plan)
     assert report["same"]
@@ -83,7 +83,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     reported = await rig.read(TrainingMetrics, f"replay-{again}-training-metrics")
     assert [batch.digest for account in reported for batch in account.batches] == digests
 
-    assert await rig.standing() == before, "live topics, groups, offsets and lags are as they were"
+    assert await rig.live_state() == before, "live topics, groups, offsets and lags are as they were"
     assert Records(BlobStore((rig.data_dir / "blobs").as_uri()), "lineages/main").newest() == pointer
     assert live_trainer.status is None, "the live trainer has gone on"
     same_weights(rig, again)
@@ -95,30 +95,32 @@ E = TypeVar("E", Checkpoint, TrainingMetrics)
 
 async def live(rig: ReplayRig, draw: random.Random) -> list[Experience]:
     """Bursts and pauses over all partitions, from the newest version and from the oldest, with a revision at times."""
-    (first,) = own(await rig.until("the base version", lambda found: own(found, rig), Checkpoint), rig)
+    (first,) = of_rig(await rig.until("the base version", lambda events: of_rig(events, rig), Checkpoint), rig)
     alone = experience(999, first.version, draw.random(), task="t0", run="alone", model=rig.model)
     sent: list[Experience] = [alone]  # a batch of its own, compared with nothing: a step that changes nothing
     await rig.send(alone)
     await verdicts_on(rig, 1)
     for burst in range(5):
-        newest = max(own(await rig.read(Checkpoint), rig), key=lambda one: one.step).version
-        made = []
+        newest = max(of_rig(await rig.read(Checkpoint), rig), key=lambda checkpoint: checkpoint.step).version
+        turns_sent = []
         for number in range(20 * burst, 20 * burst + draw.randint(3, 13)):
             version = first.version if number % 7 == 6 else newest
-            made.append(
+            turns_sent.append(
                 experience(number, version, draw.random(), task=f"t{number % 3}", run=str(number), model=rig.model)
             )
             if number % 5 == 3:
-                made.append(made[-1].model_copy(update={"revision": 1, "reward": -1.0}))
-        await rig.send(*made)
-        sent += made
+                turns_sent.append(turns_sent[-1].model_copy(update={"revision": 1, "reward": -1.0}))
+        await rig.send(*turns_sent)
+        sent += turns_sent
         await verdicts_on(rig, len(sent))
     return sent
 
 
 async def verdicts_on(rig: ReplayRig, count: int) -> list[TrainingMetrics]:
-    found = await rig.until(f"{count} verdicts", lambda found: len(fates(own(found, rig))) >= count, TrainingMetrics)
-    return own(found, rig)
+    accounts = await rig.until(
+        f"{count} verdicts", lambda accounts: len(fates(of_rig(accounts, rig))) >= count, TrainingMetrics
+    )
+    return of_rig(accounts, rig)
 
 
 async def someone_listens(rig: ReplayRig) -> None:
@@ -142,34 +144,40 @@ def same_weights(rig: ReplayRig, lineage: str) -> None:
     assert again is not None
     assert live.steps == again.steps > 0
     assert live.head != again.head
-    ours, theirs = (_weights(store, saved) for store, saved in zip(stores, (live, again), strict=True))
-    assert ours.keys() == theirs.keys()
-    assert all(np.array_equal(tensor, theirs[name]) for name, tensor in ours.items())
+    live_weights, replayed_weights = (
+        _weights(store, saved) for store, saved in zip(stores, (live, again), strict=True)
+    )
+    assert live_weights.keys() == replayed_weights.keys()
+    assert all(np.array_equal(tensor, replayed_weights[name]) for name, tensor in live_weights.items())
 
 
 def _weights(store: LineageStore, saved: Saved) -> dict[str, np.ndarray[Any, Any]]:
-    with store.unpacked(saved.present) as folder:
+    with store.open_tensors(saved.present) as folder:
         return load((folder / WEIGHTS).read_bytes())
 
 
 async def offered(rig: ReplayRig, lineage: str, version: str) -> None:
     """Only now does the registry hear of it; then the topics go, and the replay's name with them."""
-    assert version not in [one.version for one in await rig.read(Checkpoint)]
+    assert version not in [checkpoint.version for checkpoint in await rig.read(Checkpoint)]
     assert lineage in (await rig.headrace("list")).split()
     refused = await rig.headrace("run", lineage, status=2)
     assert f"there was a replay into lineage '{lineage}' already" in refused
     assert f"headrace replay resume {lineage}" in refused
     await rig.headrace("offer", lineage)
-    (announced,) = (one for one in await rig.read(Checkpoint) if one.version == version)
+    (announced,) = (checkpoint for checkpoint in await rig.read(Checkpoint) if checkpoint.version == version)
     assert announced.lineage == lineage
     await rig.headrace("remove", lineage)
     assert lineage not in (await rig.headrace("list")).split()
 
 
-def own(events: list[E], rig: ReplayRig) -> list[E]:
-    """Those of this test's model: Kafka is shared by many tests."""
+def of_rig(events: list[E], rig: ReplayRig) -> list[E]:
+    """Return the events of this test's model, because tests share Kafka."""
     return [event for event in events if event.model == rig.model]
 
 
 def fates(accounts: list[TrainingMetrics]) -> list[tuple[tuple[str, int], str | None]]:
-    return [((one.experience_id, one.revision), one.dropped) for account in accounts for one in account.verdicts]
+    return [
+        ((verdict.experience_id, verdict.revision), verdict.dropped)
+        for account in accounts
+        for verdict in account.verdicts
+    ]

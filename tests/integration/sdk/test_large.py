@@ -1,4 +1,4 @@
-"""What is larger than a topic takes goes through the blob store, at every step, on both buses."""
+"""Events beyond the limit of a topic go through the blob store, at every step, on both buses."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp
         await rig.producer.send(feedback(session, value=1.0, ends_session=True))
 
         async def scored() -> bool:
-            return any(one.session_id == session for one in await rig.read(Experience))
+            return any(experience.session_id == session for experience in await rig.read(Experience))
 
         await eventually(scored, 60)
-        assert [one for one in await rig.read(Turn) if one.turn_id == turn.turn_id] == [turn]
-        (trajectory,) = [one for one in await rig.read(Trajectory) if one.session_id == session]
+        assert [event for event in await rig.read(Turn) if event.turn_id == turn.turn_id] == [turn]
+        (trajectory,) = [event for event in await rig.read(Trajectory) if event.session_id == session]
         assert trajectory.messages[:3] == turn.messages
-        assert [one for one in await rig.read(DeadLetter) if one.key == turn.key] == []
+        assert [event for event in await rig.read(DeadLetter) if event.key == turn.key] == []
         poison = Record("turns", 0, 7, turn.key.encode(), b"{" * (MEBIBYTE - 1000))
         await rig.producer.send(dead_letter("test", poison, "invalid_json", "not json"))
-        (letter,) = [one for one in await rig.read(DeadLetter) if one.key == turn.key]
+        (letter,) = [event for event in await rig.read(DeadLetter) if event.key == turn.key]
         assert letter.value == poison.value, "a refused record of the largest size is kept whole"
     blobs = BlobStore(f"file://{tmp_path}/blobs")
     for topic in ("turns", "trajectories", "dead-letters"):
-        (record,) = [one for one in await raw(own_bus, topic) if one.key == turn.key.encode()]
+        (record,) = [event for event in await raw(own_bus, topic) if event.key == turn.key.encode()]
         assert len(record.value or b"") <= PAYLOAD_BYTES_MAX
         assert any(name == "ce_dataref" for name, _ in record.headers), topic
     assert len(list(blobs.digests())) == 3
@@ -66,14 +66,14 @@ async def the_bus_itself_refuses(bus: str, turn: Turn) -> None:
 async def raw(bus: str, topic: str) -> list[Record]:
     reader = consumer(BusSettings(address=bus), "test")
     await reader.start()
-    found: list[Record] = []
+    records: list[Record] = []
     try:
-        places = await assign_all(reader, topic)
-        await reader.seek_to_beginning(*places)
-        ends = await reader.end_offsets(places)
-        while any([await reader.position(one) < ends[one] for one in places]):
+        partitions = await assign_all(reader, topic)
+        await reader.seek_to_beginning(*partitions)
+        ends = await reader.end_offsets(partitions)
+        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
             for messages in (await reader.getmany(timeout_ms=200)).values():
-                found += [record_of(message) for message in messages]
+                records += [record_of(message) for message in messages]
     finally:
         await reader.stop()
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""Events from any runtime: what docs/producing.md shows is run, and what it publishes is scored like the rest."""
+"""Events from any runtime: the examples of docs/producing.md run, and their events are scored like the rest."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_the_documented_event_is_the_example_and_the_example_is_valid() -> None:
     event = Trajectory.from_json(text.encode())
     assert event.session_key == session_key("default", event.session_id)
     assert event.branches[0].loss_mask == (0, 0, 0, 0, 0, 1, 1, 1)
-    shown = [fence for fence in fences(ROOT / "docs" / "producing.md") if fence.language == "json"]
-    assert json.loads(text) in [json.loads(fence.text) for fence in shown]
+    json_fences = [fence for fence in fences(ROOT / "docs" / "producing.md") if fence.language == "json"]
+    assert json.loads(text) in [json.loads(fence.text) for fence in json_fences]
 
 
 def test_fifteen_lines_are_enough_with_the_sdk() -> None:
@@ -53,13 +53,13 @@ def test_fifteen_lines_are_enough_with_the_sdk() -> None:
 
 @pytest.fixture
 async def rig(own_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """A scorer that waits for both of the example's sources, on a bus that knows no models: it asks for none."""
-    async with rig_on(own_bus, tmp_path) as made:
+    """A scorer that waits for both of the example's sources, on a bus without models."""
+    async with rig_on(own_bus, tmp_path) as streams:
         settings = {"SCORER__REQUIRED": ["short", "polite"]}
-        made.processes = {"scorer": [ServiceProcess("scorer", tmp_path, own_bus, **settings)]}
+        streams.processes = {"scorer": [ServiceProcess("scorer", tmp_path, own_bus, **settings)]}
         with running("with_sdk.py", own_bus, tmp_path), running("without_sdk.py", own_bus, tmp_path):
-            made.every[0].start()
-            yield made
+            streams.every[0].start()
+            yield streams
 
 
 @contextmanager
@@ -113,20 +113,26 @@ async def test_every_language_is_scored_by_both_consumers(rig: StreamsRig) -> No
             del sessions[language]
             continue
         assert session in printed
-        place = re.search(r"trajectories\[(\d)\]@\d+", printed)
-        if place:
-            assert int(place[1]) == partition_of(session_key("default", session).encode())
+        match = re.search(r"trajectories\[(\d)\]@\d+", printed)
+        if match:
+            assert int(match[1]) == partition_of(session_key("default", session).encode())
     keys = {session_key("default", session) for session in sessions.values()}
-    found: dict[str, Experience] = {}
+    experiences: dict[str, Experience] = {}
 
     async def scored() -> bool:
-        found.update({one.session_key: one for one in await rig.read(Experience) if one.session_key in keys})
-        return found.keys() == keys
+        experiences.update(
+            {
+                experience.session_key: experience
+                for experience in await rig.read(Experience)
+                if experience.session_key in keys
+            }
+        )
+        return experiences.keys() == keys
 
     await eventually(scored, 60)
-    for one in found.values():
-        assert one.reward == pytest.approx((0.9 + 0.0) / 2)
-        assert {part.source: part.value for part in one.parts} == {"short": pytest.approx(0.9), "polite": 0.0}
+    for experience in experiences.values():
+        assert experience.reward == pytest.approx((0.9 + 0.0) / 2)
+        assert {part.source: part.value for part in experience.parts} == {"short": pytest.approx(0.9), "polite": 0.0}
     assert [letter for letter in await rig.read(DeadLetter) if letter.key in keys] == []
     await partitions_hold(rig, keys)
     if skipped:

@@ -29,9 +29,9 @@ from tests.support.broker_process import BrokerProcess
 TOPIC = "feedback"
 
 
-async def entries(bus: str, wanted: Range, progress: Progress | None = None) -> list[Entry]:
+async def entries(bus: str, requested_range: Range, progress: Progress | None = None) -> list[Entry]:
     async with connected(bus) as topics:
-        return [entry async for entry in topics.read(wanted, progress)]
+        return [entry async for entry in topics.read(requested_range, progress)]
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ async def recorded(bus: str) -> Recorded:
     start_ms = epoch_ms(utcnow()) + 600_000
     producer = AIOKafkaProducer(bootstrap_servers=bus)
     await producer.start()
-    places = []
+    positions = []
     for number in range(10):
         body = {"time": utcnow(), "feedback_id": f"{key}-{number}", "session_key": key, "value": number}
         value = EVENTS[TOPIC].model_validate(body).to_json() if number != 4 else b"{poison"
         sent = producer.send_and_wait(TOPIC, value, key.encode(), timestamp_ms=start_ms + number * 1000)
-        places.append(await sent)
+        positions.append(await sent)
     await producer.stop()
-    return Recorded(key, places[0].partition, places[0].offset, start_ms)
+    return Recorded(key, positions[0].partition, positions[0].offset, start_ms)
 
 
 async def test_a_key_between_offsets_and_times(bus: str, recorded: Recorded) -> None:
@@ -69,12 +69,12 @@ async def test_a_key_between_offsets_and_times(bus: str, recorded: Recorded) -> 
         return from_epoch_ms(recorded.start_ms + round(number * 1000))
 
     progress = Progress()
-    found = await entries(bus, Range(TOPIC, keys=keys), progress)
-    assert [entry.offset for entry in found] == list(range(first, first + 10))
+    matches = await entries(bus, Range(TOPIC, keys=keys), progress)
+    assert [entry.offset for entry in matches] == list(range(first, first + 10))
     assert progress.passed == progress.total >= 10
-    assert [entry.event is None for entry in found] == [number == 4 for number in range(10)]
-    assert "Invalid JSON" in (found[4].problem or "")
-    assert found[7].time == second(7)
+    assert [entry.event is None for entry in matches] == [number == 4 for number in range(10)]
+    assert "Invalid JSON" in (matches[4].problem or "")
+    assert matches[7].time == second(7)
 
     inner = Range(TOPIC, partitions=[recorded.partition], from_offset=first + 2, to_offset=first + 6)
     assert [entry.offset - first for entry in await entries(bus, inner)] == [2, 3, 4, 5]
@@ -116,11 +116,11 @@ async def test_the_account_of_a_bus(own_bus: str, tmp_path: Path) -> None:
     for event in [*events, *events]:  # sent twice, as after a crash
         await producer.send(event)
     await producer.stop()
-    heard: list[tuple[int, int]] = []
-    found = await read_turn_account(own_bus, report=lambda read, total: heard.append((read, total)))
-    assert found.problems == ()
-    assert (found.captured, found.trained, found.waiting, found.dropped) == (4, 2, {"session": 2}, {})
-    assert heard[-1] == (14, 14)
+    reports: list[tuple[int, int]] = []
+    account = await read_turn_account(own_bus, report=lambda read, total: reports.append((read, total)))
+    assert account.problems == ()
+    assert (account.captured, account.trained, account.waiting, account.dropped) == (4, 2, {"session": 2}, {})
+    assert reports[-1] == (14, 14)
     assert len(list(blobs.digests())) == 1, "the large turn was a reference, and was followed"
     again = await asyncio.gather(*(read_turn_account(own_bus) for _ in range(3)))
-    assert set(map(str, again)) == {str(found)}, "reading changes nothing"
+    assert set(map(str, again)) == {str(account)}, "reading changes nothing"

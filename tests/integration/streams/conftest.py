@@ -14,9 +14,9 @@ from tests.integration.streams.rig import StreamsRig, rig_on
     params=["laptop", pytest.param("cluster", marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long])]
 )
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """Embedded broker, SQLite, one of each; or Kafka, PostgreSQL, two of each. Not started yet."""
+    """Embedded broker, SQLite, one of each service; or Kafka, PostgreSQL, two of each. They are not started yet."""
     laptop = request.param == "laptop"
     bus: str = request.getfixturevalue("embedded_bus" if laptop else "kafka_bus")
     url: str = "sqlite" if laptop else request.getfixturevalue("postgres").url()
-    async with rig_on(bus, tmp_path, url, replicas=1 if laptop else 2) as made:
-        yield made
+    async with rig_on(bus, tmp_path, url, replicas=1 if laptop else 2) as streams:
+        yield streams

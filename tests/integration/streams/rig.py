@@ -1,4 +1,4 @@
-"""Collectors and scorers as processes on a real bus, a producer that repeats itself, and what came out in the end."""
+"""Collectors and scorers as processes on a real bus, a producer that repeats itself, and the final events."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ async def rig_on(bus: str, folder: Path, database_url: str = "sqlite", replicas:
     await topics.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{folder}/blobs"))
     await producer.start()
-    made = StreamsRig(folder, bus, producer, database_url, replicas)
+    streams = StreamsRig(folder, bus, producer, database_url, replicas)
     try:
-        yield made
+        yield streams
     finally:
         await producer.stop()
-        made.stop()
+        streams.stop()
 
 
 @dataclass
@@ -62,7 +62,7 @@ class StreamsRig:
     async def start(self) -> None:
         rewards = self.folder / "rewards.py"
         rewards.write_text(REWARDS)
-        own: dict[str, dict[str, object]] = {
+        by_service: dict[str, dict[str, object]] = {
             "collector": {},
             "scorer": {
                 "SCORER__FUNCTIONS": [f"{rewards}:right"],
@@ -70,19 +70,23 @@ class StreamsRig:
                 "SCORER__LEASE_S": 2,
             },
         }
-        for name, settings in own.items():
-            given = {"DATABASE__URL": self.database_url, **settings}
-            self.processes[name] = [ServiceProcess(name, self.folder, self.bus, **given) for _ in range(self.replicas)]
+        for name, settings in by_service.items():
+            shared_settings = {"DATABASE__URL": self.database_url, **settings}
+            self.processes[name] = [
+                ServiceProcess(name, self.folder, self.bus, **shared_settings) for _ in range(self.replicas)
+            ]
         for process in self.every:
             process.start(ready=False)
-        await asyncio.to_thread(wait_until, lambda: all(one.healthy() for one in self.every), WAIT_S, "all are healthy")
+        await asyncio.to_thread(
+            wait_until, lambda: all(play_one.healthy() for play_one in self.every), WAIT_S, "all are healthy"
+        )
 
     @property
     def every(self) -> list[ServiceProcess]:
         return [process for processes in self.processes.values() for process in processes]
 
     async def supervise(self) -> None:
-        """Start again what has ended by itself, as `headrace up` does. Until cancelled."""
+        """Restart ended processes, as `headrace up` does, until cancelled."""
         while True:
             await asyncio.sleep(0.5)
             for process in self.every:
@@ -97,25 +101,25 @@ class StreamsRig:
         bus, blobs = BusSettings(address=self.bus), BlobStore(f"file://{self.folder}/blobs")
         reader = consumer(bus, "test")
         await reader.start()
-        found: list[E] = []
+        events: list[E] = []
         try:
             partitions = await assign_all(reader, kind.topic)
             ends = await reader.end_offsets(partitions)
-            while any([await reader.position(one) < ends[one] for one in partitions]):
+            while any([await reader.position(partition) < ends[partition] for partition in partitions]):
                 for messages in (await reader.getmany(timeout_ms=200)).values():
                     for message in messages:
                         with contextlib.suppress(InvalidEvent):
                             event = (await decode(record_of(message), blobs)).event
                             assert isinstance(event, kind)
-                            found.append(event)
+                            events.append(event)
         finally:
             await reader.stop()
-        return found
+        return events
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One run of an agent: its turns, and what it tells about itself afterwards."""
+    """One run of an agent: its turns, and its feedback afterwards."""
 
     turns: tuple[Turn, ...]
     afterwards: tuple[Event, ...]
@@ -141,22 +145,22 @@ def episode(name: str, choose: random.Random, *, shared: str | None = None) -> E
     for at in range(count):
         text = ("right " if right else "wrong ") + name if at == count - 1 else f"look {name} {at}"
         source = "implicit" if shared else "header"
-        made = ask(messages, text, session=shared or name, session_source=source)
-        turns.append(made.model_copy(update={"time": now, "started_at": now}))
+        turn = ask(messages, text, session=shared or name, session_source=source)
+        turns.append(turn.model_copy(update={"time": now, "started_at": now}))
         messages = after(turns[-1], tool(f"result {at}"))
     session = turns[0].session_id
     if shared:
-        said = feedback(session, *turns, value=value, ends_session=True, run_id=name)
-        return Episode(tuple(turns), (said,), value, right)
+        feedback_event = feedback(session, *turns, value=value, ends_session=True, run_id=name)
+        return Episode(tuple(turns), (feedback_event,), value, right)
     ends = choose.random() < 0.5
-    said = feedback(session, value=value, ends_session=ends).model_copy(update={"time": now})
-    return Episode(tuple(turns), (said,) if ends else (said, end(session)), value, right)
+    feedback_event = feedback(session, value=value, ends_session=ends).model_copy(update={"time": now})
+    return Episode(tuple(turns), (feedback_event,) if ends else (feedback_event, end(session)), value, right)
 
 
 async def play(rig: StreamsRig, episodes: Sequence[Episode], choose: random.Random, seconds: float) -> None:
     """Send everything over `seconds`, each event once or, as a gateway that retries would, twice."""
 
-    async def one(played: Episode) -> None:
+    async def play_one(played: Episode) -> None:
         await asyncio.sleep(choose.random() * seconds)
         for event in (*played.turns, *played.afterwards):
             for _ in range(2 if choose.random() < 0.2 else 1):
@@ -169,37 +173,37 @@ async def play(rig: StreamsRig, episodes: Sequence[Episode], choose: random.Rand
                     return await rig.producer.send(event)
                 await asyncio.sleep(0.2)
 
-    await asyncio.gather(*(one(played) for played in episodes))
+    await asyncio.gather(*(play_one(played) for played in episodes))
 
 
 async def account(rig: StreamsRig, episodes: Sequence[Episode]) -> None:
-    """Wait for the experience of each episode, then check that nothing was lost, doubled or changed on the way."""
-    known = {played.turns[0].session_key for played in episodes}
-    wanted = {played.trajectory_id: played for played in episodes}
+    """Wait for the experience of each episode, then check that no event was lost, doubled or changed on the way."""
+    session_keys = {played.turns[0].session_key for played in episodes}
+    expected = {played.trajectory_id: played for played in episodes}
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while True:
-        experiences = [one for one in await rig.read(Experience) if one.key in known]
-        missing = wanted.keys() - {one.trajectory_id for one in experiences}
+        experiences = [experience for experience in await rig.read(Experience) if experience.key in session_keys]
+        missing = expected.keys() - {experience.trajectory_id for experience in experiences}
         if not missing:
             break
-        assert asyncio.get_running_loop().time() < deadline, f"{len(missing)} of {len(wanted)} never came"
+        assert asyncio.get_running_loop().time() < deadline, f"{len(missing)} of {len(expected)} never came"
         await asyncio.sleep(1.0)
-    trajectories = [one for one in await rig.read(Trajectory) if one.key in known]
+    trajectories = [experience for experience in await rig.read(Trajectory) if experience.key in session_keys]
     assert_equal_facts([*experiences, *trajectories])
-    members = {one.trajectory_id: one.turn_ids for one in trajectories}
-    assert members == {name: tuple(turn.turn_id for turn in played.turns) for name, played in wanted.items()}
-    for one in experiences:
-        played = wanted[one.trajectory_id]
-        assert (one.revision, one.reward, one.weight) == (0, played.reward, 1.0)
-        assert one.branch is not None
+    members = {experience.trajectory_id: experience.turn_ids for experience in trajectories}
+    assert members == {name: tuple(turn.turn_id for turn in played.turns) for name, played in expected.items()}
+    for experience in experiences:
+        played = expected[experience.trajectory_id]
+        assert (experience.revision, experience.reward, experience.weight) == (0, played.reward, 1.0)
+        assert experience.branch is not None
         last = played.turns[-1]
-        assert one.branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "bit for bit (P2)"
-    assert [letter for letter in await rig.read(DeadLetter) if letter.key in known] == []
+        assert experience.branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "bit for bit (P2)"
+    assert [letter for letter in await rig.read(DeadLetter) if letter.key in session_keys] == []
 
 
 def assert_equal_facts(events: Sequence[Event]) -> None:
-    """What came more than once is equal every time: consumers that dedupe by id lose nothing."""
+    """Check that copies of an event are equal, so that consumers that dedupe by id lose no content."""
     bodies: dict[str, set[bytes]] = defaultdict(set)
     for event in events:
         bodies[event.event_id].add(event.to_json())
-    assert {name: len(found) for name, found in bodies.items() if len(found) > 1} == {}
+    assert {name: len(copies) for name, copies in bodies.items() if len(copies) > 1} == {}

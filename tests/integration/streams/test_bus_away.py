@@ -1,4 +1,4 @@
-"""The bus dies and comes back: the services wait or are started again, and nothing is lost."""
+"""The bus dies and comes back: the services wait or are restarted, and no event is lost."""
 
 from __future__ import annotations
 

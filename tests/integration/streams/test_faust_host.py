@@ -1,4 +1,4 @@
-"""The host acknowledges what has a durable effect and nothing else, and knows where logs end and groups begin."""
+"""The host acknowledges records after their durable effect, and knows where logs end and groups begin."""
 
 from __future__ import annotations
 
@@ -75,24 +75,24 @@ class Stage:
         for name in names:
             await self.producer.send(Feedback(time=utcnow(), feedback_id=name, session_key=self.key, value=1.0))
 
-    async def place(self) -> int:
+    async def current_offset(self) -> int:
         """The partition of this stage's key."""
-        async with offsets(self) as asked:
-            before = await asked.ends("feedback")
+        async with offsets(self) as positions:
+            before = await positions.ends("feedback")
             await self.send("probe")
-            after = await asked.ends("feedback")
+            after = await positions.ends("feedback")
         (partition,) = [number for number in after if after[number] != before[number]]
         return partition
 
 
 @contextlib.asynccontextmanager
 async def offsets(stage: Stage) -> AsyncIterator[Offsets]:
-    made = Offsets(stage.common.bus, stage.group)
-    await made.start()
+    created = Offsets(stage.common.bus, stage.group)
+    await created.start()
     try:
-        yield made
+        yield created
     finally:
-        await made.stop()
+        await created.stop()
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ async def until(stage: Stage, name: str) -> None:
 
 
 async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
-    partition = await stage.place()
+    partition = await stage.current_offset()
     await stage.send("a", "poisoned", "c")
     stage.fail_at = "poisoned"
     async with running(stage.host()) as task:
@@ -136,9 +136,9 @@ async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
             task.result()
         assert stopped.group_contains(Unavailable, match="something that this needs is away")
     assert stage.handled == ["probe", "a"], "nothing after what could not be handled"
-    async with offsets(stage) as asked:
-        committed = (await asked.starts(["feedback"]))["feedback", partition]
-        assert committed <= (await asked.ends("feedback"))[partition] - 2
+    async with offsets(stage) as positions:
+        committed = (await positions.starts(["feedback"]))["feedback", partition]
+        assert committed <= (await positions.ends("feedback"))[partition] - 2
     stage.fail_at = None
     async with running(stage.host()) as task:
         await until(stage, "c")
@@ -150,8 +150,8 @@ async def _reached(stage: Stage, ends: Mapping[int, int]) -> None:
 
     async def reached() -> bool:
         async with stage.database.transaction() as tx:
-            found = await position(tx, tables, "feedback")
-        return all(found.get(number, -1) >= end for number, end in ends.items())
+            offset = await position(tx, tables, "feedback")
+        return all(offset.get(number, -1) >= end for number, end in ends.items())
 
     await eventually(reached, 30)
 
@@ -162,13 +162,13 @@ async def test_a_new_database_takes_its_positions_from_the_group(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    partition = await stage.place()
+    partition = await stage.current_offset()
     await stage.send("a")
-    async with offsets(stage) as asked, running(stage.host()) as task:
-        ends = await asked.ends("feedback")
+    async with offsets(stage) as positions, running(stage.host()) as task:
+        ends = await positions.ends("feedback")
 
         async def acknowledged() -> bool:
-            return (await asked.starts(["feedback"]))["feedback", partition] == ends[partition]
+            return (await positions.starts(["feedback"]))["feedback", partition] == ends[partition]
 
         await eventually(acknowledged, 30)
         assert stage.handled == ["probe", "a"]
@@ -185,9 +185,9 @@ async def test_a_new_database_takes_its_positions_from_the_group(
 
 
 async def test_a_topic_that_does_not_exist_has_no_end(stage: Stage) -> None:
-    async with offsets(stage) as asked:
+    async with offsets(stage) as positions:
         with pytest.raises(Unavailable, match="does not exist yet"):
-            await asked.ends("no-such-topic")
+            await positions.ends("no-such-topic")
 
 
 async def test_a_bus_that_is_away_is_unavailable(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""kill -9 in the middle: every turn is in one trajectory, every trajectory has one experience, nothing is doubled."""
+"""kill -9 in the middle: every turn is in one trajectory, every trajectory has one experience, without doubles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The services as processes: poison on every topic, functions reloaded, and a clear refusal of what cannot work."""
+"""The services as processes: poison on every topic, reloaded functions, and clear refusals of wrong settings."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class TrainerProcess:
         self.data_dir = folder / "data"
         self.port = free_port()
         self.log = folder / "trainer.log"
-        own = {"BASE": base, "PORT": self.port, "STEPS_PER_VERSION": 1, **settings}
+        own_settings = {"BASE": base, "PORT": self.port, "STEPS_PER_VERSION": 1, **settings}
         self._environ = {
             **os.environ,
             "HEADRACE_DATA_DIR": str(self.data_dir),
             "HEADRACE_BUS__ADDRESS": bus,
-            **{f"HEADRACE_TRAINER__{name}": str(value) for name, value in own.items()},
+            **{f"HEADRACE_TRAINER__{name}": str(value) for name, value in own_settings.items()},
         }
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,4 +1,4 @@
-"""P4 on a real bus: a trainer that is killed loses nothing and trains nothing twice."""
+"""P4 on a real bus: a killed trainer loses no experience and trains none twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Observer:
-    """Everything that one model's trainer says on the bus."""
+    """Events of one model's trainer on the bus."""
 
     def __init__(self, bus: BusSettings, model: str, blobs: BlobStore) -> None:
         self._bus = bus
@@ -63,8 +63,8 @@ class Observer:
 
     @staticmethod
     def _once(seen: dict[str, E], event: E) -> None:
-        known = seen.setdefault(event.event_id, event)
-        same = known.model_copy(update={"time": event.time}) == event
+        first = seen.setdefault(event.event_id, event)
+        same = first.model_copy(update={"time": event.time}) == event
         assert same, f"{event.event_id} was said twice and differently"
 
     @property
@@ -74,7 +74,7 @@ class Observer:
     async def wait_for_versions(self, count: int, process: TrainerProcess) -> None:
         await self.wait(lambda: len(self.checkpoints) >= count, f"{count} versions", process)
 
-    async def wait(self, condition: Callable[[], bool], what: str, process: TrainerProcess) -> None:
+    async def wait(self, condition: Callable[[], bool], label: str, process: TrainerProcess) -> None:
         try:
             async with asyncio.timeout(60):
                 while not condition():
@@ -82,7 +82,7 @@ class Observer:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            pytest.fail(f"{what}: not after 60 s; {process.log.read_text()[-3000:]}")
+            pytest.fail(f"{label}: not after 60 s; {process.log.read_text()[-3000:]}")
 
 
 @pytest.mark.long
@@ -129,7 +129,8 @@ async def test_a_killed_trainer_goes_on_where_it_was(
 
 
 async def feed(producer: EventProducer, model: str, version: str, draw: random.Random) -> list[tuple[str, int]]:
-    """Experiences, redeliveries, revisions, withdrawals without tokens, poison; returns what wants a verdict."""
+    """Send experiences, redeliveries, revisions, withdrawals without tokens, poison; return the ids that need an
+    outcome."""
     expected: list[tuple[str, int]] = []
     for number in range(COUNT):
         events: list[Experience] = [experience(number, version, draw.random(), model=model, task=f"t{number % 5}")]
@@ -159,6 +160,6 @@ def check_state(blobs: BlobStore) -> None:
     assert saved is not None
     for name, entry in saved.window.items():
         assert len(entry.contributions) <= len(entry.revisions), name
-        assert len({one.step for one in entry.contributions}) == len(entry.contributions), name
+        assert len({contribution.step for contribution in entry.contributions}) == len(entry.contributions), name
     trained = sum(len(entry.contributions) for entry in saved.window.values())
     assert COUNT * 0.75 < trained <= saved.steps * (BATCH + 3)

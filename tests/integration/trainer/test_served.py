@@ -1,6 +1,6 @@
-"""The trainer's versions in the real torch engine: probed, sampled from, and trained on what was sampled.
+"""The trainer's versions in the real torch engine: probed, sampled from, and trained on the samples.
 
-Not through HTTP and the bus (the end-to-end tests do that), but with the very engine: tokens and logprobs are its own.
+HTTP and the bus are left to the end-to-end tests; tokens and logprobs are the engine's own.
 """
 
 from __future__ import annotations

@@ -36,21 +36,21 @@ async def names(bus: str) -> tuple[str, str]:
     return await fill(bus)
 
 
-async def collect(source: KafkaSource, count: int, room: int = 100) -> list[Record]:
-    found: list[Record] = []
+async def collect(source: KafkaSource, count: int, limit: int = 100) -> list[Record]:
+    records: list[Record] = []
     for _ in range(40):
-        found += await source.poll(room)
-        if len(found) >= count:
+        records += await source.poll(limit)
+        if len(records) >= count:
             break
-    return found
+    return records
 
 
 async def test_it_reads_from_the_offsets_it_is_given(bus: str, names: tuple[str, str]) -> None:
     source = KafkaSource(BusSettings(address=bus), *names)
     await source.start({names[0]: {0: 2, 1: 4}, names[1]: {0: 1}})
-    found = await collect(source, 4)
+    records = await collect(source, 4)
     await source.stop()
-    assert sorted((r.topic, r.partition, r.offset) for r in found) == [
+    assert sorted((r.topic, r.partition, r.offset) for r in records) == [
         (names[0], 0, 2), (names[0], 0, 3), (names[0], 0, 4), (names[0], 1, 4),
     ]  # fmt: skip
 
@@ -58,9 +58,9 @@ async def test_it_reads_from_the_offsets_it_is_given(bus: str, names: tuple[str,
 async def test_experiences_can_be_held_back_and_decisions_cannot(bus: str, names: tuple[str, str]) -> None:
     source = KafkaSource(BusSettings(address=bus), *names)
     await source.start({})
-    held = await collect(source, 1, room=0)
-    held += await source.poll(0)
-    assert [record.value for record in held] == [b"d"]
+    records = await collect(source, 1, limit=0)
+    records += await source.poll(0)
+    assert [record.value for record in records] == [b"d"]
     some = await source.poll(3)
     assert 0 < len(some) <= 3
     rest = await collect(source, 10 - len(some))
@@ -91,10 +91,10 @@ async def test_what_retention_took_is_counted_and_passed(kafka_bus: str) -> None
         await admin.delete_records({TopicPartition(names[0], 0): RecordsToDelete(before_offset=3)})
     source = KafkaSource(BusSettings(address=kafka_bus), *names)
     await source.start({names[0]: {0: 1, 1: 5}, names[1]: {0: 1}})
-    found = await collect(source, 2)
+    records = await collect(source, 2)
     assert await source.fetch([(0, 1)]) == {}
     await source.stop()
-    assert [(r.partition, r.offset) for r in found] == [(0, 3), (0, 4)]
+    assert [(r.partition, r.offset) for r in records] == [(0, 3), (0, 4)]
 
 
 async def test_a_topic_that_is_not_there_is_unavailable(bus: str) -> None:

@@ -35,7 +35,7 @@ from tests.support.replica_process import ReplicaProcess
 
 pytestmark = pytest.mark.timeout(3600)
 START_S, STEP_S = 1500, 600
-"""What an engine core and a step of a test may take where others compute: nothing waits for them on a quiet machine."""
+"""Limit for an engine core and a step of a test on a machine that others use; a quiet machine needs far less."""
 CLIENTS, SWAPS, LENGTH, GREEDY_LENGTH = 16, 5, 12, 800
 RANK_MAX, ADAPTERS_MAX = 8, 4
 VLLM = {
@@ -100,12 +100,12 @@ class VllmRig:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=STEP_S)
 
     def processes_of(self, replica: ReplicaProcess) -> list[psutil.Process]:
-        found: list[psutil.Process] = psutil.Process(replica.pid).children(recursive=True)
-        return found
+        children: list[psutil.Process] = psutil.Process(replica.pid).children(recursive=True)
+        return children
 
 
-def ready(*wanted: ServedVersion) -> Callable[[Replica], bool]:
-    return lambda beat: all(beat.ready(one.version) for one in wanted)
+def ready(*versions: ServedVersion) -> Callable[[Replica], bool]:
+    return lambda beat: all(beat.ready(version.version) for version in versions)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
     gateway = GatewayProcess(data, broker.address, **PATIENT)
     try:
         with ThreadPoolExecutor(3) as pool:
-            starting = [pool.submit(one.start, START_S) for one in (first, second, gateway)]
-            made = _rig(root, broker.address, data, blobs, gateway, (first, second))
+            starting = [pool.submit(starting_process.start, START_S) for starting_process in (first, second, gateway)]
+            running = _rig(root, broker.address, data, blobs, gateway, (first, second))
             for started in starting:
                 started.result()
-        yield made
+        yield running
     finally:
         for process in (gateway, first, second):
             process.stop()
@@ -230,7 +230,7 @@ async def test_02_weights_are_swapped_and_rolled_back_under_streams(
         expected = recomputed(rig.folders[turn.version or ""], turn.prompt_token_ids, choice.token_ids, 1.0)
         largest = max(largest, float(abs(expected - expected.new_tensor(choice.logprobs)).max()))
     assert largest < 1e-4
-    assert set(by_version) == {one.version for one in rig.adapters[: SWAPS + 1]}
+    assert set(by_version) == {adapter.version for adapter in rig.adapters[: SWAPS + 1]}
     record_property("streams", streams[0])
     record_property("largest_difference", largest)
 
@@ -243,10 +243,10 @@ async def test_03_what_cannot_be_served_fails_by_name_and_disturbs_nobody(rig: V
         assert all(reason in (state(beat, version).error or "") for beat in beats), reason
         assert all(beat.ready(champion.version) for beat in beats)
     await rig.route(rig.base, champion, *more, champion=champion)
-    beats = await rig.until(lambda beat: {state(beat, one).state for one in more} <= {"ready", "failed"})
+    beats = await rig.until(lambda beat: {state(beat, extra).state for extra in more} <= {"ready", "failed"})
     for beat in beats:
-        failed = [state(beat, one) for one in more if state(beat, one).state == "failed"]
-        assert ["inference.vllm.adapters_max allows 4" in (one.error or "") for one in failed] == [True]
+        failed = [state(beat, extra) for extra in more if state(beat, extra).state == "failed"]
+        assert ["inference.vllm.adapters_max allows 4" in (extra.error or "") for extra in failed] == [True]
     await rig.route(rig.base, champion, more[-1], champion=champion)
     await rig.until(ready(rig.base, champion, more[-1]))
 
@@ -256,13 +256,13 @@ def _failed(version: ServedVersion, beat: Replica) -> bool:
 
 
 def state(beat: Replica, version: ServedVersion) -> LoadedVersion:
-    found = next((one for one in beat.versions if one.version == version.version), None)
-    return found or LoadedVersion(version=version.version, state="loading")
+    loaded = next((candidate for candidate in beat.versions if candidate.version == version.version), None)
+    return loaded or LoadedVersion(version=version.version, state="loading")
 
 
 async def _greedy(client: openai.AsyncOpenAI, number: int, begun: asyncio.Barrier | None = None) -> list[int]:
     """Its tokens; a text of bytes that are no letters would hide which they were."""
-    found: list[int] = []
+    token_ids: list[int] = []
     chunks = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": f"question {number}"}],
@@ -274,11 +274,11 @@ async def _greedy(client: openai.AsyncOpenAI, number: int, begun: asyncio.Barrie
     )
     async for chunk in chunks:
         for choice in chunk.choices:
-            first = not found
-            found += getattr(choice, "token_ids", None) or []
-            if first and found and begun is not None:
+            first = not token_ids
+            token_ids += getattr(choice, "token_ids", None) or []
+            if first and token_ids and begun is not None:
                 await begun.wait()
-    return found
+    return token_ids
 
 
 async def _through(rig: VllmRig, strike: Callable[[], None]) -> float:
@@ -304,25 +304,27 @@ def _resumes(rig: VllmRig) -> float:
 async def test_04_a_killed_engine_core_ends_its_replica_and_no_client_notices(
     rig: VllmRig, record_property: Callable[[str, object], None]
 ) -> None:
-    one = rig.replicas[0]
+    replica = rig.replicas[0]
     (core,) = [
-        process for process in rig.processes_of(one) if "EngineCore" in " ".join([process.name(), *process.cmdline()])
+        process
+        for process in rig.processes_of(replica)
+        if "EngineCore" in " ".join([process.name(), *process.cmdline()])
     ]
     resumed = await _through(rig, core.kill)
     assert resumed >= 1
-    assert await asyncio.to_thread(one.wait, STEP_S) != 0, "whoever started it starts it again"
+    assert await asyncio.to_thread(replica.wait, STEP_S) != 0, "whoever started it starts it again"
     record_property("resumed", resumed)
 
 
 async def test_05_a_killed_replica_leaves_nothing_behind_and_no_client_notices(
     rig: VllmRig, record_property: Callable[[str, object], None]
 ) -> None:
-    one, two = rig.replicas
-    await asyncio.to_thread(one.start, START_S)
+    first, second = rig.replicas
+    await asyncio.to_thread(first.start, START_S)
     await rig.until(ready(rig.base, rig.adapters[0]), START_S)
-    family = rig.processes_of(two)
+    family = rig.processes_of(second)
     assert family
-    resumed = await _through(rig, lambda: os.kill(two.pid, signal.SIGKILL))
+    resumed = await _through(rig, lambda: os.kill(second.pid, signal.SIGKILL))
     assert resumed >= 1
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, 120)
     assert alive == [], "engine cores end with whoever started them"

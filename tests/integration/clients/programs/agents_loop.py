@@ -1,5 +1,6 @@
-"""An agent of openai-agents: `agents_loop.py BASE_URL MODEL`, on the Responses API and on chat completions, plain and
-streamed. It has a tool, and its answer has a type."""
+"""An agent of openai-agents with a tool and a typed answer, on the Responses API and on chat completions, plain and
+streamed: `agents_loop.py BASE_URL MODEL`.
+"""
 
 import asyncio
 import json
@@ -12,8 +13,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 
-class Found(BaseModel):
-    """What the agent answers with."""
+class Author(BaseModel):
+    """Answer of the agent."""
 
     answer: str
 
@@ -25,14 +26,14 @@ def search(query: str) -> str:
 
 
 async def solve(model: Any, *, stream: bool) -> dict[str, Any]:
-    agent = Agent(name="finder", instructions="Find it.", model=model, tools=[search], output_type=Found)
-    asked = "Who wrote about the invoice?"
+    agent = Agent(name="finder", instructions="Find it.", model=model, tools=[search], output_type=Author)
+    question = "Who wrote about the invoice?"
     if stream:
-        result: Any = Runner.run_streamed(agent, asked)
+        result: Any = Runner.run_streamed(agent, question)
         async for _event in result.stream_events():
             pass
     else:
-        result = await Runner.run(agent, asked)
+        result = await Runner.run(agent, question)
     return {"answer": result.final_output.answer, "calls": len(result.raw_responses)}
 
 

@@ -11,16 +11,16 @@ from agentscope.model import OpenAIChatModel
 from pydantic import BaseModel
 
 
-class Found(BaseModel):
-    """What is asked for."""
+class Author(BaseModel):
+    """Typed answer of the agent."""
 
     answer: str
 
 
 async def solve(base_url: str, name: str, *, stream: bool) -> dict[str, Any]:
     model = OpenAIChatModel(OpenAICredential(api_key="none", base_url=base_url), name, stream=stream)
-    found = await model.generate_structured_output([UserMsg("user", "Who wrote about the invoice?")], Found)
-    return dict(found.content)
+    answer = await model.generate_structured_output([UserMsg("user", "Who wrote about the invoice?")], Author)
+    return dict(answer.content)
 
 
 async def main(base_url: str, name: str) -> None:

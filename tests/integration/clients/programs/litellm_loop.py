@@ -20,10 +20,16 @@ TOOLS = [
 
 def answer(messages: list[Any], base_url: str, model: str, *, stream: bool) -> Any:
     """One call; its message as litellm gives it to agents, with all that it puts around it."""
-    asked = {"model": f"openai/{model}", "api_base": base_url, "api_key": "none", "messages": messages, "tools": TOOLS}
+    request = {
+        "model": f"openai/{model}",
+        "api_base": base_url,
+        "api_key": "none",
+        "messages": messages,
+        "tools": TOOLS,
+    }
     if not stream:
-        return litellm.completion(**asked).choices[0].message
-    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+        return litellm.completion(**request).choices[0].message
+    chunks = list(litellm.completion(**request, stream=True, stream_options={"include_usage": True}))
     return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
 
 
@@ -37,8 +43,8 @@ def loop(base_url: str, model: str, *, stream: bool) -> dict[str, Any]:
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            found = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": "search", "content": found})
+            finding = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": "search", "content": finding})
     return {"answer": message.content, "calls": calls}
 
 

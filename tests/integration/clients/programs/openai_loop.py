@@ -32,8 +32,8 @@ def loop(base_url: str, model: str, *, stream: bool) -> dict[str, Any]:
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            found = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+            finding = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": finding})
     return {"answer": message.content, "calls": calls}
 
 

@@ -9,10 +9,10 @@ from smolagents import LiteLLMModel, OpenAIModel, ToolCallingAgent, tool
 
 @tool  # type: ignore[untyped-decorator, unused-ignore]
 def search(query: str) -> str:
-    """Finds mails.
+    """Find mails.
 
     Args:
-        query: What to look for.
+    query: words to find.
     """
     return f"Ada wrote about {query}"
 
