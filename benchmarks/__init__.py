@@ -1,1 +1,1 @@
-"""What is measured rather than tested: `make bench`, or one of them as `python -m benchmarks.<name>`."""
+"""Benchmarks: `make bench`, or a single one as `python -m benchmarks.<name>`."""

@@ -1,6 +1,6 @@
-"""Each algorithm of the registry with the signal that it is for, its controls, and the comparisons.
+"""Arms of `benchmarks.algorithms`: each algorithm with its signal, the control runs, and the comparisons.
 
-Learning rates and the size of batches were chosen on seed 100, which is none of the five.
+Learning rates and batch sizes were chosen on seed 100, which is not one of the five reported seeds.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks._algorithms_found import Arm, Stage
-from benchmarks._algorithms_spoiled import edits_of_others, sides_by_lot
+from benchmarks._algorithms_results import Arm, Stage
+from benchmarks._algorithms_shuffled import shuffle_edits, shuffle_preference_sides
 from headrace_cli.controls import kinds
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 
 _RATE, _BATCH = "optimizer.learning_rate", "batch_experiences"
 _SLOW: Mapping[str, object] = {_RATE: 1e-4}
-"""Half of the demo's: what is said by lot then leaves a model about where it was, and does not wear it out."""
+"""Half of the demo's learning rate. With it, a random signal leaves the model roughly unchanged instead of degrading
+it."""
 _HALF: Mapping[str, object] = {**_SLOW, _BATCH: 32}
-"""Where not every run says something."""
+"""Settings for signals that only some of the runs have."""
 STAGES: Mapping[str, Stage] = {
     "reinforce++": Stage("reinforce++", "rewards", _SLOW),
     "ppo": Stage("ppo", "rewards", _SLOW),
@@ -37,7 +38,7 @@ STAGES: Mapping[str, Stage] = {
     "hindsight": Stage("hindsight", "corrections", _SLOW),
     "on_policy_distill": Stage("on_policy_distill", "nothing", _SLOW),
 }
-"""By the names of the registry; a second name of an algorithm needs no stage of its own."""
+"""Stages by algorithm name. A second name of an algorithm needs no stage of its own."""
 CORRECTED, CORRIDOR, WEAK = "e-mail with corrections", "corridor", "e-mail, weak base"
 _LESSON_OF: Mapping[str, str] = {"hindsight": CORRECTED}
 _TEACHER_OF: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
@@ -48,17 +49,17 @@ PER_TURN, TERMINAL = "corridor, rewards of turns", "corridor, reward of the run 
 
 
 def algorithms(registry: Mapping[str, Algorithm] | None = None) -> list[Arm]:
-    """An arm for each algorithm that is announced. Raises `LookupError` for one without a stage."""
+    """Return an arm for each registered algorithm. Raises `LookupError` for an algorithm without a stage."""
     announced = ALGORITHMS.all() if registry is None else registry
-    known = [announced[name] for name in STAGES if name in announced]
-    lost = sorted(name for name, one in announced.items() if not any(one is other for other in known))
-    gone = sorted(set(STAGES) - set(announced))
-    if lost or gone:
+    covered = [announced[name] for name in STAGES if name in announced]
+    lost = sorted(name for name, algorithm in announced.items() if not any(algorithm is other for other in covered))
+    stale = sorted(set(STAGES) - set(announced))
+    if lost or stale:
         raise LookupError(
             f"algorithms without a stage: {', '.join(lost) or 'none'}; stages without an algorithm: "
-            f"{', '.join(gone) or 'none'}; say in benchmarks/_algorithms_arms.py which signal each is for"
+            f"{', '.join(stale) or 'none'}; update STAGES in benchmarks/_algorithms_arms.py"
         )
-    return [_arm(name, one) for name, one in STAGES.items()]
+    return [_arm(name, stage) for name, stage in STAGES.items()]
 
 
 def _arm(name: str, stage: Stage) -> Arm:
@@ -66,7 +67,7 @@ def _arm(name: str, stage: Stage) -> Arm:
 
 
 def _control(name: str, change: kinds.Change = kinds.TRUE.change, signal: str = "") -> Arm:
-    """The same algorithm with another signal, or with what `change` makes of its own."""
+    """Return a control arm: the same algorithm with another signal, or with its own signal changed by `change`."""
     stage = replace(STAGES[name], change=change, signal=signal or STAGES[name].signal)
     return Arm(f"{name}, shuffled", (stage,), _LESSON_OF.get(name, "e-mail"), control_of=name)
 
@@ -75,31 +76,34 @@ CONTROLS = (
     _control("reinforce++", kinds.SHUFFLED.change),
     _control("grpo", kinds.SHUFFLED.change),
     _control("kto", kinds.SHUFFLED.change),
-    _control("dpo", sides_by_lot),
-    _control("sft", edits_of_others),
+    _control("dpo", shuffle_preference_sides),
+    _control("sft", shuffle_edits),
     _control("hindsight", signal="corrections of others"),
 )
-_ITS_OWN: Mapping[str, object] = {**_SLOW, "advantage.step_wise_grpo.turn_decay": 0.0}
-"""A door has no part in whether later ones are right."""
+_WITHOUT_DECAY: Mapping[str, object] = {**_SLOW, "advantage.step_wise_grpo.turn_decay": 0.0}
+"""Settings without reward decay over turns, because a door does not influence whether later doors are right."""
 COMPARED = (
     Arm(SFT_RL, (STAGES["sft"], STAGES["reinforce++"]), WEAK),
     Arm(RL_ALONE, (STAGES["reinforce++"],), WEAK),
     Arm(RL_TWICE, (replace(STAGES["reinforce++"], share=2.0),), WEAK, promised=False),
-    Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _ITS_OWN),), CORRIDOR),
+    Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _WITHOUT_DECAY),), CORRIDOR),
     Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR, promised=False),
     Arm(FOLLOWED, (replace(STAGES["hindsight"], signal="corrections of others, followed"),), CORRECTED, promised=False),
 )
-"""RL has as many steps after SFT as alone; with as many in all (`RL_TWICE`) it is shown beside, without a promise. In
-the corridor both have as many. Replies of others that the model was given, and follows, have a gap: they are shown,
-too."""
+"""Arms that are compared with each other.
+
+After SFT, RL takes as many steps as it does alone. `RL_TWICE`, with as many steps in total, is reported without a
+required result. In the corridor both arms take equally many steps. `FOLLOWED` is reported as well: its replies belong
+to other runs but were shown to the model, which follows them, so they have a gap.
+"""
 
 
 def base(lesson: str) -> Arm:
-    """What training begins with, scored and not trained."""
+    """Return the arm that only scores a base model, without training."""
     return Arm(f"base, {lesson}", (Stage("reinforce++", "rewards", share=0.0),), lesson)
 
 
 def arms() -> list[Arm]:
-    """All of them, bases first. Raises `LookupError`."""
-    found = [*algorithms(), *CONTROLS, *COMPARED]
-    return [*(base(lesson) for lesson in dict.fromkeys(arm.lesson for arm in found)), *found]
+    """Return all arms, base models first. Raises `LookupError`."""
+    trained_arms = [*algorithms(), *CONTROLS, *COMPARED]
+    return [*(base(lesson) for lesson in dict.fromkeys(arm.lesson for arm in trained_arms)), *trained_arms]

@@ -1,4 +1,4 @@
-"""What bases were taught, by name, and where they are built."""
+"""Warm-up lessons of the base models by name, and the function that builds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from example_parts.base_model import Lesson
 from example_parts.warm_up import Schedule
 
 _WEAK = warm_up.Schedule(lapses=0.9)
-"""Nine of ten conversations that it saw last go wrong: it finds the way in one or two of ten."""
+"""Schedule of the weak base. Nine of ten conversations at the end of its warm-up go wrong, so that it succeeds in one
+or two of ten runs."""
 LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
     "e-mail": (build_base.LESSON, build_base.LESSON.schedule),
     "e-mail, weak base": (build_base.LESSON, _WEAK),
@@ -21,6 +22,7 @@ LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
 
 
 def base_of(lesson: str, seed: int, cache: Path) -> Path:
-    """The folder of the base model of a seed, built first unless it is there: some minute of one core."""
-    taught, schedule = LESSONS[lesson]
-    return taught.build(cache, taught.recipe(seed, schedule)).absolute()
+    """Return the folder of the base model of a seed. If it does not exist, build it first, which takes about a minute
+    of one core."""
+    lesson_of_base, schedule = LESSONS[lesson]
+    return lesson_of_base.build(cache, lesson_of_base.recipe(seed, schedule)).absolute()

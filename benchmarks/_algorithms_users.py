@@ -1,7 +1,7 @@
-"""What users of the e-mail agent say of its answers, one function for each signal, and the experiences of it.
+"""Users of the e-mail agent, one function for each signal, and the experiences that result from their feedback.
 
-The demo's own users say it (`email_agent.users`), and collector and scorer make experiences of it as in the services:
-feedback becomes entries, reward functions are called, and the policy makes one reward of all.
+The users are those of the demo (`email_agent.users`). The code of collector and scorer makes the experiences as in the
+services: feedback becomes entries, reward functions are called, and the policy combines all rewards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from benchmarks._algorithms_spoiled import replies_of_others
+from benchmarks._algorithms_shuffled import shuffle_replies
 from benchmarks._corrections import correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
-from benchmarks._learning_world import POLICY, SETTINGS, World, rewarded, scored_experiences, trajectory_of
+from benchmarks._learning_world import POLICY, SETTINGS, World, function_rewards, scored_experiences, trajectory_of
 from email_agent import users
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
@@ -33,205 +33,227 @@ from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.store import branch_answers
 
 GROUP, COMPARED = 8, 4
-"""Plays of one question that are rewarded together, and of which the best is compared with the worst."""
+"""Plays of one question that form a group, and plays of which the best is compared with the worst."""
 _CORRECTIONS_MAX = 64
 ALONE = RewardPolicy({"*": 1.0})
-"""What people say is the reward, and nothing else is."""
+"""Reward policy with people's feedback only."""
 UNREWARDED = RewardPolicy({"*": 1.0}, unrewarded_branches=True)
-"""Nobody says anything, and a teacher needs no more than the tokens."""
+"""Reward policy without any reward, because a teacher needs only the tokens."""
 WITH_TURNS = RewardPolicy({**SETTINGS["scorer"]["weights"], "feedback": 1e-6}, SETTINGS["scorer"]["required"])
-"""The demo's rewards for the run. What is said of single turns counts for them, and for the run next to nothing."""
-Said = Callable[["Heard"], Awaitable[None]]
+"""The demo's reward policy for runs. Feedback on single turns rewards those turns, with almost no weight for the
+run."""
+GiveFeedback = Callable[["RunWithUser"], Awaitable[None]]
 Functions = Callable[[Trajectory], Iterable[SourceReward]]
 Signal = Callable[[World, str, int, Random], Awaitable[list[Experience]]]
-"""Of a version: so many episodes, and what they come to."""
+"""Function that plays episodes with a version and returns the resulting experiences."""
 
 
 @dataclass(frozen=True)
-class Heard(users.Played):
-    """What is said, in place of being sent."""
+class RunWithUser(users.Played):
+    """A played run whose user records feedback instead of sending it."""
 
     run: PlayedRun[Task]
     group: str
-    """What its run is compared within."""
-    told: list[Feedback] = field(default_factory=list)
+    """Group within which the run is compared."""
+    feedback_events: list[Feedback] = field(default_factory=list)
 
-    async def send(self, **said: Any) -> None:
-        self.told.append(feedback(self.run, **said))
+    async def send(self, **fields: Any) -> None:
+        self.feedback_events.append(feedback(self.run, **fields))
 
-    async def end(self, **said: Any) -> None:
+    async def end(self, **fields: Any) -> None:
         ids = self.episode.response_ids
-        await self.send(msg_ids=ids, ends_session=True, task_id=self.group, **said)
+        await self.send(msg_ids=ids, ends_session=True, task_id=self.group, **fields)
 
 
-def feedback(run: PlayedRun[Any], **said: Any) -> Feedback:
-    """As the gateway takes it."""
+def feedback(run: PlayedRun[Any], **fields: Any) -> Feedback:
+    """Return a feedback event as the gateway creates it."""
     named = {"time": utcnow(), "feedback_id": uuid.uuid4().hex, "session_key": run.turns[0].session_key}
-    return Feedback.model_validate_json(json.dumps({**named, **said}, default=str))
+    return Feedback.model_validate_json(json.dumps({**named, **fields}, default=str))
 
 
 def experiences(
-    run: PlayedRun[Any], told: Sequence[Feedback], functions: Functions, policy: RewardPolicy
+    run: PlayedRun[Any], feedback_events: Sequence[Feedback], functions: Functions, policy: RewardPolicy
 ) -> list[Experience]:
-    """As collector and scorer make them of a run and what was said of it."""
-    closed = trajectory_of(run.turns, told)
-    entries = entries_of(FeedbackSet(tuple(told)), branch_answers(closed), {}, _CORRECTIONS_MAX)
-    rewards = [source_reward(key, one.outcome, one.value) for key, one in entries.items() if key.kind == "reward"]
-    given = {key: one.detail for key, one in entries.items() if one.outcome == "given" and one.detail is not None}
-    return scored_experiences(closed, [*rewards, *functions(closed)], given, policy)
+    """Return the experiences that collector and scorer make of a run and its feedback."""
+    closed = trajectory_of(run.turns, feedback_events)
+    entries = entries_of(FeedbackSet(tuple(feedback_events)), branch_answers(closed), {}, _CORRECTIONS_MAX)
+    rewards = [source_reward(key, entry.outcome, entry.value) for key, entry in entries.items() if key.kind == "reward"]
+    details = {
+        key: entry.detail for key, entry in entries.items() if entry.outcome == "given" and entry.detail is not None
+    }
+    return scored_experiences(closed, [*rewards, *functions(closed)], details, policy)
 
 
-def nobody(_run: Trajectory) -> Iterable[SourceReward]:
-    """No reward function."""
+def no_functions(_run: Trajectory) -> Iterable[SourceReward]:
+    """Return no rewards, in place of reward functions."""
     return ()
 
 
 def next_messages(run: Trajectory) -> Iterable[SourceReward]:
-    """What the reward function `signals` reads in what users typed next."""
+    """Yield the rewards that the reward function `signals` derives from users' next messages."""
     for turn_id, value in signals(run, run.context).turns.items():
         yield SourceReward("function:signals", turn_id, "scored", value)
 
 
-async def _heard(world: World, run: PlayedRun[Task], said: Said, group: str, draw: Random) -> list[Feedback]:
+async def _collect_feedback(
+    world: World, run: PlayedRun[Task], give_feedback: GiveFeedback, group: str, draw: Random
+) -> list[Feedback]:
     client = cast(AsyncOpenAI, run.client)
-    accepted = world.right(run.task, run.episode)
+    accepted = world.is_right(run.task, run.episode)
     version = run.client.version
-    heard = Heard(client, version, world.tools, run.task, run.episode, accepted, draw, run, group)
-    await said(heard)
-    return heard.told
+    run_with_user = RunWithUser(client, version, world.tools, run.task, run.episode, accepted, draw, run, group)
+    await give_feedback(run_with_user)
+    return run_with_user.feedback_events
 
 
-def _asked(world: World, episodes: int, times: int) -> list[Task]:
-    """Each question so many times."""
-    tasks = list(itertools.islice(world.asked, episodes // times))
+def _repeated_tasks(world: World, episodes: int, times: int) -> list[Task]:
+    """Return tasks of the training traffic, each `times` times."""
+    tasks = list(itertools.islice(world.training_tasks, episodes // times))
     return [task for task in tasks for _ in range(times)]
 
 
-def _of(said: Said, functions: Functions, policy: RewardPolicy, *, times: int = 1) -> Signal:
-    """A signal in which users speak of one run at a time. What is asked several times is a group of its own."""
+def _signal(give_feedback: GiveFeedback, functions: Functions, policy: RewardPolicy, *, times: int = 1) -> Signal:
+    """Return a signal whose users give feedback on single runs. Repeated tasks form a group."""
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
-        runs = await world.played(version, _asked(world, episodes, times))
-        return await _spoken(world, runs, said, functions, policy, draw, grouped=times > 1)
+        runs = await world.play_all(version, _repeated_tasks(world, episodes, times))
+        return await _experiences_after_feedback(world, runs, give_feedback, functions, policy, draw, grouped=times > 1)
 
     return collect
 
 
-async def _spoken(
+async def _experiences_after_feedback(
     world: World,
     runs: Sequence[PlayedRun[Task]],
-    said: Said,
+    give_feedback: GiveFeedback,
     functions: Functions,
     policy: RewardPolicy,
     draw: Random | None = None,
     *,
     grouped: bool = False,
 ) -> list[Experience]:
-    """What comes of runs once their users have spoken."""
-    told = await asyncio.gather(
-        *(_heard(world, run, said, run.task.id if grouped else run.task.kind, draw or Random(0)) for run in runs)
+    """Return the experiences of runs after their users gave feedback."""
+    feedback_by_run = await asyncio.gather(
+        *(
+            _collect_feedback(world, run, give_feedback, run.task.id if grouped else run.task.kind, draw or Random(0))
+            for run in runs
+        )
     )
-    return [made for run, some in zip(runs, told, strict=True) for made in experiences(run, some, functions, policy)]
+    return [
+        experience
+        for run, events in zip(runs, feedback_by_run, strict=True)
+        for experience in experiences(run, events, functions, policy)
+    ]
 
 
-async def _edits_and_rewards(heard: users.Played) -> None:
-    await users.edits(heard)
-    await users.rewards(heard)
+async def _edits_and_rewards(run: users.Played) -> None:
+    await users.edits(run)
+    await users.rewards(run)
 
 
-async def _turns(heard: Heard) -> None:
-    """Who knows the way says of each step whether it was right, up to the first one that was not."""
-    await users.edits(heard)
-    wrong = [one.msg_ids[0] for one in heard.told if one.edit is not None]
-    heard.told.clear()
-    ids = heard.episode.response_ids
+async def _turns(run: RunWithUser) -> None:
+    """Give feedback on each step of the agent: 1 for right steps, and 0 for the first wrong step."""
+    await users.edits(run)
+    wrong = [event.msg_ids[0] for event in run.feedback_events if event.edit is not None]
+    run.feedback_events.clear()
+    ids = run.episode.response_ids
     for turn_id in ids[: ids.index(wrong[0])] if wrong else ids:
-        await heard.send(msg_ids=[turn_id], level="turn", value=1.0)
+        await run.send(msg_ids=[turn_id], level="turn", value=1.0)
     for turn_id in wrong:
-        await heard.send(msg_ids=[turn_id], level="turn", value=0.0)
-    await users.rewards(heard)
+        await run.send(msg_ids=[turn_id], level="turn", value=0.0)
+    await users.rewards(run)
 
 
-async def _say_nothing(heard: users.Played) -> None:
-    await heard.end()
+async def _end_without_feedback(run: users.Played) -> None:
+    await run.end()
 
 
-def _corrections(*, dealt: bool = False, spliced: bool = False) -> Signal:
-    """Next messages that say what to do instead, or thank. `dealt`: those of other runs, which the model then follows;
-    `spliced`: those of other runs in place of the ones that it has followed."""
+def _correction_signal(*, dealt: bool = False, spliced: bool = False) -> Signal:
+    """Return a signal of next messages that correct the agent or thank it.
+
+    Args:
+        dealt: show each run the message of another run, which the model then follows.
+        spliced: replace each message by that of another run after the model has followed its own.
+    """
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:
-        runs = await world.played(version, _asked(world, episodes, 1))
+        runs = await world.play_all(version, _repeated_tasks(world, episodes, 1))
         texts = [_next_message(world, run) for run in runs]
-        given = draw.sample(texts, len(texts)) if dealt else texts
-        text_of = {id(run.episode): text for run, text in zip(runs, given, strict=True)}
+        shown_texts = draw.sample(texts, len(texts)) if dealt else texts
+        text_of = {id(run.episode): text for run, text in zip(runs, shown_texts, strict=True)}
 
-        async def reply(heard: Heard) -> None:
-            await users.reply(heard, text_of[id(heard.episode)], MAX_TOKENS)
-            await heard.end()
+        async def reply(run: RunWithUser) -> None:
+            await users.reply(run, text_of[id(run.episode)], MAX_TOKENS)
+            await run.end()
 
         answered = [run.turns[-1].turn_id for run in runs]
-        made = await _spoken(world, runs, reply, next_messages, ALONE)
-        return replies_of_others(made, answered, draw) if spliced else made
+        experiences = await _experiences_after_feedback(world, runs, reply, next_messages, ALONE)
+        return shuffle_replies(experiences, answered, draw) if spliced else experiences
 
     return collect
 
 
 def _next_message(world: World, run: PlayedRun[Task]) -> str:
-    if world.right(run.task, run.episode):
+    if world.is_right(run.task, run.episode):
         return users.THANKS
     return correction(run.task.kind, run.task.expected, run.episode.messages)
 
 
 async def pairs(world: World, version: str, episodes: int, _draw: Random) -> list[Experience]:
-    """Of several runs of a question somebody prefers the best one's first step that the worst one did not take."""
-    runs = await world.played(version, _asked(world, episodes, COMPARED))
-    made: list[Experience] = []
+    """Return preferences between runs of one question.
+
+    In each group, the preferred answer is the best run's first step that the worst run did not take.
+    """
+    runs = await world.play_all(version, _repeated_tasks(world, episodes, COMPARED))
+    experiences_of_pairs: list[Experience] = []
     for first in range(0, len(runs), COMPARED):
-        made += _compared(runs[first : first + COMPARED])
-    return made
+        experiences_of_pairs += _compare_best_with_worst(runs[first : first + COMPARED])
+    return experiences_of_pairs
 
 
-def _compared(runs: Sequence[PlayedRun[Task]]) -> list[Experience]:
+def _compare_best_with_worst(runs: Sequence[PlayedRun[Task]]) -> list[Experience]:
+    """Return the experiences of the best and the worst of several runs, with a preference between their first different
+    answers."""
+
     def worth(run: PlayedRun[Task]) -> float:
         context = {"expected": run.task.expected}
         closed = trajectory_of(run.turns, [feedback(run, msg_ids=[run.turns[0].turn_id], context=context)])
-        total = POLICY.branch_reward([*rewarded(closed)], closed.turn_ids, rewarded=False).reward
+        total = POLICY.branch_reward([*function_rewards(closed)], closed.turn_ids, rewarded=False).reward
         assert total is not None
         return total
 
     ordered = sorted(runs, key=worth)
     worst, best = ordered[0], ordered[-1]
-    apart = _apart(best, worst)
-    if worth(best) - worth(worst) < 0.01 or apart is None:
+    fork = _first_difference(best, worst)
+    if worth(best) - worth(worst) < 0.01 or fork is None:
         return []
-    sides = [{"turn_id": run.turns[apart].turn_id, "choice": 0} for run in (best, worst)]
+    sides = [{"turn_id": run.turns[fork].turn_id, "choice": 0} for run in (best, worst)]
     preference = dict(zip(("chosen", "rejected"), sides, strict=True))
-    found = []
+    result = []
     for run in (best, worst):
-        told = [feedback(run, msg_ids=[run.turns[apart].turn_id], preference=preference)]
-        found += experiences(run, told, nobody, ALONE)
-    return found
+        feedback_events = [feedback(run, msg_ids=[run.turns[fork].turn_id], preference=preference)]
+        result += experiences(run, feedback_events, no_functions, ALONE)
+    return result
 
 
-def _apart(one: PlayedRun[Task], other: PlayedRun[Task]) -> int | None:
-    """The first turn that was asked alike and answered otherwise."""
-    for place, (ours, theirs) in enumerate(zip(one.turns, other.turns, strict=False)):
-        if ours.choices[0].token_ids != theirs.choices[0].token_ids:
-            return place if ours.prompt_token_ids == theirs.prompt_token_ids else None
+def _first_difference(run: PlayedRun[Task], other_run: PlayedRun[Task]) -> int | None:
+    """Return the index of the first turn with equal prompts and different answers, or None."""
+    for index, (turn, other_turn) in enumerate(zip(run.turns, other_run.turns, strict=False)):
+        if turn.choices[0].token_ids != other_turn.choices[0].token_ids:
+            return index if turn.prompt_token_ids == other_turn.prompt_token_ids else None
     return None
 
 
 SIGNALS: Mapping[str, Signal] = {
-    "rewards": _of(users.rewards, rewarded, POLICY),
-    "groups": _of(users.rewards, rewarded, POLICY, times=GROUP),
-    "turns": _of(_turns, rewarded, WITH_TURNS, times=GROUP),
-    "labels": _of(users.rewards, nobody, ALONE),
-    "edits": _of(users.edits, nobody, ALONE),
-    "edits and rewards": _of(_edits_and_rewards, rewarded, POLICY),
+    "rewards": _signal(users.rewards, function_rewards, POLICY),
+    "groups": _signal(users.rewards, function_rewards, POLICY, times=GROUP),
+    "turns": _signal(_turns, function_rewards, WITH_TURNS, times=GROUP),
+    "labels": _signal(users.rewards, no_functions, ALONE),
+    "edits": _signal(users.edits, no_functions, ALONE),
+    "edits and rewards": _signal(_edits_and_rewards, function_rewards, POLICY),
     "pairs": pairs,
-    "corrections": _corrections(),
-    "corrections of others": _corrections(spliced=True),
-    "corrections of others, followed": _corrections(dealt=True),
-    "nothing": _of(_say_nothing, nobody, UNREWARDED),
+    "corrections": _correction_signal(),
+    "corrections of others": _correction_signal(spliced=True),
+    "corrections of others, followed": _correction_signal(dealt=True),
+    "nothing": _signal(_end_without_feedback, no_functions, UNREWARDED),
 }

@@ -1,4 +1,4 @@
-"""The least that a proxy can do, pass through: `python -m benchmarks._bare_proxy PORT UPSTREAM`."""
+"""Minimal pass-through proxy: `python -m benchmarks._bare_proxy PORT UPSTREAM`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def application(upstream: str) -> Starlette:
 
     async def chat(request: Request) -> Response:
         headers = {"content-type": "application/json"}
-        asked = client.build_request("POST", request.url.path, content=await request.body(), headers=headers)
-        answer = await client.send(asked, stream=True)
+        upstream_request = client.build_request("POST", request.url.path, content=await request.body(), headers=headers)
+        response = await client.send(upstream_request, stream=True)
 
         async def body() -> AsyncIterator[bytes]:
-            async with contextlib.aclosing(answer):
-                async for chunk in answer.aiter_raw():
+            async with contextlib.aclosing(response):
+                async for chunk in response.aiter_raw():
                     yield chunk
 
-        return StreamingResponse(body(), answer.status_code, media_type=answer.headers["content-type"])
+        return StreamingResponse(body(), response.status_code, media_type=response.headers["content-type"])
 
     async def health(_request: Request) -> Response:
         return PlainTextResponse("ok")

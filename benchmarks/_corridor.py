@@ -1,8 +1,7 @@
-"""A task of nine turns: eight rooms, each with a sign that tells which of three doors to take, and nothing that tells
-whether it was the right one before the end.
+"""Task of nine turns: eight rooms, each with a sign that determines which of three doors is right.
 
-The way out is found when all doors were right. A base that takes the right one in every other room finds it in four
-of a thousand runs; what a run was worth says little about each of its turns.
+Only the end of a run shows whether all doors were right. A base that takes the right door in every other room reaches
+the exit in four of a thousand runs. The reward of a run therefore has little information about its single turns.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 ROOMS = 8
 DOORS = ("left", "ahead", "right")
 SIGNS = ("moon", "star", "tree", "wave", "bird", "key", "crown", "leaf", "bell", "ship", "lamp", "rose")
-DOOR_OF = {sign: DOORS[place % len(DOORS)] for place, sign in enumerate(SIGNS)}
+DOOR_OF = {sign: DOORS[index % len(DOORS)] for index, sign in enumerate(SIGNS)}
 EXIT = "exit"
 TOOL, PARAMETER = "take_door", "door"
 DEFINITIONS = [definition(TOOL, "Go through a door of this room.", PARAMETER, f"One of {', '.join(DOORS)}.")]
 AGENT = Agent("Find the way out. Take the door that the sign tells.", DEFINITIONS, ROOMS + 1)
 RIGHT_SHARE = 0.5
-"""Of the doors that the warm-up shows."""
+"""Share of right doors in the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -51,49 +50,51 @@ class Walk:
 
 
 class Rooms:
-    """Where a run is. Every door leads on."""
+    """The rooms of a run. Every door leads to the next room."""
 
     def __init__(self, walk: Walk) -> None:
         self._signs = iter((*walk.signs[1:], EXIT))
 
     def call(self, name: str, arguments: str) -> str:
-        """The next sign. Anything wrong with a call is an answer that begins with `ERROR`, and leads on as well."""
+        """Return the next sign. For an invalid call return a text that begins with `ERROR`; the run moves to the next
+        room as well."""
         sign = next(self._signs, EXIT)
         try:
-            door = only_argument(arguments, PARAMETER)
+            chosen = only_argument(arguments, PARAMETER)
         except WrongCall as problem:
             return f"{ERROR}{problem}"
-        return sign if name == TOOL and door in DOORS else f"{ERROR}no such door"
+        return sign if name == TOOL and chosen in DOORS else f"{ERROR}no such door"
 
 
 def walks(split: str, seed: int) -> Iterator[Walk]:
-    """Without end. No walk of one split is one of another: the last sign of a walk tells which it belongs to."""
+    """Yield walks without end. The last sign of a walk belongs to one split only, so that splits share no walk."""
     rng = random.Random(f"corridor {split} {seed}")
-    own = SIGNS[8:] if split == "audit" else SIGNS[:8]
+    last_signs = SIGNS[8:] if split == "audit" else SIGNS[:8]
     while True:
-        yield Walk((*rng.sample(SIGNS, ROOMS - 1), rng.choice(own)))
+        yield Walk((*rng.sample(SIGNS, ROOMS - 1), rng.choice(last_signs)))
 
 
 def doors(messages: Sequence[Any]) -> list[str | None]:
-    """What the agent took, turn by turn; None where its call was wrong."""
-    taken: list[str | None] = []
+    """Return the door that the agent took in each turn, or None for an invalid call."""
+    chosen_doors: list[str | None] = []
     for message in messages:
         for call in message.get("tool_calls") or ():
             try:
-                taken.append(only_argument(call["function"]["arguments"], PARAMETER))
+                chosen_doors.append(only_argument(call["function"]["arguments"], PARAMETER))
             except WrongCall:
-                taken.append(None)
-    return taken
+                chosen_doors.append(None)
+    return chosen_doors
 
 
 def right_doors(walk: Walk, messages: Sequence[Any]) -> list[bool]:
-    """Of each room that the agent left."""
-    return [door == DOOR_OF[sign] for sign, door in zip(walk.signs, doors(messages), strict=False)]
+    """Return for each room that the agent left whether the door was right."""
+    return [chosen == DOOR_OF[sign] for sign, chosen in zip(walk.signs, doors(messages), strict=False)]
 
 
 @dataclass(frozen=True)
 class Schedule(warm_up.Schedule):
-    """Doors are wrong from the beginning: there is nothing to copy that has to be learned first."""
+    """Warm-up schedule with wrong doors from the beginning, because there are no right answers to copy that must be
+    learned first."""
 
     steps: int = 160
     right_share: float = 0.0
@@ -101,12 +102,12 @@ class Schedule(warm_up.Schedule):
 
 
 def conversations(schedule: Schedule, seed: int) -> list[list[dict[str, Any]]]:
-    """All that the warm-up shows, in order."""
+    """Return all conversations of the warm-up, in order."""
     rng, source = random.Random(f"corridor warm-up {seed}"), walks("train", -1 - seed)
-    return [_shown(next(source), rng, schedule.doors_right) for _ in range(schedule.shown)]
+    return [_conversation(next(source), rng, schedule.doors_right) for _ in range(schedule.shown)]
 
 
-def _shown(walk: Walk, rng: random.Random, doors_right: float) -> list[dict[str, Any]]:
+def _conversation(walk: Walk, rng: random.Random, doors_right: float) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": AGENT.system},
         {"role": "user", "content": walk.question},
@@ -114,8 +115,8 @@ def _shown(walk: Walk, rng: random.Random, doors_right: float) -> list[dict[str,
     rooms = Rooms(walk)
     for sign in walk.signs:
         right = DOOR_OF[sign]
-        door = right if rng.random() < doors_right else rng.choice([one for one in DOORS if one != right])
-        function = {"name": TOOL, "arguments": json.dumps({PARAMETER: door})}
+        chosen = right if rng.random() < doors_right else rng.choice([other for other in DOORS if other != right])
+        function = {"name": TOOL, "arguments": json.dumps({PARAMETER: chosen})}
         call = {"id": "call", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         answer = rooms.call(TOOL, function["arguments"])

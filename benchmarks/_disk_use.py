@@ -1,9 +1,9 @@
-"""What a data folder takes while a model is trained: `python -m benchmarks.trainer --only disk`.
+"""Disk space of a data folder while a model is trained: `python -m benchmarks.trainer --only disk`.
 
-The trainer's loop trains a model made on the spot, with a version of each step; a registry in the same process promotes
-every version and keeps to its bound after each. The folder is measured all the while. Then the trainer is stopped and
-started again from the folder, and the champion is rolled back twice. The bus, the clock and the replicas are those of
-the unit tests, so nothing but the steps and the saves takes time.
+The trainer's loop trains a model that is built for the run, with a version for each step. A registry in the same
+process promotes every version and enforces its storage limit after each. A thread measures the folder continuously.
+Then the trainer is restarted from the folder, and the champion is rolled back twice. Bus, clock and replicas are those
+of the unit tests, so that only steps and saves take time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.trainer.world import World, experience
 
 OVERHEAD_BYTES = 64 << 20
-"""Databases, manifests, states and logs."""
+"""Allowance for databases, manifests, states and logs."""
 _LOOK_S = 0.1
 _BATCH = 4
 _WAIT_S = 900.0
@@ -43,7 +43,7 @@ HUNDRED_MILLION = {"hidden": 1024, "layers": 8, "feed_forward": 4096, "heads": 8
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds of the run; None for the defaults, which follow the model's size."""
+    """Storage limits of the run. None for the defaults, which depend on the model's size."""
 
     versions_bytes: int | None = None
     points_bytes: int | None = None
@@ -67,18 +67,18 @@ class DiskUse:
                 "memory": {"restore_points_bytes": bounds.points_bytes},
             }
         )  # fmt: skip
-        self._told = 0
-        """Decisions of the registry that the trainer has received."""
+        self._delivered = 0
+        """Number of the registry's decisions that the trainer has received."""
 
     async def run(self, seconds: float, versions_min: int) -> dict[str, Any]:
-        """Train for `seconds` and at least `versions_min` versions, start again, roll back twice.
+        """Train for `seconds` and at least `versions_min` versions, restart, and roll back twice.
 
         Raises:
-            AssertionError: One of them fails.
+            AssertionError: the restart or a rollback failed.
         """
         await self._rig.start()
         peak, began = _Peak(self.data), time.monotonic()
-        with peak.watched():
+        with peak.measuring():
             async with self._training() as trainer:
                 number = 0
                 while number < versions_min or time.monotonic() - began < seconds:
@@ -105,8 +105,11 @@ class DiskUse:
         }  # fmt: skip
 
     def _bound(self, version: int, point: int) -> tuple[int, tuple[int, int]]:
-        """Return the bytes that the folder may take, and those of a version and a restore point: the two bounds, and a
-        save that is under way, whose version is in the scratch folder and among the blobs while it is moved."""
+        """Return the allowed bytes of the folder, and the bytes of a version and of a restore point.
+
+        The folder may hold the versions and restore points up to their limits, and a save in progress, whose version
+        exists both in the scratch folder and among the blobs.
+        """
         versions = self._bounds.versions_bytes or default_bound({"": {"": version}})
         points = self._bounds.points_bytes or default_points_bytes(point)
         return versions + points + 2 * version + point + version + OVERHEAD_BYTES, (version, point)
@@ -128,20 +131,21 @@ class DiskUse:
         self._world.bus.produce(*(experience(n, version, reward=float(n % 3)) for n in experiences))
 
     async def _promote(self, number: int) -> None:
-        """Wait for the version, make it the champion, tell the trainer, and keep to the bound of the versions."""
+        """Wait for the version, promote it, publish the decision to the trainer, and enforce the storage limit of
+        versions."""
         await self._until(lambda: len(self._world.bus.checkpoints) > number)
         checkpoint: Checkpoint = self._world.bus.checkpoints[number]
         await self._rig.receive(checkpoint.to_json())
         while ("promoted", checkpoint.version) not in self._rig.decided():
             self._rig.follow()
             await self._rig.ticks(1)
-        self._tell()
+        self._deliver_decisions()
         rig = self._rig
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, self._bounds.versions_bytes)
         await garbage.keep_bound()
 
     async def _roll_back(self, trainer: Trainer) -> Any:
-        """Roll back twice. Yields the champions, each once its files are whole and the trainer goes on from it."""
+        """Roll back twice. Yield each champion once its files are complete and the trainer continues from it."""
         for _ in range(2):
 
             async def back(transition: Transition, model: ModelRecord) -> None:
@@ -150,26 +154,26 @@ class DiskUse:
             published = self._world.bus.checkpoints
             await self._rig.change(back)
             self._rig.follow()
-            self._tell()
+            self._deliver_decisions()
             champion = (await self._rig.model()).champion
             assert champion is not None
             record = await self._rig.record(champion)
             cache = VersionCache(self._rig.blobs, self.data.parent / "cache")
             manifest, _ = await cache.fetch(record.manifest)  # checks each file against its digest
             assert manifest == read_manifest(self._rig.blobs, record.manifest)
-            await self._until(partial(self._goes_on_from, trainer, champion, len(published)))
+            await self._until(partial(self._continues_from, trainer, champion, len(published)))
             yield champion
 
-    def _goes_on_from(self, trainer: Trainer, champion: str, published: int) -> bool:
-        """Whether the trainer has the champion's weights, or has published a child of it since."""
+    def _continues_from(self, trainer: Trainer, champion: str, published: int) -> bool:
+        """Return whether the trainer has the champion's weights, or has published a child of the champion since."""
         assert trainer.lineage is not None
         children = self._world.bus.checkpoints[published:]
-        return trainer.lineage.state.history.head == champion or any(one.parent == champion for one in children)
+        return trainer.lineage.state.history.head == champion or any(child.parent == champion for child in children)
 
-    def _tell(self) -> None:
+    def _deliver_decisions(self) -> None:
         decisions = self._rig.sent(ModelEvent)
-        self._world.bus.produce(*decisions[self._told :])
-        self._told = len(decisions)
+        self._world.bus.produce(*decisions[self._delivered :])
+        self._delivered = len(decisions)
 
     async def _until(self, holds: Any) -> None:
         async with asyncio.timeout(_WAIT_S):
@@ -178,14 +182,14 @@ class DiskUse:
 
 
 class _Peak:
-    """The most bytes that a folder took, looked at from a thread."""
+    """Maximum size of a folder, measured by a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.bytes = 0
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         over = threading.Event()
 
         def look() -> None:
@@ -204,10 +208,10 @@ class _Peak:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below `folder`."""
     total = 0
-    for place, _, names in os.walk(folder):  # passes over folders that are removed meanwhile
+    for directory, _, names in os.walk(folder):  # ignores folders that are removed meanwhile
         for name in names:
             with contextlib.suppress(OSError):
-                total += (Path(place) / name).stat().st_size
+                total += (Path(directory) / name).stat().st_size
     return total
 
 

@@ -1,8 +1,8 @@
-"""From the answered call to the experience, with everything running that `headrace up` starts.
+"""Latency from the answered call to the experience, with all services that `headrace up` starts.
 
-Users call the gateway at a given rate, a tiny model answers, and each session ends with feedback as soon as its last
-answer is there. The clock runs from the end of that answer to a consumer of `experiences` that has the decoded event in
-hand. The trainer trains on the same two cores meanwhile.
+Users call the gateway at a given rate, a tiny model answers, and each session ends with feedback immediately after its
+last answer. The latency is measured from the end of that answer until a consumer of `experiences` has decoded the
+event. The trainer trains on the same two cores.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MODEL = "bench"
 WARM_UP_S = 8.0
 _READY_S = 300.0
 _LAST_S = 15.0
-"""How long the last experiences are waited for."""
+"""Timeout for the last experiences."""
 REWARDS = "def short(trajectory):\n    return 1.0 if len(trajectory.final_answer) < 12 else 0.0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class EndToEnd:
-    """What was measured after the warm-up."""
+    """Measurements after the warm-up."""
 
     rate: float
     turns: int
@@ -59,7 +59,8 @@ class EndToEnd:
 
 
 async def measure(folder: Path, bus: str | None, rate: float, seconds: float, seed: int) -> EndToEnd:
-    """`bus` None: the embedded broker. Raises `StartFailed` or `TimeoutError` when the services do not start."""
+    """Measure one run. With `bus` None, the embedded broker is used. Raises `StartFailed` or `TimeoutError` if services
+    do not start."""
     base = await asyncio.to_thread(tiny_model.build, folder / "base")
     supervisor = Supervisor(
         folder / "data",
@@ -70,7 +71,7 @@ async def measure(folder: Path, bus: str | None, rate: float, seconds: float, se
     supervisor.start()
     try:
         await asyncio.to_thread(supervisor.wait_ready, _READY_S)
-        return await _loaded(supervisor, rate, seconds, seed)
+        return await _measure_load(supervisor, rate, seconds, seed)
     finally:
         await asyncio.to_thread(supervisor.stop)
 
@@ -93,14 +94,14 @@ def _settings(folder: Path, base: Path, bus: str | None) -> dict[str, object]:
     }
 
 
-async def _loaded(supervisor: Supervisor, rate: float, seconds: float, seed: int) -> EndToEnd:
+async def _measure_load(supervisor: Supervisor, rate: float, seconds: float, seed: int) -> EndToEnd:
     ledger = ClientLedger()
     seen: dict[str, float] = {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         client = Client(http, Balancer(http, [supervisor.url("gateway")]), ledger, MODEL)
-        await _served(http, supervisor.url("inference"))
+        await _wait_until_served(http, supervisor.url("inference"))
         load = Load(client, random.Random(seed), rate)
-        async with _watching(supervisor, seen):
+        async with _recording_arrivals(supervisor, seen):
             working = asyncio.create_task(load.run())
             await asyncio.sleep(WARM_UP_S)
             began, turns, answers = time.time(), len(ledger.acked), len(ledger.latencies_s)
@@ -108,23 +109,23 @@ async def _loaded(supervisor: Supervisor, rate: float, seconds: float, seed: int
             reached = (len(ledger.acked) - turns) / (time.time() - began)
             load.stop.set()
             await working
-            wanted = {name for name, at in ledger.answered_at.items() if at >= began}
+            expected = {name for name, at in ledger.answered_at.items() if at >= began}
             with contextlib.suppress(TimeoutError):
-                await asyncio.to_thread(wait_until, lambda: wanted <= seen.keys(), _LAST_S, "the last experiences")
-    waited = [(seen[name] - ledger.answered_at[name]) * 1e3 for name in wanted & seen.keys()]
+                await asyncio.to_thread(wait_until, lambda: expected <= seen.keys(), _LAST_S, "the last experiences")
+    latencies_ms = [(seen[name] - ledger.answered_at[name]) * 1e3 for name in expected & seen.keys()]
     return EndToEnd(
         rate=round(reached, 1),
         turns=len(ledger.acked) - turns,
-        experiences=len(waited),
-        missing=len(wanted - seen.keys()),
+        experiences=len(latencies_ms),
+        missing=len(expected - seen.keys()),
         failed=len(ledger.failures),
         answer_ms=Summary.of([s * 1e3 for s in ledger.latencies_s[answers:]]).latency(),
-        experience_ms=Summary.of(waited).latency(),
+        experience_ms=Summary.of(latencies_ms).latency(),
     )
 
 
-async def _served(http: aiohttp.ClientSession, replica: str) -> None:
-    """Returns once the replica has a version."""
+async def _wait_until_served(http: aiohttp.ClientSession, replica: str) -> None:
+    """Wait until the replica serves a version."""
     async with asyncio.timeout(_READY_S):
         while True:
             async with http.get(
@@ -136,8 +137,8 @@ async def _served(http: aiohttp.ClientSession, replica: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _watching(supervisor: Supervisor, seen: dict[str, float]) -> AsyncIterator[None]:
-    """Notes when the first experience of each session is here."""
+async def _recording_arrivals(supervisor: Supervisor, seen: dict[str, float]) -> AsyncIterator[None]:
+    """Record in `seen` when the first experience of each session arrived."""
     blobs = BlobStore((supervisor.data_dir / "blobs").as_uri())
     reader = consumer(Overrides(None, {}, {}).bus_settings(supervisor.plan.bus), "bench")
     await reader.start()

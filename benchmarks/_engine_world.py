@@ -1,6 +1,6 @@
-"""An agent that plays in one process on the real engine, and what the gateway would have captured of it.
+"""An agent on the real inference engine in one process, with the turns that the gateway would capture.
 
-What is real: prompts, sampling and answers (`headrace_inference`). What is left out: HTTP, the bus and the databases.
+Prompts, sampling and answers are those of `headrace_inference`. HTTP, the bus and the databases are left out.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import response_id, session_key
 
 PLAYERS = 64
-"""Episodes at a time: those of a step, so that the engine decodes them together."""
+"""Concurrent episodes: those of one step, so that the engine decodes them in one batch."""
 MAX_TOKENS = 64
 PLAYS_SEED = 1_000_000
-"""Where the seeds of measured plays begin: others than those of the gate."""
+"""First seed of measured plays, which differ from the seeds of the gate."""
 
 
 class Question(Protocol):
-    """What an agent is asked. `kind` is what its runs are compared within."""
+    """Task of an agent. Runs are compared with each other within a `kind`."""
 
     @property
     def id(self) -> str: ...
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=Question)
 
 @dataclass(frozen=True)
 class PlayedRun(Generic[T]):
-    """One question, played to its end. More may be asked of its client."""
+    """A finished run of one task. Its client can send further requests."""
 
     task: T
     client: CapturingClient
@@ -74,15 +74,15 @@ class PlayedRun(Generic[T]):
 
 
 class EngineWorld(ABC, Generic[T]):
-    """What one seed's agent is asked, and an engine that loads versions. `open` makes one."""
+    """Tasks of one seed, with an engine that loads versions. `open` creates it."""
 
     agent: Agent
     model: str
 
     def __init__(self, seed: int, blobs: BlobStore, folder: Path, engine: TorchEngine) -> None:
         self.seed = seed
-        self.asked = self.questions("train")
-        """The agent's own traffic."""
+        self.training_tasks = self.questions("train")
+        """Tasks of the agent's training traffic."""
         self._audit = self.questions("audit")
         self._audited: list[T] = []
         self._cache = VersionCache(blobs, folder)
@@ -99,15 +99,15 @@ class EngineWorld(ABC, Generic[T]):
 
     @abstractmethod
     def questions(self, split: str) -> Iterator[T]:
-        """Without end: those of `train` are of the agent's own traffic, which never asks those of `audit`."""
+        """Yield tasks of a split without end. The splits `train` and `audit` share no task."""
 
     @abstractmethod
     def tools_of(self, task: T) -> Tools:
-        """What the agent may call in a run of it."""
+        """Return the tools for a run of the task."""
 
     @abstractmethod
-    def right(self, task: T, episode: Episode) -> bool:
-        """Whether it came to the right end."""
+    def is_right(self, task: T, episode: Episode) -> bool:
+        """Return whether the run solved the task."""
 
     @classmethod
     @asynccontextmanager
@@ -119,7 +119,7 @@ class EngineWorld(ABC, Generic[T]):
             await engine.stop()
 
     async def load(self, ref: BlobRef) -> str:
-        """A version of the trainer, ready to play."""
+        """Load a version of the trainer and return its name."""
         manifest, folder = await self._cache.fetch(ref)
         if manifest.version not in self._tokenizers:
             await self._engine.load(folder, manifest)
@@ -127,40 +127,44 @@ class EngineWorld(ABC, Generic[T]):
         return manifest.version
 
     async def folder(self, ref: BlobRef) -> Path:
-        """Where the files of a version lie."""
+        """Return the folder with the files of a version."""
         return (await self._cache.fetch(ref))[1]
 
     async def unload(self, version: str) -> None:
         await self._engine.unload(version)
         del self._tokenizers[version]
 
-    async def played(self, version: str, tasks: Sequence[T], seeds: Sequence[int] | None = None) -> list[PlayedRun[T]]:
-        """A run of each, in their order. Without `seeds` what is sampled is new each time."""
-        room = asyncio.Semaphore(PLAYERS)
+    async def play_all(
+        self, version: str, tasks: Sequence[T], seeds: Sequence[int] | None = None
+    ) -> list[PlayedRun[T]]:
+        """Play one run of each task and return the runs in order. Without `seeds`, sampling is different each time."""
+        slots = asyncio.Semaphore(PLAYERS)
 
-        async def one(number: int, task: T) -> PlayedRun[T]:
-            async with room:
+        async def play(number: int, task: T) -> PlayedRun[T]:
+            async with slots:
                 return await self.play_once(version, task, None if seeds is None else seeds[number])
 
-        return list(await asyncio.gather(*(one(*pair) for pair in enumerate(tasks))))
+        return list(await asyncio.gather(*(play(*pair) for pair in enumerate(tasks))))
 
     async def play_once(self, version: str, task: T, seed: int | None) -> PlayedRun[T]:
         client = CapturingClient(self._completions, self._tokenizers[version], version, self.model)
-        asks = cast(AsyncOpenAI, client)
+        openai_client = cast(AsyncOpenAI, client)
         tools = self.tools_of(task)
-        return PlayedRun(task, client, await self.agent.play(asks, version, tools, task.question, MAX_TOKENS, seed))
+        return PlayedRun(
+            task, client, await self.agent.play(openai_client, version, tools, task.question, MAX_TOKENS, seed)
+        )
 
     async def score(self, version: str, plays: int) -> list[Score]:
-        """Plays of audit tasks, the same for every version."""
+        """Return the scores of plays of audit tasks, which are the same for every version."""
         while len(self._audited) < plays:
             self._audited.append(next(self._audit))
         tasks = self._audited[:plays]
-        runs = await self.played(version, tasks, range(PLAYS_SEED, PLAYS_SEED + plays))
-        return [(one.task.id, float(self.right(one.task, one.episode))) for one in runs]
+        runs = await self.play_all(version, tasks, range(PLAYS_SEED, PLAYS_SEED + plays))
+        return [(run.task.id, float(self.is_right(run.task, run.episode))) for run in runs]
 
 
 class CapturingClient:
-    """As much of `AsyncOpenAI` as an agent uses; keeps what the gateway would capture."""
+    """The part of `AsyncOpenAI` that agents use. The client stores the turns that the gateway would capture."""
 
     def __init__(self, completions: Completions, tokenizer: ChatTokenizer, version: str, model: str) -> None:
         self._completions, self._tokenizer, self.version, self._model = completions, tokenizer, version, model
@@ -176,11 +180,11 @@ class CapturingClient:
         began = utcnow()
         completion = await self._completions.begin(request, self.version, self._tokenizer)
         try:
-            answered = json.loads(await completion.whole())
+            response = json.loads(await completion.whole())
         finally:
             completion.close()
         key = session_key("default", self._session)
-        (choice,) = answered["choices"]
+        (choice,) = response["choices"]
         turn = Turn(
             time=utcnow(),
             turn_id=response_id(key),
@@ -188,28 +192,28 @@ class CapturingClient:
             session_id=self._session,
             session_source="header",
             model=self._model,
-            version=answered["model"],
+            version=response["model"],
             replica_id="in-process",
             request_digest="0" * 64,
             messages=request.messages,
             tools=request.offered_tools,
             sampling=Sampling(temperature=body["temperature"], max_tokens=body["max_tokens"]),
-            prompt_token_ids=answered["prompt_token_ids"],
+            prompt_token_ids=response["prompt_token_ids"],
             choices=(
                 Choice(
                     index=0,
                     token_ids=choice["token_ids"],
-                    logprobs=[one["logprob"] for one in choice["logprobs"]["content"]],
+                    logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
                     finish_reason=choice["finish_reason"],
                     message=Message.model_validate(choice["message"]),
                 ),
             ),
             usage=Usage(
-                prompt_tokens=answered["usage"]["prompt_tokens"],
-                completion_tokens=answered["usage"]["completion_tokens"],
+                prompt_tokens=response["usage"]["prompt_tokens"],
+                completion_tokens=response["usage"]["completion_tokens"],
             ),
             started_at=began,
         )
         self.turns.append(turn)
         choice["logprobs"] = None
-        return ChatCompletion.model_validate({**answered, "id": turn.turn_id})
+        return ChatCompletion.model_validate({**response, "id": turn.turn_id})

@@ -1,26 +1,26 @@
-"""The kinds of runs that train a model, each by what its users say."""
+"""Arms of `benchmarks.signals` that train a model, each with the feedback of its users."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks._gains_found import Arm
+from benchmarks._gains_results import Arm
 
 BASE, EXPLICIT, SFT, DPO = "base", "explicit feedback", "edits, sft", "edits, dpo"
 FEW, POISONED, NATURAL = "few thumbs", "few thumbs, poisoned", "natural signals"
 DIRECTED_BASE, TYPED, BINARY = "base that reads replies", "typed corrections", "binary rewards"
 BY_TOKEN = "typed corrections, by token"
 RIVALS = {BINARY: (32, 8), "binary rewards, batches of 8": (8, 6), "binary rewards, batches of 16": (16, 3)}
-"""Binary rewards, by the experiences of a batch and how many batches: any of them may be the soonest."""
+"""Arms with binary rewards: batch size and number of batches. Any of them may need the fewest sessions."""
 EDITS = 200
 GUARD = "mail_count"
-"""The kind of question that nobody asks while corrections are typed."""
+"""Kind of question that is not used while corrections are typed."""
 PAPERS = {
     TYPED: "arXiv:2601.20802, abstract: at test time, on hard tasks with a binary reward, as likely to find an answer "
     "as best-of-k and several turns are, with a third of the attempts"
 }
-"""What a paper says of the like, to stand beside our figure."""
+"""Comparable published results, reported next to our figure."""
 _THUMBS = {
     "functions": ["signals"],
     "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},
@@ -30,30 +30,39 @@ _SIGNALS = {"functions": ["signals"], "weights": {"*": 1.0}}
 _EXPLICIT = {"weights": {"*": 1.0}}
 _HINDSIGHT = {"algorithm": "hindsight", "batch_experiences": 32}
 _CAREFUL = {**_HINDSIGHT, "optimizer": {"learning_rate": 1e-4}, "health": {"guard_drop_max": 0.01}}
-"""With the demo's learning rate answers are best after a few steps, and then fall; a hundredth of a nat is a point."""
-_IN_ALL_WORDS = {
+"""Lower learning rate and a guard of a hundredth of a nat. With the demo's learning rate, answers are best after a few
+steps and then get worse."""
+_DISTRIBUTIONS = {
     **_CAREFUL,
     "advantage": {"kind": "hindsight", "hindsight": {"compared": "distributions"}},
     "batch_experiences": 8,
     "loss": {"updates_per_step": 3},
 }
-"""What a teacher says of all words is little noise, so several updates are made of a batch, and one of 8 is enough.
-Where its gap is not surely positive yet, it waits for the next one."""
+"""A teacher's full distribution has little noise, so that several updates of a batch of 8 are enough. While its gap is
+not significantly positive, training waits for the next batch."""
 
 
-def _edited(name: str, algorithm: str) -> Arm:
+def _edits_arm(name: str, algorithm: str) -> Arm:
     trainer = {"algorithm": algorithm, "batch_experiences": 8}
     return Arm(name, "edits", trainer=trainer, rounds=12, sessions=32, edits_max=EDITS, traced=1)
 
 
-def _settled(name: str, users: str, scorer: Mapping[str, object], *, before: int = 0, judged: bool = False) -> Arm:
-    """Signals of different noise are compared where learning has nearly settled: with full labels most is gained in a
-    third of these rounds, and what is a noisy reward of each run takes more runs, and not only a worse end."""
+def _converged_arm(
+    name: str, users: str, scorer: Mapping[str, object], *, before: int = 0, judged: bool = False
+) -> Arm:
+    """Return an arm with enough rounds for learning to converge.
+
+    Signals of different noise are compared there: full labels gain most in a third of these rounds, while a noisy
+    reward needs more runs to reach the same result.
+    """
     return Arm(name, users, scorer, rounds=60, before=before, judged=judged, traced=20, times=3)
 
 
-def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
-    """In rounds of a batch: it is counted how many sessions are needed. Small batches decide it; few seeds are luck."""
+def _typed_arm(name: str, users: str, scorer: Mapping[str, object], trainer: Mapping[str, Any], *, rounds: int) -> Arm:
+    """Return an arm whose rounds have one batch, so that the number of needed sessions can be counted.
+
+    Small batches decide the comparison, and few seeds would leave it to chance.
+    """
     batch = trainer["batch_experiences"]
     return Arm(
         name, users, scorer, trainer, rounds=rounds, sessions=batch, lesson="directed", held_back=GUARD, times=3,
@@ -61,35 +70,35 @@ def _replied(name: str, users: str, scorer: Mapping[str, object], trainer: Mappi
     )  # fmt: skip
 
 
-def _gap(base: str, users: str, lesson: str) -> Arm:
+def _gap_arm(base: str, users: str, lesson: str) -> Arm:
     trainer = {**_HINDSIGHT, "batch_experiences": 64}
     return Arm(f"gap, {base}, {users}", users, _SIGNALS, trainer, rounds=1, lesson=lesson, times=0)
 
 
-HAS_A_GAP = _gap(DIRECTED_BASE, "directions", "directed")
+HAS_A_GAP = _gap_arm(DIRECTED_BASE, "directions", "directed")
 HAS_NONE = (
-    _gap(DIRECTED_BASE, "nothing but no", "directed"),
-    _gap(BASE, "directions", "demo"),
-    _gap(BASE, "nothing but no", "demo"),
+    _gap_arm(DIRECTED_BASE, "nothing but no", "directed"),
+    _gap_arm(BASE, "directions", "demo"),
+    _gap_arm(BASE, "nothing but no", "demo"),
 )
-MISLED = _gap(DIRECTED_BASE, "directions of others", "directed")
-"""Not seen by the gap, as docs/algorithms.md says: the model follows replies that are wrong. The guard and the gate are
-for that, so it is told and is no line."""
+MISLED = _gap_arm(DIRECTED_BASE, "directions of others", "directed")
+"""Arm with replies that belong to other runs. The gap cannot detect it, as docs/algorithms.md states: the model follows
+wrong replies. Guard and gate are meant to detect it, so it is reported without a line."""
 ARMS = {
-    one.name: one
-    for one in (
+    arm.name: arm
+    for arm in (
         Arm(BASE, "rewards", times=3),
-        _settled(EXPLICIT, "rewards", _EXPLICIT),
-        _edited(SFT, "sft"),
-        _edited(DPO, "dpo"),
+        _converged_arm(EXPLICIT, "rewards", _EXPLICIT),
+        _edits_arm(SFT, "sft"),
+        _edits_arm(DPO, "dpo"),
         Arm(NATURAL, "corrections", _SIGNALS, rounds=20),
-        _settled(FEW, "few thumbs", _THUMBS, before=2720, judged=True),
-        _settled(POISONED, "few thumbs, poisoned", _THUMBS, before=2720, judged=True),
+        _converged_arm(FEW, "few thumbs", _THUMBS, before=2720, judged=True),
+        _converged_arm(POISONED, "few thumbs, poisoned", _THUMBS, before=2720, judged=True),
         Arm(DIRECTED_BASE, "rewards", lesson="directed", more_seeds=True, times=3),
-        _replied(TYPED, "directions", _SIGNALS, _IN_ALL_WORDS, rounds=6),
-        _replied(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
+        _typed_arm(TYPED, "directions", _SIGNALS, _DISTRIBUTIONS, rounds=6),
+        _typed_arm(BY_TOKEN, "directions", _SIGNALS, _CAREFUL, rounds=15),
         *(
-            _replied(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)
+            _typed_arm(name, "rewards", _EXPLICIT, {"batch_experiences": size}, rounds=rounds)
             for name, (size, rounds) in RIVALS.items()
         ),
         HAS_A_GAP,

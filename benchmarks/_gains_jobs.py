@@ -1,4 +1,4 @@
-"""All runs that train a model, in processes of their own, and the section of the report that they make."""
+"""Run all training arms of `benchmarks.signals` in separate processes and make their section of the report."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from pathlib import Path
 sys.path.insert(0, "examples")  # examples are not installed
 
 from benchmarks._gains_arms import ARMS
-from benchmarks._gains_found import Arm, Gain
 from benchmarks._gains_lines import Gains, lines, misled, rows
+from benchmarks._gains_results import Arm, Gain
 from benchmarks._learning_lines import Line
-from benchmarks._runs_apart import play as play_apart
-from benchmarks._runs_apart import quietly
+from benchmarks._run_processes import play as play_apart
+from benchmarks._run_processes import quietly
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be done, as it travels to its process."""
+    """Description of a run, as it is sent to its process."""
 
     arm: str
     seed: int
     plays: int
     cache: Path
 
-    def place(self, parts: Path) -> Path:
+    def result_file(self, parts: Path) -> Path:
         name = self.arm.replace(", ", "-").replace(" ", "_")
         return parts / f"{name}-{self.seed}-{self.plays}.json"
 
 
 def work(job: Job) -> Gain:
-    """In a process of its own."""
+    """Run one job in the worker process."""
     from benchmarks._gains_run import LESSONS, run
 
     quietly()
@@ -42,8 +42,11 @@ def work(job: Job) -> Gain:
 
 
 def seeds_of(arm: Arm, seeds: range) -> list[int]:
-    """The seeds of a run. The luck of five seeds can be a whole round, so where rounds are counted there are twice as
-    many more, ten further on: with those between, 5 to 14, it was chosen how `hindsight` learns."""
+    """Return the seeds of an arm.
+
+    The luck of five seeds can amount to a whole round. Arms for which rounds are counted therefore get twice as many
+    further seeds. The seeds between, 5 to 14, were used to tune `hindsight`.
+    """
     further = range(seeds.stop + 10, seeds.stop + 10 + 2 * len(seeds))
     return [*seeds, *further] if arm.more_seeds else [*seeds]
 
@@ -51,12 +54,12 @@ def seeds_of(arm: Arm, seeds: range) -> list[int]:
 def play(
     names: Sequence[str], seeds: range, plays: int, cache: Path, parts: Path, workers: int
 ) -> tuple[dict[str, object], list[Line]]:
-    """Their section of the report, and the lines that have to hold."""
+    """Run the named arms. Return their section of the report, and the lines that must hold."""
     jobs = [Job(name, seed, plays, cache) for name in names for seed in seeds_of(ARMS[name], seeds)]
-    found = Gains(play_apart("bench-signals gains", jobs, parts, workers, work, Gain))
-    made = lines(found)
-    seconds = {arm: [round(run.seconds) for run in runs] for arm, runs in found.arms.items()}
-    report: dict[str, object] = {"plays": plays, "runs": rows(found), "run_seconds": seconds}
-    if (told := misled(found)) is not None:
-        report["trained although users misled"] = told.mean
-    return report | {"lines": [line.report() for line in made]}, made
+    gains = Gains(play_apart("bench-signals gains", jobs, parts, workers, work, Gain))
+    acceptance_lines = lines(gains)
+    seconds = {arm: [round(run.seconds) for run in runs] for arm, runs in gains.arms.items()}
+    report: dict[str, object] = {"plays": plays, "runs": rows(gains), "run_seconds": seconds}
+    if (misled_share := misled(gains)) is not None:
+        report["trained although users misled"] = misled_share.mean
+    return report | {"lines": [line.report() for line in acceptance_lines]}, acceptance_lines

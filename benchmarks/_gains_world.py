@@ -1,7 +1,8 @@
-"""The e-mail agent's own traffic with users who say something, and what collector and scorer make of it.
+"""The e-mail agent's training traffic with users that give feedback, and the collector's and scorer's results.
 
-As `_learning_world`, without HTTP, bus and databases: sessions are played on the real engine, users are those of the
-demo, their words become events as in the gateway and a trajectory as in the collector. A replay's scorer scores them.
+HTTP, bus and databases are left out, as in `_learning_world`. Sessions are played on the real engine with the users of
+the demo. The gateway's code turns their feedback into events, the collector's code makes trajectories, and the scorer
+of a replay scores them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from openai import AsyncOpenAI
 
 from benchmarks._engine_world import MAX_TOKENS, PLAYERS, CapturingClient
 from benchmarks._learning_world import World, trajectory_of
-from benchmarks._thumbs_world import JUDGE, bold, judge_says
+from benchmarks._thumbs_world import JUDGE, judge_criteria, without_width_limit
 from email_agent.react import play
 from email_agent.tasks import Task
 from email_agent.users import Played
@@ -42,84 +43,91 @@ from headrace_scorer.rescoring import Rescoring
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.settings import ScorerSettings
 
-Say = Callable[[Played], Awaitable[None]]
+GiveFeedback = Callable[[Played], Awaitable[None]]
 _CALLER = Caller("", "", "default", frozenset(), None, LimitSettings())
 _BODY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A session that is over. `accepted` is the truth, which only who measures knows."""
+    """A finished session. `accepted` is the true result, which only the benchmark knows."""
 
     run: Trajectory
-    said: Sequence[Feedback]
+    feedback: Sequence[Feedback]
     accepted: bool
 
     @property
     def edits(self) -> int:
-        return sum(one.about == "edit" for one in self.said)
+        return sum(event.about == "edit" for event in self.feedback)
 
 
 class Visitor(CapturingClient):
-    """A client whose user also gives feedback."""
+    """Client whose user also gives feedback."""
 
-    said: list[Feedback]
+    feedback: list[Feedback]
 
     async def post(self, _path: str, *, body: object, cast_to: object) -> None:
         request = FeedbackRequest.model_validate_json(json.dumps(body))
-        self.said = [
+        self.feedback = [
             *getattr(self, "said", ()),
             *events_of(request, _CALLER, SystemClock(), FeedbackSettings(), _BODY_BYTES),
         ]
 
 
 class Traffic(World):
-    """The world of `_learning_world` with users who speak."""
+    """The world of `_learning_world` with users that give feedback."""
 
     def hold_back(self, kind: str) -> None:
-        """Nobody asks questions of this kind."""
-        self.asked = (task for task in self.asked if task.kind != kind)
+        """Exclude questions of this kind from the traffic."""
+        self.training_tasks = (task for task in self.training_tasks if task.kind != kind)
 
-    async def visits(self, version: str, sessions: int, say: Say, draw: random.Random) -> list[Visit]:
-        """Sessions in the order in which they were opened. Each user draws by himself, whoever is served first."""
+    async def visits(
+        self, version: str, sessions: int, give_feedback: GiveFeedback, draw: random.Random
+    ) -> list[Visit]:
+        """Play sessions and return them in the order in which they began. Each user has an independent random state."""
 
-        room = asyncio.Semaphore(PLAYERS)
+        slots = asyncio.Semaphore(PLAYERS)
 
-        async def one(task: Task) -> Visit:
-            async with room:
-                own = random.Random(draw.random())
+        async def visit(task: Task) -> Visit:
+            async with slots:
+                user_draw = random.Random(draw.random())
                 visitor = Visitor(self._completions, self._tokenizers[version], version, self.model)
                 client = cast(AsyncOpenAI, visitor)
                 episode = await play(client, version, self.tools, task.question, MAX_TOKENS)
-                accepted = self.right(task, episode)
-                await say(Played(client, version, self.tools, task, episode, accepted, own))
-                return Visit(trajectory_of(visitor.turns, visitor.said), visitor.said, accepted)
+                accepted = self.is_right(task, episode)
+                await give_feedback(Played(client, version, self.tools, task, episode, accepted, user_draw))
+                return Visit(trajectory_of(visitor.turns, visitor.feedback), visitor.feedback, accepted)
 
-        return list(await asyncio.gather(*map(one, itertools.islice(self.asked, sessions))))
+        return list(await asyncio.gather(*map(visit, itertools.islice(self.training_tasks, sessions))))
 
 
 class _Overheard(LearnedReplay):
-    """A reward model whose thoughts are known, as it also is asked in `signals`."""
+    """Reward model whose estimates of all runs are recorded."""
 
     def __init__(self, source: LearnedSource) -> None:
         super().__init__(source)
-        self.heard: dict[str, float] = {}
+        self.estimates: dict[str, float] = {}
         self._bold: dict[str, FittedThumbs] = {}
 
     async def fit(self) -> None:
         await super().fit()
-        self._bold = {tenant: bold(one) for tenant, one in self._fitted.items() if isinstance(one, FittedThumbs)}
+        self._bold = {
+            tenant: without_width_limit(model)
+            for tenant, model in self._fitted.items()
+            if isinstance(model, FittedThumbs)
+        }
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
         fitted = self._bold.get(trajectory.tenant)
         likely = None if fitted is None else fitted.judge(features)
         if likely is not None:
-            self.heard[trajectory.trajectory_id] = likely.value
+            self.estimates[trajectory.trajectory_id] = likely.value
         return super().reward(trajectory, features)
 
 
 class Scoring:
-    """The scorer of a stream, one batch of runs after the other. A reward model knows the thumbs of all before."""
+    """The scorer of a stream, which scores one batch of runs after the other. A reward model uses the thumbs of all
+    earlier runs."""
 
     def __init__(self, settings: ScorerSettings, pool: FunctionPool, judge: np.random.Generator | None) -> None:
         self._settings, self._pool, self._judge = settings, pool, judge
@@ -128,14 +136,14 @@ class Scoring:
             self._learning = _Overheard(LearnedSource(settings.learned, lambda: pool.functions))
 
     @property
-    def heard(self) -> Mapping[str, float]:
-        """By trajectory what its reward model thinks, also where it is not sure and says nothing."""
-        return {} if self._learning is None else self._learning.heard
+    def estimates(self) -> Mapping[str, float]:
+        """Estimates of the reward model by trajectory, including runs for which it abstains."""
+        return {} if self._learning is None else self._learning.estimates
 
     @classmethod
     @asynccontextmanager
     async def open(cls, settings: ScorerSettings, judge: np.random.Generator | None) -> AsyncIterator[Scoring]:
-        """`judge`: a judge that is often wrong also speaks of each run."""
+        """Open a scorer. With `judge`, a judge that is often wrong also scores each run."""
         pool = FunctionPool(settings)
         await pool.reload()
         try:
@@ -144,28 +152,28 @@ class Scoring:
             await pool.close()
 
     async def experiences(self, visits: Sequence[Visit]) -> list[Experience]:
-        """Of the runs, in their order."""
+        """Return the experiences of the runs, in their order."""
         rescoring = Rescoring(self._settings, self._pool, self._learning)
-        said = [one.model_dump(mode="json") for visit in visits for one in visit.said]
-        for place, event in enumerate(said):
-            rescoring.know("feedback", FeedbackLine(event=event, place=place).model_dump_json().encode())
-        for reward in self._judged(visits):
+        events = [event.model_dump(mode="json") for visit in visits for event in visit.feedback]
+        for number, event in enumerate(events):
+            rescoring.know("feedback", FeedbackLine(event=event, place=number).model_dump_json().encode())
+        for reward in self._judge_rewards(visits):
             rescoring.know("reward", reward.to_json())
-        made: list[Experience] = []
+        result: list[Experience] = []
         for visit in visits:
-            made += rescoring.taken(await rescoring.score(visit.run.to_json()))
-        return [*made, *[one async for one in rescoring.learned()]]
+            result += rescoring.taken(await rescoring.score(visit.run.to_json()))
+        return [*result, *[experience async for experience in rescoring.learned()]]
 
-    def _judged(self, visits: Sequence[Visit]) -> Iterator[Reward]:
+    def _judge_rewards(self, visits: Sequence[Visit]) -> Iterator[Reward]:
         for visit in visits:
-            said = None if self._judge is None else judge_says(self._judge, good=visit.accepted)
-            if said is not None:
+            criteria = None if self._judge is None else judge_criteria(self._judge, good=visit.accepted)
+            if criteria is not None:
                 yield Reward(
                     time=utcnow(),
                     trajectory_id=visit.run.trajectory_id,
                     session_key=visit.run.session_key,
                     source=JUDGE,
                     outcome="scored",
-                    value=sum(said.values()) / len(said),
-                    criteria=said,
+                    value=sum(criteria.values()) / len(criteria),
+                    criteria=criteria,
                 )

@@ -1,4 +1,4 @@
-"""What becomes of a model over many versions: the present rule, and the one before it, for many runs at once."""
+"""A model's quality over many versions under the present gate rule and under the old one, for many runs at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OLD_MARGIN = 0.05
 
 @dataclass
 class Models:
-    """The true score of champion and anchor of each run, and what `records.Standing` holds of it."""
+    """True scores of champion and anchor of each run, with the state of `records.Standing`."""
 
     champion: Floats
     anchor: Floats
     trials: Floats
-    lead: Floats
+    succession_state: Floats
     lead_error: Floats
 
     @classmethod
@@ -30,26 +30,31 @@ class Models:
         return cls(true.copy(), np.full(runs, np.nan), np.zeros(runs), fresh(runs), np.full(runs, 1e-300))
 
     def meet(self, draw: np.random.Generator, rule: GateSettings, candidate: Floats) -> tuple[Floats, Floats]:
-        """A candidate of that true score has its trial in every run. Returns the tasks and the plays that it took."""
+        """Run the trial of a candidate in every run, and return the numbers of tasks and plays."""
         numbers = self.trials + 1
-        found = play(draw, rule, Trials(candidate, self.champion, self.anchor, numbers, self.lead, self.lead_error))
-        own = succession(rule, numbers)
-        won = found.passed & (found.lead[0] >= -np.log(own))
-        followed = ~np.isnan(self.anchor) & (found.champions_lead[0] >= -np.log(self.lead_error))
-        new, heir, kept = found.passed & ~won & ~followed, found.passed & ~won & followed, ~found.passed & ~followed
-        alone = won | (~found.passed & followed)
+        outcomes = play(
+            draw, rule, Trials(candidate, self.champion, self.anchor, numbers, self.succession_state, self.lead_error)
+        )
+        error = succession(rule, numbers)
+        won = outcomes.passed & (outcomes.succession_state[0] >= -np.log(error))
+        followed = ~np.isnan(self.anchor) & (outcomes.champions_lead[0] >= -np.log(self.lead_error))
+        new = outcomes.passed & ~won & ~followed
+        heir = outcomes.passed & ~won & followed
+        unchanged = ~outcomes.passed & ~followed
+        alone = won | (~outcomes.passed & followed)
         beside = np.where(np.isnan(self.anchor), self.champion, self.anchor)
         self.anchor = np.select([alone, new, heir], [np.nan, beside, self.champion], self.anchor)
         self.trials = np.select([alone, heir], [0.0, 1.0], numbers)
-        self.lead = np.select([new, kept], [found.lead, found.champions_lead], 0.0)
-        firsts = succession(rule, np.ones_like(own))
-        self.lead_error = np.select([new, heir, kept], [own, firsts, self.lead_error], 1e-300)
-        self.champion = np.where(found.passed, candidate, self.champion)
-        return found.tasks, found.plays
+        self.succession_state = np.select([new, unchanged], [outcomes.succession_state, outcomes.champions_lead], 0.0)
+        first_error = succession(rule, np.ones_like(error))
+        self.lead_error = np.select([new, heir, unchanged], [error, first_error, self.lead_error], 1e-300)
+        self.champion = np.where(outcomes.passed, candidate, self.champion)
+        return outcomes.tasks, outcomes.plays
 
 
 def audited(draw: np.random.Generator, true: Floats, plays: int) -> Floats:
-    """The score that is recorded of a version of that true score: audit plays, which chose nothing."""
+    """Return the recorded score of a version with the true score `true`: the mean of audit plays, which are not used
+    for decisions."""
     total = np.zeros_like(true)
     for _ in range(plays):
         total += scores(draw, thresholds(true), draw.standard_normal(true.shape))
@@ -57,7 +62,7 @@ def audited(draw: np.random.Generator, true: Floats, plays: int) -> Floats:
 
 
 class OldModels:
-    """The rule before: one play of 96 tasks that never change, compared with the champion's score of its own gate."""
+    """The old rule: one play of 96 fixed tasks, compared with the champion's score in its own gate."""
 
     def __init__(self, draw: np.random.Generator, true: Floats) -> None:
         self._draw = draw
@@ -66,7 +71,7 @@ class OldModels:
         self.recorded = self._score(true)
 
     def judge(self, candidate: Floats) -> Flags:
-        """What would be decided about it."""
+        """Return whether the candidate would pass."""
         return self._passes(self._score(candidate))
 
     def _passes(self, score: Floats) -> Flags:
@@ -74,6 +79,7 @@ class OldModels:
         return passed
 
     def meet(self, candidate: Floats) -> Flags:
+        """Judge a candidate and replace the champion where it passes."""
         score = self._score(candidate)
         passed = self._passes(score)
         self.champion = np.where(passed, candidate, self.champion)

@@ -1,6 +1,5 @@
-"""The gate's trial for thousands of runs at once, in numpy: written again, so that it and the service check each
-other.
-"""
+"""The gate's trial for thousands of runs at once, in numpy. The module is an independent implementation, so that it and
+the service verify each other."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from headrace_registry.settings import GateSettings
 
 Flags = NDArray[np.bool_]
 _COMPACT = 32
-"""After so many tasks the runs that are over are taken out of the arrays."""
+"""Number of tasks after which finished runs are removed from the arrays."""
 _CHAMPION, _CHAMPION_WORSE, _ANCHOR, _ANCHOR_WORSE, _LEAD, _CHAMPIONS_LEAD = range(6)
 
 
 @dataclass
 class Bets:
-    """`e_process.EProcess`: six of them, the rows, in each of many runs, the columns."""
+    """Six e-processes (`e_process.EProcess`), as rows, in each of many runs, as columns."""
 
     null: Floats
     gap: Floats
@@ -31,7 +30,7 @@ class Bets:
     squares: Floats
 
     def see(self, value: Floats, where: Flags) -> None:
-        """`value` for the gamblers of `where`; the others stay as they are."""
+        """Update the e-processes in `where` with `value`. The others are unchanged."""
         weight = self.count + 1
         variance = (1 + self.squares) / weight
         expected = (self.total + self.null + self.gap) / weight
@@ -49,19 +48,21 @@ class Bets:
         )
 
     def row(self, number: int) -> Floats:
-        """One gambler of all runs: log wealth, count, total and squares, to be carried on in another trial."""
+        """Return the state of one e-process of all runs, to be continued in another trial: log wealth, count, total and
+        squares."""
         return np.array([part[number] for part in (self.log, self.count, self.total, self.squares)])
 
 
 @dataclass
 class Trials:
-    """One trial for each of many runs: the true scores, and what is carried over. An anchor of NaN: there is none."""
+    """One trial for each of many runs: the true scores, and the state carried over. An anchor of NaN means no
+    anchor."""
 
     candidate: Floats
     champion: Floats
     anchor: Floats
     numbers: Floats
-    """The trial's place in its family, from 1."""
+    """Number of the trial in its family, from 1."""
     champions_lead: Floats
     """`Bets.row` of the champion against the anchor."""
     champions_error: Floats
@@ -69,37 +70,39 @@ class Trials:
 
 @dataclass
 class Outcomes:
-    """What came of them, elementwise."""
+    """Results of trials, elementwise."""
 
     passed: Flags
     failed: Flags
     tasks: Floats
     plays: Floats
-    lead: Floats
+    succession_state: Floats
     champions_lead: Floats
 
     @classmethod
     def none(cls, runs: int) -> Outcomes:
-        """Before the first task."""
-        nobody = np.zeros(runs, bool)
-        return cls(nobody, nobody.copy(), np.zeros(runs), np.zeros(runs), fresh(runs), fresh(runs))
+        """Return the outcomes before the first task."""
+        nothing_passed = np.zeros(runs, bool)
+        return cls(nothing_passed, nothing_passed.copy(), np.zeros(runs), np.zeros(runs), fresh(runs), fresh(runs))
 
 
 def fresh(runs: int) -> Floats:
-    """A lead that nothing is known of."""
+    """Return the initial state of an e-process."""
     return np.zeros((4, runs))
 
 
 def succession(rule: GateSettings, numbers: Floats) -> Floats:
+    """Return the error level of succession tests for trials with these numbers."""
     return 0.2 * rule.alpha / (numbers * (numbers + 1))
 
 
 Scores = Callable[[Floats, NDArray[np.int64]], Floats]
-"""Scores of one task (players by runs), from the players' thresholds and the numbers of the runs that go on."""
+"""Function that returns scores of one task (players by runs), from the players' thresholds and the indices of the
+unfinished runs."""
 
 
 def play(draw: np.random.Generator, rule: GateSettings, trials: Trials, source: Scores | None = None) -> Outcomes:
-    """All trials to their ends, with scores from `source` where that is given."""
+    """Run all trials to their ends, with scores from `source` if given."""
 
     def drawn(limits: Floats, _runs: NDArray[np.int64]) -> Floats:
         return scores(draw, limits, draw.standard_normal((limits.shape[1],)))
@@ -136,14 +139,19 @@ class _Playing:
                 if not self.at.size:
                     break
         self._settle()
-        self._note(np.ones(self.at.size, bool))
+        self._store_leads(np.ones(self.at.size, bool))
         return self.result
 
     def _task(self) -> None:
         candidate, champion, anchor = self.source(self.limits, self.at)
-        against_champion, against_anchor, lead = candidate - champion, candidate - anchor, champion - anchor
+        against_champion, against_anchor, champion_against_anchor = (
+            candidate - champion,
+            candidate - anchor,
+            champion - anchor,
+        )
         values = np.array([against_champion, -against_champion, against_anchor, -against_anchor,
-                           np.where(self.apart, against_anchor, against_champion), lead])  # fmt: skip
+                           np.where(self.apart, against_anchor, against_champion),
+                           champion_against_anchor])  # fmt: skip
         failed = self.result.failed[self.at]
         champions, anchors = self.open & ~failed
         own_lead = np.where(self.apart, anchors, champions)
@@ -158,15 +166,15 @@ class _Playing:
         self.open &= ~won[[_CHAMPION, _ANCHOR]]
 
     def _settle(self) -> None:
-        """Take out the runs that are over."""
+        """Remove the finished runs from the arrays."""
         failed = self.result.failed[self.at]
         over = failed | ~self.open.any(axis=0)
         self.result.passed[self.at] = over & ~failed
         if over.any():
-            self._note(over)
+            self._store_leads(over)
             self.at, self.apart, self.bets = self.at[~over], self.apart[~over], self.bets.of_runs(~over)
             self.limits, self.needed, self.open = (part[:, ~over] for part in (self.limits, self.needed, self.open))
 
-    def _note(self, which: Flags) -> None:
-        self.result.lead[:, self.at[which]] = self.bets.row(_LEAD)[:, which]
+    def _store_leads(self, which: Flags) -> None:
+        self.result.succession_state[:, self.at[which]] = self.bets.row(_LEAD)[:, which]
         self.result.champions_lead[:, self.at[which]] = self.bets.row(_CHAMPIONS_LEAD)[:, which]

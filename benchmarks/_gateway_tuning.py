@@ -1,9 +1,9 @@
-"""The gateway with the runtime's tuning beside the same gateway without it, in turns.
+"""Compare a gateway with and without the runtime's tuning.
 
-Two gateways on one broker and one replica without a model answer blocks of calls at `CONCURRENT` at a time, in turns,
-so that a busy machine disturbs both alike. The untuned one collects garbage as Python does and watches its loop with
-a timer of 20 ms. Afterwards both rest, and the voluntary context switches of all their threads are their wake-ups.
-What the process holds in memory before and after the load shows what seldom collections cost.
+Two gateways on one broker and one replica without a model answer blocks of calls alternately, `CONCURRENT` at a time,
+so that a busy machine disturbs both equally. The untuned gateway collects garbage as Python does by default and watches
+its loop with a timer of 20 ms. Afterwards both are idle, and the voluntary context switches of their threads count as
+wake-ups. The memory before and after the load shows the cost of infrequent collections.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ loop_watch.LoopWatch.run = run
 
 @dataclass
 class Side:
-    """One of the two gateways, with what was measured of it."""
+    """One of the two gateways, with its measurements."""
 
     gateway: GatewayProcess
     latencies_ms: list[Summary] = field(default_factory=list)
-    """Of each block."""
+    """Latencies of each block."""
     cpu_ms: list[float] = field(default_factory=list)
     """CPU time of the gateway's process per request, of each block."""
     wake_ups_hz: float = 0.0
     memory_mb: tuple[float, float] = (0.0, 0.0)
-    """Before and after the load."""
+    """Memory before and after the load."""
 
     async def load(self, seconds: float, model: str) -> None:
-        """Call it for one block."""
+        """Call the gateway for one block."""
         before_s, latencies = _cpu_s(self.gateway.pid), []
         until = time.perf_counter() + seconds
         body = {"model": model, "messages": [{"role": "user", "content": "Is the meeting on Monday?"}]}
@@ -85,12 +85,12 @@ class Side:
         }
 
     def median(self, share: float) -> float:
-        """The median over the blocks of this quantile."""
+        """Return the median over the blocks of a quantile."""
         return statistics.median(block.quantile(share) for block in self.latencies_ms)
 
 
 def untuned_environment(folder: Path) -> Mapping[str, str]:
-    """The environment in which a service runs without the tuning."""
+    """Return the environment in which a service runs without the tuning."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_UNTUNED)
     return {"PYTHONPATH": str(folder)}
@@ -99,10 +99,10 @@ def untuned_environment(folder: Path) -> Mapping[str, str]:
 async def compare(
     tuned: GatewayProcess, untuned: GatewayProcess, model: str, pairs: int, block_s: float
 ) -> dict[str, Any]:
-    """Call both in turns, `pairs` times, each for `block_s`; then let both rest."""
+    """Call both gateways alternately, `pairs` times, each for `block_s`, then leave both idle."""
     sides = [Side(tuned), Side(untuned)]
     for side in sides:
-        await side.load(block_s, model)  # the first calls open connections and compile
+        await side.load(block_s, model)  # warm up: the first calls open connections and compile
         side.latencies_ms.clear()
         side.cpu_ms.clear()
         side.memory_mb = (_memory_mb(side.gateway.pid), 0.0)
@@ -116,8 +116,8 @@ async def compare(
     for side, count in zip(sides, before, strict=True):
         side.wake_ups_hz = (wake_ups(side.gateway.pid) - count) / _REST_S
     ratios = [
-        mine.quantile(0.99) / theirs.quantile(0.99)
-        for mine, theirs in zip(sides[0].latencies_ms, sides[1].latencies_ms, strict=True)
+        tuned_block.quantile(0.99) / untuned_block.quantile(0.99)
+        for tuned_block, untuned_block in zip(sides[0].latencies_ms, sides[1].latencies_ms, strict=True)
     ]
     return {
         "tuned": sides[0].result(),
@@ -130,12 +130,12 @@ async def compare(
 
 
 def wake_ups(pid: int) -> int:
-    """Voluntary context switches of all threads of a process so far."""
+    """Return the number of voluntary context switches of all threads of a process."""
     count = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
-            count += int(found[1]) if found else 0
+        with contextlib.suppress(OSError):  # the thread may have ended meanwhile
+            match = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
+            count += int(match[1]) if match else 0
     return count
 
 
@@ -145,6 +145,6 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_mb(pid: int) -> float:
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None, "Linux alone has it"
-    return int(found[1]) / 1024
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match is not None, "only Linux reports RssAnon"
+    return int(match[1]) / 1024

@@ -1,7 +1,8 @@
-"""A packed step's loss and gradients on a GPU beside those in float64 on the CPU, in a process of its own.
+"""Compare loss and gradients of a packed step on a GPU with those in float64 on the CPU, in a process of its own.
 
-Small models with grouped heads, plainly causal and with a sliding window, rows of sequences of very different lengths.
-Prints one line of JSON: the largest relative error, norm of the difference over norm, of logprobs and of gradients.
+The models are small, with grouped heads, causal and with a sliding window. Rows hold sequences of very different
+lengths. The program prints one line of JSON with the largest relative errors (norm of the difference over norm) of
+logprobs and gradients.
 """
 
 from __future__ import annotations
@@ -41,23 +42,25 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def models(root: Path) -> dict[str, Path]:
     torch.manual_seed(1)
-    found = {
+    models_by_name = {
         "plain": Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
         "window": MistralForCausalLM(MistralConfig(**SIZES, sliding_window=200)),
     }
-    for name, model in found.items():
+    for name, model in models_by_name.items():
         for parameter in model.parameters():
-            parameter.data.mul_(2.0 if parameter.ndim > 1 else 1.0)  # attention that prefers some keys
+            parameter.data.mul_(2.0 if parameter.ndim > 1 else 1.0)  # makes attention prefer some keys
         model.to(torch.bfloat16).save_pretrained(root / name)
-    return {name: root / name for name in found}
+    return {name: root / name for name in models_by_name}
 
 
-def asked(folder: Path, compute: ComputeSettings, rank: int, wide: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logprobs, and the gradients of a loss that weighs them."""
+def logprobs_and_gradients(
+    folder: Path, compute: ComputeSettings, rank: int, wide: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logprobs, and the gradients of a loss that weights them."""
     policy = Policy.open(folder, compute, LoraSettings(rank=rank), seed=0)
     draw = torch.Generator().manual_seed(3)
     for parameter in policy.parameters.values():
-        if rank:  # an adapter starts at zero, and half of its gradients with it
+        if rank:  # a new adapter is zero, and so are half of its gradients
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=draw))
     if wide:
         policy.model.double()
@@ -73,8 +76,8 @@ def asked(folder: Path, compute: ComputeSettings, rank: int, wide: bool) -> tupl
     return logprobs_N.double().cpu(), gradients
 
 
-def updated(device: str) -> Tensor:
-    """Weights after some updates, one of them with corrections."""
+def updated_weights(device: str) -> Tensor:
+    """Return weights after several updates, one of them with corrections."""
     draw = torch.Generator().manual_seed(5)
     sizes = {"a": (300, 70), "b": (64,), "c": (128, 33), "d": (7, 5, 3)}
     weights = {name: nn.Parameter(torch.randn(size, generator=draw).to(device)) for name, size in sizes.items()}
@@ -90,8 +93,8 @@ def updated(device: str) -> Tensor:
     return torch.cat([weight.detach().flatten().double().cpu() for weight in weights.values()])
 
 
-def error(found: Tensor, reference: Tensor) -> float:
-    return float((found - reference).norm() / reference.norm())
+def error(values: Tensor, reference: Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
 
 
 def main() -> None:
@@ -99,22 +102,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as root:
         for kind, folder in models(Path(root)).items():
             on_cpu = ComputeSettings(device="cpu", threads=8)
-            truth = {rank: asked(folder, on_cpu, rank, wide=True) for rank in (0, 8)}
-            for way, given in WAYS.items():
-                if kind == "window" and given.get("compile"):
-                    continue  # what is compiled knows nothing of windows, and takes long
+            truth = {rank: logprobs_and_gradients(folder, on_cpu, rank, wide=True) for rank in (0, 8)}
+            for way, compute_settings in WAYS.items():
+                if kind == "window" and compute_settings.get("compile"):
+                    continue  # compiled attention does not support windows, and compiling takes long
                 rank = 8 if "adapters" in way else 0
-                logprobs_N, gradients = asked(folder, ComputeSettings(device="cuda", **given), rank, wide=False)
+                logprobs_N, gradients = logprobs_and_gradients(
+                    folder, ComputeSettings(device="cuda", **compute_settings), rank, wide=False
+                )
                 expected_N, expected = truth[rank]
                 assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
-                whole, of = (torch.cat([one[name].flatten() for name in expected]) for one in (gradients, expected))
-                report[f"{kind}, {way}"] = found = {
+                computed, reference = (
+                    torch.cat([tensors[name].flatten() for name in expected]) for tensors in (gradients, expected)
+                )
+                report[f"{kind}, {way}"] = errors = {
                     "logprobs_max": float((logprobs_N - expected_N).abs().max()),
-                    "gradients": error(whole, of),
+                    "gradients": error(computed, reference),
                     "worst_gradient": max(error(gradients[name], expected[name]) for name in expected),
                 }
-                print(kind, way, found, file=sys.stderr, flush=True)
-    report["optimizer, float32"] = {"gradients": error(updated("cuda"), updated("cpu"))}
+                print(kind, way, errors, file=sys.stderr, flush=True)
+    report["optimizer, float32"] = {"gradients": error(updated_weights("cuda"), updated_weights("cpu"))}
     print(json.dumps(report))
 
 

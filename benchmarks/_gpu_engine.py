@@ -1,9 +1,9 @@
-"""The `torch` engine on a GPU: streams that go on while versions are swapped, in a process of its own.
+"""The `torch` engine on a GPU: streams that continue while versions are swapped, in a process of its own.
 
-Clients ask as a gateway does: of the version that is served now, one after the other, and note which one that was. A
-swap is what the service makes of new routing: load beside the others, probe, serve, and forget the old one when nothing
-asks it any more. Afterwards the trainer says what it thinks of the tokens that were sampled, by the version that each
-turn names and by another one. Prints one line of JSON.
+Clients send requests as a gateway does: to the version that is served now, one after the other. A swap has the steps of
+the service for a new routing: load the version, probe it, serve it, and unload the old version when no request uses it.
+Afterwards the trainer computes the logprobs of the sampled tokens, with the version that each turn names and with
+another one. The program prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model.policy import Policy
 
 TOLERANCE = 0.25
-"""Of the probe: the trainer's fingerprint is in float32, the engine's answer in bfloat16."""
+"""Tolerance of the probe: the trainer's fingerprint is computed in float32, the engine's answer in bfloat16."""
 COMPUTE = {"device": "cuda", "dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Made:
+class StoredVersion:
     """A version in a folder."""
 
     manifest: Manifest
@@ -50,7 +50,7 @@ class Made:
 
 @dataclass
 class Turn:
-    """What a client asked, which version answered, and how."""
+    """A request of a client, with the version that answered and its answer."""
 
     version: str
     prompt: list[int]
@@ -59,7 +59,7 @@ class Turn:
 
 
 class Maker:
-    """Versions of one random model: the base, others with moved weights, adapters."""
+    """Builder of versions of one random model: the base, versions with changed weights, and adapters."""
 
     def __init__(self, root: Path, shape: str) -> None:
         self._root = root
@@ -75,16 +75,16 @@ class Maker:
         del adapted
         torch.cuda.empty_cache()
 
-    def _stored(self, folder: Path, policy: Policy, base: Made | None = None) -> Made:
+    def _stored(self, folder: Path, policy: Policy, base: StoredVersion | None = None) -> StoredVersion:
         manifest, _ = versions.store(
             self._blobs, folder, name="bench", lineage="bench", step=next(self._numbers),
             fingerprint=policy.fingerprint(), parent=self.base.manifest.version if hasattr(self, "base") else None,
             base=base.manifest.version if base else None, tokenizer=base.folder if base else None,
         )  # fmt: skip
-        return Made(manifest, folder)
+        return StoredVersion(manifest, folder)
 
-    def _moved(self, policy: Policy, number: int) -> Made:
-        """As after training: each weight a fifth of its tensor's spread away."""
+    def _moved(self, policy: Policy, number: int) -> StoredVersion:
+        """Return a version as after training: each weight is changed by a fifth of its tensor's standard deviation."""
         folder = self._root / f"full-{number}"
         shutil.copytree(self.folder, folder)
         draw = torch.Generator("cuda").manual_seed(number)
@@ -97,7 +97,7 @@ class Maker:
         policy.load_files(folder)
         return self._stored(folder, policy)
 
-    def _adapter(self, policy: Policy, number: int) -> Made:
+    def _adapter(self, policy: Policy, number: int) -> StoredVersion:
         draw = torch.Generator("cuda").manual_seed(number)
         for parameter in policy.parameters.values():
             parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draw, device="cuda"))
@@ -108,7 +108,7 @@ class Maker:
 
 @dataclass
 class Clients:
-    """So many streams at any time."""
+    """Clients that keep a number of streams open."""
 
     engine: TorchEngine
     prompt_tokens: int
@@ -119,7 +119,7 @@ class Clients:
     failed: list[str] = field(default_factory=list)
     sampled: int = 0
     waited_s: list[float] = field(default_factory=list)
-    """Between two tokens of a stream."""
+    """Seconds between two tokens of a stream."""
     stopping: bool = False
 
     async def run(self, number: int) -> None:
@@ -127,13 +127,13 @@ class Clients:
         while not self.stopping:
             turn = Turn(self.serving, draw.integers(3, self.vocabulary, self.prompt_tokens).tolist())
             try:
-                await self._one(turn)
+                await self._stream(turn)
             except Exception as error:  # noqa: BLE001 (each is a failed request, and counted)
                 self.failed.append(f"{type(error).__name__}: {error}")
             else:
                 self.turns.append(turn)
 
-    async def _one(self, turn: Turn) -> None:
+    async def _stream(self, turn: Turn) -> None:
         sampling = Sampling(max_tokens=self.new_tokens)
         last = time.perf_counter()
         async for piece in self.engine.generate(turn.prompt, sampling, turn.version, [Start()], stream=True):
@@ -146,62 +146,64 @@ class Clients:
         assert len(turn.token_ids) == len(turn.logprobs) == self.new_tokens, "a stream was cut"
 
 
-async def phase(clients: Clients, seconds: float, swaps: Iterable[Made], keep: str) -> dict[str, Any]:
-    """Tokens a second for so long, with these swaps in it, and the longest pause of a stream."""
+async def phase(clients: Clients, seconds: float, swaps: Iterable[StoredVersion], keep: str) -> dict[str, Any]:
+    """Measure tokens per second and the longest pause of a stream while versions are swapped."""
     engine, began, before = clients.engine, time.perf_counter(), clients.sampled
     clients.waited_s.clear()
-    done, probes = 0, []
-    for made in swaps:
-        await engine.load(made.folder, made.manifest)
-        found = await engine.probe(made.manifest.version)
-        assert found.passed, found
-        probes.append(found.max_abs_delta)
-        old, clients.serving = clients.serving, made.manifest.version
+    count, probes = 0, []
+    for version in swaps:
+        await engine.load(version.folder, version.manifest)
+        probe = await engine.probe(version.manifest.version)
+        assert probe.passed, probe
+        probes.append(probe.max_abs_delta)
+        old, clients.serving = clients.serving, version.manifest.version
         await engine.drained(old)
         if old != keep:
             await engine.unload(old)
-        done += 1
+        count += 1
     await asyncio.sleep(max(0.0, seconds - (time.perf_counter() - began)))
     took = time.perf_counter() - began
     waited = np.array(clients.waited_s or [0.0])
     return {
-        "swaps": done, "seconds": round(took, 1), "tokens_per_s": round((clients.sampled - before) / took),
+        "swaps": count, "seconds": round(took, 1), "tokens_per_s": round((clients.sampled - before) / took),
         "pause_ms_median": round(float(np.median(waited)) * 1e3, 1),
         "pause_ms_p99": round(float(np.quantile(waited, 0.99)) * 1e3, 1),
         "pause_ms_max": round(float(waited.max()) * 1e3), "probe_delta_max": max(probes, default=None),
     }  # fmt: skip
 
 
-def compared(maker: Maker, turns: list[Turn], each: int) -> dict[str, Any]:
-    """The trainer's logprobs beside those that turns carry, in nats: by the version that they name, and by another."""
-    found: dict[str, Any] = {}
+def compare_logprobs(maker: Maker, turns: list[Turn], each: int) -> dict[str, Any]:
+    """Compare the trainer's logprobs with those of the turns, in nats: with the named version, and with another."""
+    report: dict[str, Any] = {}
     full = Policy.open(maker.folder, ComputeSettings(**COMPUTE, weights="bfloat16"), LoraSettings(), 0)
-    found["full"] = _beside(full, [maker.base, *maker.full], turns, each)
+    report["full"] = _logprob_differences(full, [maker.base, *maker.full], turns, each)
     del full
     lora = Policy.open(maker.folder, ComputeSettings(**COMPUTE), LoraSettings(rank=RANK), 0)
-    found["lora"] = _beside(lora, maker.lora, turns, each)
-    return found
+    report["lora"] = _logprob_differences(lora, maker.lora, turns, each)
+    return report
 
 
 @torch.no_grad()
-def _beside(policy: Policy, made: list[Made], turns: list[Turn], each: int) -> dict[str, Any]:
+def _logprob_differences(
+    policy: Policy, versions_to_compare: list[StoredVersion], turns: list[Turn], each: int
+) -> dict[str, Any]:
     right: list[torch.Tensor] = []
     wrong: list[torch.Tensor] = []
-    asked = 0
-    for number, one in enumerate(made):
-        policy.load_files(one.folder)
-        for place in (number, (number + 1) % len(made)):
-            mine = [turn for turn in turns if turn.version == made[place].manifest.version][:each]
+    count = 0
+    for number, version in enumerate(versions_to_compare):
+        policy.load_files(version.folder)
+        for index in (number, (number + 1) % len(versions_to_compare)):
+            mine = [turn for turn in turns if turn.version == versions_to_compare[index].manifest.version][:each]
             if not mine:
                 continue
             pack = policy.collate([_row(turn) for turn in mine])
             stated_N = torch.tensor([value for turn in mine for value in turn.logprobs], device=policy.device)
             difference_N = (policy.logprobs(pack)[0] - stated_N).abs()
-            (right if place == number else wrong).append(difference_N)
-            asked += len(mine) * (place == number)
+            (right if index == number else wrong).append(difference_N)
+            count += len(mine) * (index == number)
     same_N, other_N = torch.cat(right), torch.cat(wrong)
     return {
-        "turns": asked, "tokens": len(same_N), "mean": float(same_N.mean()),
+        "turns": count, "tokens": len(same_N), "mean": float(same_N.mean()),
         "p99": float(same_N.quantile(0.99)), "max": float(same_N.max()), "another_version_mean": float(other_N.mean()),
     }  # fmt: skip
 
@@ -212,7 +214,7 @@ def _row(turn: Turn) -> Row:
     return Row("", 0, ids, mask, zeros, zeros + 1, np.float32(0), mask)
 
 
-async def measured(maker: Maker, options: argparse.Namespace) -> dict[str, Any]:
+async def measure(maker: Maker, options: argparse.Namespace) -> dict[str, Any]:
     settings = TorchSettings(
         device="cuda", sequences_max=options.streams, kv_mib_max=options.kv_mib, prefix_mib_max=0,
         prefill_tokens_max=options.prefill, probe_tolerance=TOLERANCE, trace=not options.untraced,
@@ -229,7 +231,7 @@ async def measured(maker: Maker, options: argparse.Namespace) -> dict[str, Any]:
     tasks = [asyncio.create_task(clients.run(number)) for number in range(options.streams)]
     keep = base.manifest.version
     report: dict[str, Any] = {}
-    await phase(clients, 3, [], keep)  # warm
+    await phase(clients, 3, [], keep)  # warm up
     report["steady"] = await phase(clients, options.seconds, [], keep)
     report["lora_swaps"] = await phase(clients, options.seconds, maker.lora, keep)
     report["lora_steady"] = await phase(clients, options.seconds, [], keep)
@@ -242,7 +244,7 @@ async def measured(maker: Maker, options: argparse.Namespace) -> dict[str, Any]:
         "base_loaded_s": round(loaded_s, 1), "base_probe_delta": probe.max_abs_delta,
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
     }  # fmt: skip
-    return report | {"trainer": compared(maker, clients.turns, options.compared)}
+    return report | {"trainer": compare_logprobs(maker, clients.turns, options.compare_logprobs)}
 
 
 def main() -> None:
@@ -259,7 +261,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as root:
         maker = Maker(Path(root), options.shape)
-        print(json.dumps(asyncio.run(measured(maker, options))))
+        print(json.dumps(asyncio.run(measure(maker, options))))
 
 
 if __name__ == "__main__":

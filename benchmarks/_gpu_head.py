@@ -1,4 +1,4 @@
-"""What the output head of a training pass holds at its peak on a GPU, on top of weights and hidden states."""
+"""Peak memory of the output head in a training pass on a GPU, on top of weights and hidden states."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--vocabulary", type=int, default=152_000)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--frozen", action="store_true", help="the head is not trained, as with adapters")
-    parser.add_argument("--plain", action="store_true", help="nothing compiled")
+    parser.add_argument("--frozen", action="store_true", help="do not train the head, as with adapters")
+    parser.add_argument("--plain", action="store_true", help="compile nothing")
     options = parser.parse_args()
     module = nn.Linear(options.hidden, options.vocabulary, bias=False, device="cuda").requires_grad_(not options.frozen)
     head = Head(module, compiled=not options.plain)

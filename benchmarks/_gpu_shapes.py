@@ -1,4 +1,4 @@
-"""Models that a GPU is measured with, and what a step multiplies at the least."""
+"""Models of the GPU benchmarks, and the minimum number of operations of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOMINAL_TFLOPS = {
     "L40S": 362.0,
     "B200": 2250.0,
 }
-"""Dense products in bfloat16, by the makers' data sheets; the first name that a device's own holds counts."""
+"""Dense bfloat16 rates from the makers' data sheets. The first name that occurs in the device's name applies."""
 
 
 def nominal_tflops(device: str) -> float | None:
@@ -29,7 +29,7 @@ def nominal_tflops(device: str) -> float | None:
 
 @dataclass(frozen=True)
 class GpuShape:
-    """A Qwen 3 of a published size."""
+    """Shape of a published Qwen 3 model."""
 
     name: str
     hidden: int
@@ -42,7 +42,7 @@ class GpuShape:
     vocabulary: int = 151_936
 
     def build(self, folder: Path) -> Path:
-        """Random weights in bfloat16. A step needs no tokenizer; a version is told one that nobody asks."""
+        """Write random weights in bfloat16. A step needs no tokenizer, and a version gets a placeholder."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         config = Qwen3Config(
@@ -69,13 +69,16 @@ class GpuShape:
         return self.heads * self.head_dim
 
     def flops(self, lengths: list[int], rank: int) -> float:
-        """Multiplications and additions of forward and backward. Two for each weight of a layer and each token, and for
-        each of the head and each token of the loss; four times the width of attention for each pair of tokens that sees
-        another, in each layer. Backward is as much again for the activations, and, except for attention, as much again
-        for the weights that are trained: all of them, or adapters alone. What is computed again does not count."""
+        """Return the multiplications and additions of forward and backward pass.
+
+        Forward: two for each weight of a layer and each token, and for each weight of the head and each loss token;
+        four times the width of attention for each pair of tokens that attend to each other, in each layer. Backward: as
+        many again for the activations, and, except for attention, as many again for the trained weights, which are all
+        weights or only the adapters. Recomputation does not count.
+        """
         shared = self.kv_heads * self.head_dim
         layer = self.hidden * (2 * self.width + 2 * shared + 3 * self.feed_forward)
-        # Each of the seven matrices has two of its adapter, as long as its sides: q, k, v, o, gate, up, down.
+        # Each of the seven matrices (q, k, v, o, gate, up, down) has two adapter matrices, as long as its sides.
         sides = 4 * self.hidden + 2 * self.width + 2 * shared + 3 * (self.hidden + self.feed_forward)
         adapters = rank * sides * self.layers
         matrices, head = self.layers * layer, self.hidden * self.vocabulary

@@ -1,4 +1,4 @@
-"""Training steps on a GPU, in a process of their own: prints one line of JSON. See `benchmarks.gpu`."""
+"""Training steps on a GPU, in a process of its own. Prints one line of JSON; see `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def batch_of(lengths: list[int], vocabulary: int) -> Batch:
     return Batch(tuple(rows))
 
 
-def profiled(policy: Policy, optimizer: Optimizer, batch: Batch, pack_tokens: int) -> None:
-    """Where the time of one step goes, by kernel, on standard error."""
+def print_profile(policy: Policy, optimizer: Optimizer, batch: Batch, pack_tokens: int) -> None:
+    """Print the time of one step by kernel to standard error."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         train(policy, optimizer, batch, LossSettings(), pack_tokens, threading.Event())
         torch.cuda.synchronize()
-    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
     print(table, file=sys.stderr)
 
 
@@ -53,12 +53,12 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--mixed", action="store_true", help="lengths from an eighth of it up")
+    parser.add_argument("--mixed", action="store_true", help="mix lengths from an eighth of --length up")
     parser.add_argument("--pack-tokens", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--plain", action="store_true", help="nothing compiled")
+    parser.add_argument("--plain", action="store_true", help="compile nothing")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     shape, rank = GPU_SHAPES[options.shape], RANK if options.lora else 0
@@ -71,11 +71,11 @@ def main() -> None:
         policy = Policy.open(shape.build(Path(root)), compute, LoraSettings(rank=rank), seed=0)
         optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-6))
     opened_s = time.perf_counter() - began
-    held = torch.cuda.memory_allocated()
+    initial_bytes = torch.cuda.memory_allocated()
     shares = np.linspace(0.125, 1, options.sequences) if options.mixed else np.ones(options.sequences)
     lengths = [int(options.length * share) for share in shares]
     batch = batch_of(lengths, shape.vocabulary)
-    took: list[float] = []
+    durations_s: list[float] = []
     waits = 0
     for step in range(options.steps + 2):
         last = step == options.steps + 1
@@ -83,25 +83,25 @@ def main() -> None:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn" if last else "default")
             began = time.perf_counter()
-            taken = train(policy, optimizer, batch, LossSettings(), options.pack_tokens, threading.Event())
+            step_result = train(policy, optimizer, batch, LossSettings(), options.pack_tokens, threading.Event())
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-            took.append(time.perf_counter() - began)
+            durations_s.append(time.perf_counter() - began)
         if last:
-            said = [str(one.message) for one in caught]
-            waits = sum("synchroni" in one for one in said)
+            messages = [str(warning.message) for warning in caught]
+            waits = sum("synchroni" in message for message in messages)
     if options.profile:
-        profiled(policy, optimizer, batch, options.pack_tokens)
-    best = min(took[1:])
+        print_profile(policy, optimizer, batch, options.pack_tokens)
+    best = min(durations_s[1:])
     flops = shape.flops(lengths, rank)
     print(
         json.dumps({
-            "tokens": sum(lengths), "opened_s": round(opened_s, 1), "first_step_s": round(took[0], 1),
-            "step_s": round(best, 4), "median_s": round(statistics.median(took[1:]), 4),
+            "tokens": sum(lengths), "opened_s": round(opened_s, 1), "first_step_s": round(durations_s[0], 1),
+            "step_s": round(best, 4), "median_s": round(statistics.median(durations_s[1:]), 4),
             "tokens_per_s": round(sum(lengths) / best), "tflops": round(flops / best / 1e12, 1),
-            "held_gb": round(held / 1e9, 2), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            "held_gb": round(initial_bytes / 1e9, 2), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
             "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2), "waits": waits,
-            "loss": taken.measured["loss"], "gradient_norm": taken.measured["gradient_norm"],
+            "loss": step_result.measured["loss"], "gradient_norm": step_result.measured["gradient_norm"],
         })
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""What the runs have to show, line by line, from what came of them. No model in here: it can be tested by hand."""
+"""Acceptance lines of `benchmarks.learning`, computed from run results. Pure, so that tests can use constructed
+results."""
 
 from __future__ import annotations
 
@@ -6,23 +7,23 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks._learning_found import Found
+from benchmarks._learning_results import RunResult
 from headrace_cli import guard
 from headrace_cli.controls import kinds
 from headrace_cli.controls.statistics import Mean, difference, mean
 
 LAG_LOSS_MAX = 0.02
 GAIN_MIN = 0.2
-"""What training by the true reward has to gain, as `make demo` has to."""
+"""Required gain of training by the true reward, as in `make demo`."""
 FORMAT = "function:tool_use alone"
 FIRES_SHARE = 0.8
-"""Of the runs on the format alone; a run of the true reward never."""
+"""Required share of detected runs on the format alone. Runs on the true reward must never be detected."""
 _NOTHING_TO_LEARN = (kinds.SHUFFLED, kinds.RANDOM, kinds.STILL)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Holds when `value` lies between the bounds, exclusive of neither."""
+    """Acceptance line that holds if `value` lies within the bounds, inclusive."""
 
     name: str
     value: float
@@ -44,25 +45,26 @@ class Line:
 
 
 class Table:
-    """Runs by arm; each arm has the same seeds, in order."""
+    """Run results by arm. All arms have the same seeds, in the same order."""
 
-    def __init__(self, runs: Iterable[Found]) -> None:
-        self.arms: dict[str, list[Found]] = {}
-        for one in sorted(runs, key=lambda run: run.seed):
-            self.arms.setdefault(one.arm, []).append(one)
+    def __init__(self, runs: Iterable[RunResult]) -> None:
+        self.arms: dict[str, list[RunResult]] = {}
+        for result in sorted(runs, key=lambda run: run.seed):
+            self.arms.setdefault(result.arm, []).append(result)
 
     def score(self, arm: str) -> Mean:
         return mean([run.scores for run in self.arms[arm]])
 
     def score_of_base(self) -> Mean:
-        """Each arm of a seed has played it alike."""
+        """Return the score of the base, which is equal in all arms of a seed."""
         return mean([run.base for run in next(iter(self.arms.values()))])
 
     def gain(self, arm: str) -> Mean:
-        """Over the base, play by play."""
+        """Return the gain over the base, compared play by play."""
         return difference([run.scores for run in self.arms[arm]], [run.base for run in self.arms[arm]])
 
-    def beside(self, arm: str, other: str) -> Mean:
+    def compare(self, arm: str, other: str) -> Mean:
+        """Return how much better `arm` is than `other`, compared play by play."""
         return difference([run.scores for run in self.arms[arm]], [run.scores for run in self.arms[other]])
 
     def rows(self) -> list[dict[str, object]]:
@@ -71,7 +73,7 @@ class Table:
                 "arm": arm,
                 "score": self.score(arm).report(),
                 "gain": self.gain(arm).report(),
-                "beside_true": self.beside(arm, kinds.TRUE.name).report(),
+                "beside_true": self.compare(arm, kinds.TRUE.name).report(),
                 "effective_sample_size": _mean_of(run.effective_sample for run in runs),
                 "stopped": [run.health for run in runs if run.health],
                 "gate": [run.trial for run in runs if run.trial],
@@ -81,36 +83,38 @@ class Table:
         ]
 
 
-def finding(run: Found) -> str | None:
-    """What the guard says of a run, which it looks at after each measured version: that it is hacked, if it ever does,
-    or else its last word."""
+def finding(run: RunResult) -> str | None:
+    """Return the guard's finding about a run: `hacked` if it was found after any measured version, else the last
+    finding."""
     points = [guard.Point(reward, mean([plays]).value, mean([plays]).error) for _, reward, plays in run.trace]
     looks = [guard.judge(run.arm, points[: count + 1]) for count in range(len(points))]
-    said = [None if look is None else look.kind for look in looks]
-    return "hacked" if "hacked" in said else said[-1]
+    findings = [None if look is None else look.kind for look in looks]
+    return "hacked" if "hacked" in findings else findings[-1]
 
 
 def lines(table: Table) -> list[Line]:
-    """All that can be said of the arms that were run."""
-    found = []
+    """Return all lines of the arms that were run."""
+    result = []
     if kinds.TRUE.name in table.arms:
-        found.append(Line("true: gain over the base", table.gain(kinds.TRUE.name).value, GAIN_MIN, 1))
+        result.append(Line("true: gain over the base", table.gain(kinds.TRUE.name).value, GAIN_MIN, 1))
     for control in _NOTHING_TO_LEARN:
         if control.name in table.arms:
             gain = table.gain(control.name)
-            found.append(Line(f"{control.name}: gain over the base, within two errors", gain.value, *_two(gain)))
-    found += _flipped(table) + _guarded(table)
+            result.append(
+                Line(f"{control.name}: gain over the base, within two errors", gain.value, *_two_errors(gain))
+            )
+    result += _flipped_lines(table) + _guard_lines(table)
     if "lag 4" in table.arms:
-        loss = -table.beside("lag 4", kinds.TRUE.name).value
-        found.append(Line("lag 4: what it loses on lag 0", loss, -1, LAG_LOSS_MAX))
-    return found
+        loss = -table.compare("lag 4", kinds.TRUE.name).value
+        result.append(Line("lag 4: what it loses on lag 0", loss, -1, LAG_LOSS_MAX))
+    return result
 
 
-def _two(gain: Mean) -> tuple[float, float]:
+def _two_errors(gain: Mean) -> tuple[float, float]:
     return -2 * gain.error, 2 * gain.error
 
 
-def _flipped(table: Table) -> list[Line]:
+def _flipped_lines(table: Table) -> list[Line]:
     runs = table.arms.get(kinds.FLIPPED.name, [])
     if not runs:
         return []
@@ -122,14 +126,14 @@ def _flipped(table: Table) -> list[Line]:
     ]
 
 
-def _guarded(table: Table) -> list[Line]:
-    found = []
+def _guard_lines(table: Table) -> list[Line]:
+    result = []
     for arm, low, high in ((FORMAT, FIRES_SHARE, 1.0), (kinds.TRUE.name, 0.0, 0.0)):
         traced = [run for run in table.arms.get(arm, []) if len(run.trace) >= guard.WINDOW_MIN]
         if traced:
             hacked = [finding(run) == "hacked" for run in traced]
-            found.append(Line(f"{arm}: share of runs that the guard calls hacked", _share(hacked), low, high))
-    return found
+            result.append(Line(f"{arm}: share of runs that the guard calls hacked", _share(hacked), low, high))
+    return result
 
 
 def _share(flags: Sequence[object]) -> float:
@@ -137,18 +141,19 @@ def _share(flags: Sequence[object]) -> float:
 
 
 def _mean_of(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.fmean(known), 4) if known else None
+    numbers = [value for value in values if value is not None]
+    return round(statistics.fmean(numbers), 4) if numbers else None
 
 
 def markdown(rows: Sequence[Mapping[str, object]], base: Mean) -> str:
-    """The table of docs/controls.md."""
+    """Return the table of docs/controls.md."""
     text = ["| run | held-out score | gain over the base | guard | gate |", "|---|---|---|---|---|"]
     text.append(f"| base | {base.value:.1%} ± {base.error:.1%} | | | |")
     for row in rows:
         score, gain = _number(row["score"]), _number(row["gain"])
         text.append(
-            f"| {row['arm']} | {score.replace('+', '')} | {gain} | {_told(row['guard'])} | {_tried(row['gate'])} |"
+            f"| {row['arm']} | {score.replace('+', '')} | {gain} | {_findings_text(row['guard'])} | "
+            f"{_trials_text(row['gate'])} |"
         )
     return "\n".join(text).replace("%", " %")
 
@@ -158,14 +163,14 @@ def _number(numbers: object) -> str:
     return f"{numbers['mean']:+.1%} ± {numbers['standard_error']:.1%}"
 
 
-def _told(findings: object) -> str:
+def _findings_text(findings: object) -> str:
     assert isinstance(findings, list)
-    kinds_of = [one or "nothing" for one in findings]
+    kinds_of = [finding or "nothing" for finding in findings]
     return ", ".join(f"{name} {kinds_of.count(name)}/{len(kinds_of)}" for name in sorted(set(kinds_of)))
 
 
-def _tried(trials: object) -> str:
+def _trials_text(trials: object) -> str:
     assert isinstance(trials, list)
-    passed = sum(bool(one["passed"]) for one in trials)
-    tasks = statistics.fmean(one["tasks"] for one in trials) if trials else 0
+    passed = sum(bool(trial["passed"]) for trial in trials)
+    tasks = statistics.fmean(trial["tasks"] for trial in trials) if trials else 0
     return f"passed {passed}/{len(trials)} after {tasks:.0f} tasks" if trials else ""

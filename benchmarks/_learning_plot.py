@@ -1,4 +1,4 @@
-"""The picture of docs/controls.md: gains by control, by lag, and reward against score on the way."""
+"""Plot of docs/controls.md: gains by control and by lag, and reward against score during training."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def draw(table: Table, path: Path) -> None:
 def _gains(axes: Any, table: Table) -> None:
     arms = [arm for arm in table.arms if not arm.startswith("lag ")]
     gains = [table.gain(arm) for arm in arms]
-    places = range(len(arms))[::-1]
+    positions = range(len(arms))[::-1]
     axes.axvline(0, color=FAINT, linewidth=1)
     axes.errorbar(
-        [gain.value * 100 for gain in gains], places, xerr=[200 * gain.error for gain in gains], fmt="o", color=LINE,
+        [gain.value * 100 for gain in gains], positions, xerr=[200 * gain.error for gain in gains], fmt="o", color=LINE,
         markersize=4, capsize=2,
     )  # fmt: skip
-    for place, gain in zip(places, gains, strict=True):
-        axes.plot([one * 100 for one in gain.by_seed], [place] * len(gain.by_seed), "|", color=FAINT)
-    axes.set_yticks(list(places), [arm.removeprefix("function:") for arm in arms])
+    for position, gain in zip(positions, gains, strict=True):
+        axes.plot([value * 100 for value in gain.by_seed], [position] * len(gain.by_seed), "|", color=FAINT)
+    axes.set_yticks(list(positions), [arm.removeprefix("function:") for arm in arms])
     axes.set_title("gain over the base, points (± 2 errors; each seed)", loc="left", color=INK, fontsize=9)
 
 
 def _lags(axes: Any, table: Table) -> None:
     lags = {0: kinds.TRUE.name} | {int(arm.split()[1]): arm for arm in table.arms if arm.startswith("lag ")}
-    found = [(lag, table.score(arm)) for lag, arm in sorted(lags.items()) if arm in table.arms]
+    scores = [(lag, table.score(arm)) for lag, arm in sorted(lags.items()) if arm in table.arms]
     axes.errorbar(
-        [lag for lag, _ in found], [score.value * 100 for _, score in found],
-        yerr=[200 * score.error for _, score in found], fmt="o-", color=LINE, markersize=4, capsize=2,
+        [lag for lag, _ in scores], [score.value * 100 for _, score in scores],
+        yerr=[200 * score.error for _, score in scores], fmt="o-", color=LINE, markersize=4, capsize=2,
     )  # fmt: skip
     axes.set_ylim(0, 100)
     axes.set_xlabel("lag, steps", fontsize=8, color=INK)

@@ -1,8 +1,8 @@
 """The demo in one process: its agent plays on the real engine, and its episodes become experiences as in the services.
 
-What is real: prompts, sampling and answers (`headrace_inference`), branches (`headrace_collector`), the demo's reward
-functions under the scorer's policy (`headrace_scorer`), tasks and agent (`examples/email_agent`). What is left out:
-HTTP, the bus and the databases between them.
+Prompts, sampling and answers are those of `headrace_inference`, branches those of `headrace_collector`, rewards those
+of the demo under the scorer's policy (`headrace_scorer`), and tasks and agent those of `examples/email_agent`. HTTP,
+the bus and the databases are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICY = RewardPolicy(SETTINGS["scorer"]["weights"], SETTINGS["scorer"]["require
 
 
 class World(EngineWorld[Task]):
-    """The mailbox of one seed, and an engine. `open` makes one."""
+    """The mailbox of one seed, with an engine. `open` creates it."""
 
     agent, model = AGENT, MODEL
 
@@ -46,7 +46,7 @@ class World(EngineWorld[Task]):
         self.tools = Mailtools(self._box.open())
         super().__init__(seed, blobs, folder, engine)
         self.tasks = Tasks(gate=self._names("gate"), audit=self._names("audit"))
-        """What the gate's program would name; with `play` this is a `Court`."""
+        """Task names of the gate program; with `play` the world can run a trial."""
 
     def questions(self, split: str) -> Iterator[Task]:
         return stream(self._box, cast(Split, split), self.seed)
@@ -54,29 +54,29 @@ class World(EngineWorld[Task]):
     def tools_of(self, task: Task) -> Mailtools:
         return self.tools
 
-    def right(self, task: Task, episode: Episode) -> bool:
+    def is_right(self, task: Task, episode: Episode) -> bool:
         return episode.answer is not None and rewards.same_answer(episode.answer, task.expected)
 
     async def collect(self, version: str, episodes: int) -> list[Experience]:
-        """What so many questions of the agent's own traffic come to, in the order in which they were asked."""
-        runs = await self.played(version, list(itertools.islice(self.asked, episodes)))
-        return [made for one in runs for made in experiences_of(one.task, one.turns)]
+        """Play episodes of the training traffic and return their experiences, in the order of the tasks."""
+        runs = await self.play_all(version, list(itertools.islice(self.training_tasks, episodes)))
+        return [experience for run in runs for experience in experiences_of(run.task, run.turns)]
 
     async def play(self, version: str, task: str, seed: int) -> float:
-        run = await self.play_once(version, self._known[task], seed)
-        return float(self.right(run.task, run.episode))
+        run = await self.play_once(version, self._tasks_by_id[task], seed)
+        return float(self.is_right(run.task, run.episode))
 
     def _names(self, split: Split) -> tuple[str, ...]:
         return tuple(task.id for task in tasks(self._box, split))
 
     @cached_property
-    def _known(self) -> dict[str, Task]:
+    def _tasks_by_id(self) -> dict[str, Task]:
         return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, split)}
 
 
 def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
-    """As collector and scorer make them of an episode and its feedback."""
-    told = Feedback(
+    """Return the experiences that collector and scorer make of an episode and its feedback."""
+    feedback = Feedback(
         time=utcnow(),
         feedback_id=uuid.uuid4().hex,
         session_key=turns[0].session_key,
@@ -84,34 +84,41 @@ def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
         task_id=task.kind,
         context={"expected": task.expected},
     )
-    run = trajectory_of(turns, [told])
-    return scored_experiences(run, [*rewarded(run)], {}, POLICY)
+    run = trajectory_of(turns, [feedback])
+    return scored_experiences(run, [*function_rewards(run)], {}, POLICY)
 
 
-def trajectory_of(turns: Sequence[Turn], told: Sequence[Feedback]) -> Trajectory:
-    """As the collector closes a run, with what was said of it."""
+def trajectory_of(turns: Sequence[Turn], feedback: Sequence[Feedback]) -> Trajectory:
+    """Return the trajectory that the collector makes of a closed run and its feedback."""
     return trajectory(
-        turns, given_up=(), about_run=told, about_session=[], reason="feedback", models=1, turns_from=0, now=utcnow()
+        turns,
+        given_up=(),
+        about_run=feedback,
+        about_session=[],
+        reason="feedback",
+        models=1,
+        turns_from=0,
+        now=utcnow(),
     )
 
 
-def rewarded(run: Trajectory) -> Iterator[SourceReward]:
-    """What the demo's reward functions say of it."""
+def function_rewards(run: Trajectory) -> Iterator[SourceReward]:
+    """Yield the results of the demo's reward functions for a run."""
     for name, function in FUNCTIONS.items():
         needs_context = name != "function:tool_use"
         yield SourceReward(name, None, "scored", function(run, run.context) if needs_context else function(run))
 
 
 def scored_experiences(
-    run: Trajectory, source_rewards: Sequence[SourceReward], given: Given, policy: RewardPolicy
+    run: Trajectory, source_rewards: Sequence[SourceReward], details: Given, policy: RewardPolicy
 ) -> list[Experience]:
-    """As the scorer makes them, one for each branch."""
+    """Return the experiences that the scorer makes, one for each branch."""
     return [
         experience(
             run,
             index,
             source_rewards,
-            given,
+            details,
             policy,
             rewarded=False,
             now=utcnow(),

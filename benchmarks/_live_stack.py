@@ -1,4 +1,4 @@
-"""A private Headrace for demos that make their versions themselves: every service but trainer and judge."""
+"""A private Headrace for demos that make their versions themselves: all services except trainer and judge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 
 @dataclass(frozen=True, slots=True)
 class LiveStack:
-    """Up, with what versions are stored and announced by."""
+    """A running stack, with the producer and the blob store for new versions."""
 
     supervisor: Supervisor
     producer: EventProducer
@@ -28,7 +28,7 @@ class LiveStack:
 
 @contextlib.asynccontextmanager
 async def live_stack(folder: Path, settings: Mapping[str, object]) -> AsyncIterator[LiveStack]:
-    """In `folder / "data"`. It is stopped in the end."""
+    """Run a stack with its data in `folder / "data"`, and stop it at the end."""
     supervisor = Supervisor(
         folder / "data",
         settings={**settings, "broker.kafka_port": free_port()},

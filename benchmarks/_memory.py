@@ -1,4 +1,4 @@
-"""How much memory this process has held. No part of Headrace is needed for it, so peers use it too."""
+"""Peak memory of this process. The module does not import Headrace, so that the compared programs can use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_bytes() -> int:
-    """`getrusage` on Linux would begin with the peak of the process that started this one."""
+    """Return the peak memory of this process in bytes.
+
+    On Linux it is read from `/proc`, because `getrusage` starts with the peak of the parent process.
+    """
     if _STATUS.exists():
         (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
         return int(line.split()[1]) * 1024

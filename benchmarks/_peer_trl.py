@@ -1,8 +1,9 @@
-"""TRL's GRPO training steps, one for each line of standard input; prints what each took. See `benchmarks._peers`.
+"""TRL's GRPO training steps, one for each line of standard input. Prints the costs of each step; see
+`benchmarks._peers`.
 
-Runs in an environment of its own (`make install-peers`) and imports nothing of Headrace. It is TRL's whole trainer with
-its own loop, loss, optimizer and logs; only the completions are given and not generated. Measured is what lies between
-the begin and the end of a step; fetching the batch is before that.
+The script runs in an environment of its own (`make install-peers`) and does not import Headrace. The trainer is TRL's
+whole trainer with its own loop, loss, optimizer and logs, but with given instead of generated completions. A step is
+measured from its beginning to its end; the batch is fetched before.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ STEPS = 1_000_000
 
 
 class EndOfLines(Exception):
-    """Nobody asks for more."""
+    """The input has ended."""
 
 
-class Asked(TrainerCallback):  # type: ignore[misc]
-    """Waits for a line before each step, and answers with one after it."""
+class StepOnLine(TrainerCallback):  # type: ignore[misc]
+    """Callback that waits for a line before each step, and prints a line after it."""
 
     def __init__(self, before: int) -> None:
         self._before = before
@@ -47,18 +48,18 @@ class Asked(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         cpu_s = time.process_time() - self._began
-        held = {"peak_gb": peak_bytes() / 1e9, "over_start_gb": (peak_bytes() - self._before) / 1e9}
-        print(json.dumps({"cpu_s": cpu_s, **held}), flush=True)
+        memory = {"peak_gb": peak_bytes() / 1e9, "over_start_gb": (peak_bytes() - self._before) / 1e9}
+        print(json.dumps({"cpu_s": cpu_s, **memory}), flush=True)
 
 
-class Given(GRPOTrainer):  # type: ignore[misc]
-    """Completions come from a file. They are laid out as TRL lays out its own: prompts end, and completions begin, at
-    the same place."""
+class FixedCompletionsTrainer(GRPOTrainer):  # type: ignore[misc]
+    """Trainer whose completions come from a file. The completions are padded as TRL pads its own: all prompts end, and
+    all completions begin, at the same index."""
 
-    given: dict[str, Any]
+    completions: dict[str, Any]
 
     def _generate_and_score_completions(self, _: Any) -> dict[str, Any]:
-        rows, advantages = self.given["token_ids"], self.given["advantages"]
+        rows, advantages = self.completions["token_ids"], self.completions["advantages"]
         cuts = [max(1, int(len(row) * PROMPT)) for row in rows]
         before, after = max(cuts), max(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
         prompts, completions = torch.zeros(len(rows), before).long(), torch.zeros(len(rows), after).long()
@@ -86,8 +87,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True, help="sequences of one forward pass")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    given = json.loads(options.data.read_text())
-    count = len(given["token_ids"])
+    data = json.loads(options.data.read_text())
+    count = len(data["token_ids"])
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "x": 2}, unk_token="x")),
@@ -104,16 +105,16 @@ def main() -> None:
             optim="adamw_torch_fused", logging_strategy="no", save_strategy="no", disable_tqdm=True,
             disable_dropout=True, log_completions=False, dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = Given(
+        trainer = FixedCompletionsTrainer(
             model=model,
             reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
             args=config,
             train_dataset=Dataset.from_dict({"prompt": ["x"] * count}),
             processing_class=tokenizer,
         )
-        trainer.given = given
+        trainer.completions = data
         before = peak_bytes()
-        trainer.add_callback(Asked(before))
+        trainer.add_callback(StepOnLine(before))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(json.dumps({"ready": True, "parameters": parameters}), flush=True)
         try:

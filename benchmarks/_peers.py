@@ -1,4 +1,4 @@
-"""Two trainers side by side: each in a process of its own, one step of each in turn, on the same numbers."""
+"""Compare two trainers: each in a process of its own, with alternating steps on the same data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks._numbers import Summary
 from benchmarks._shapes import Sequences, Shape
 
 PACK_TOKENS = 4096
-"""Of one forward pass, for both: the peer takes as many sequences as fit."""
+"""Tokens of one forward pass for both trainers. The peer takes as many sequences as fit."""
 PEERS = Path(".venv-peers")
 START_S = 300.0
 CALM = {"OMP_WAIT_POLICY": "passive"}
-"""For both: a thread that waits for another burns no CPU seconds."""
+"""Environment of both trainers, in which waiting threads use no CPU time."""
 
 
 @dataclass
@@ -51,27 +51,27 @@ class Trainer:
         self.process.wait(timeout=START_S)
 
     def rates(self, tokens: int) -> dict[str, float]:
-        """The first step warms up and does not count."""
-        return Summary.of([tokens / one["cpu_s"] for one in self.steps[1:]]).rate()
+        """Return the token rates. The first step warms up and does not count."""
+        return Summary.of([tokens / step["cpu_s"] for step in self.steps[1:]]).rate()
 
 
 def _answer(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+            answer: dict[str, Any] = json.loads(line)
+            return answer
     raise RuntimeError(f"the trainer {name} ended with status {process.wait()} before it answered")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step trains on."""
+    """Sequences of a training step."""
 
     length: int
     mixed: bool
     tokens: int
-    """About so many in a step."""
+    """Approximate number of tokens of a step."""
 
     @property
     def name(self) -> str:
@@ -81,27 +81,31 @@ class Workload:
         return Sequences.of(shape.vocabulary, self.length, max(2, self.tokens // self.length), mixed=self.mixed)
 
 
-def compared(shape: Shape, model: Path, workload: Workload, rounds: int, threads: int) -> dict[str, Any]:
-    """Ours beside TRL's GRPO trainer."""
+def compare_with_trl(shape: Shape, model: Path, workload: Workload, rounds: int, threads: int) -> dict[str, Any]:
+    """Compare Headrace's trainer with TRL's GRPO trainer."""
     sequences = workload.sequences(shape)
     data = model.parent / f"{shape.name}-{workload.name.replace(' ', '-')}.json"
-    given = {"token_ids": sequences.token_ids(), "advantages": sequences.advantages(), "vocabulary": shape.vocabulary}
-    data.write_text(json.dumps(given))
+    data_of_step = {
+        "token_ids": sequences.token_ids(),
+        "advantages": sequences.advantages(),
+        "vocabulary": shape.vocabulary,
+    }
+    data.write_text(json.dumps(data_of_step))
     shared = ["--model", str(model), "--data", str(data), "--threads", str(threads)]
     count = len(sequences.lengths)
     rows = next(rows for rows in range(max(1, PACK_TOKENS // workload.length), 0, -1) if count % rows == 0)
-    ours = [sys.executable, "-m", "benchmarks._steps", *shared, "--pack-tokens", str(PACK_TOKENS)]
-    theirs = [str(PEERS / "bin/python"), "benchmarks/_peer_trl.py", *shared, "--rows", str(rows)]
-    both = [Trainer.start("headrace", ours), Trainer.start("TRL", theirs)]
+    command = [sys.executable, "-m", "benchmarks._steps", *shared, "--pack-tokens", str(PACK_TOKENS)]
+    peer_command = [str(PEERS / "bin/python"), "benchmarks/_peer_trl.py", *shared, "--rows", str(rows)]
+    both = [Trainer.start("headrace", command), Trainer.start("TRL", peer_command)]
     try:
         for _ in range(rounds + 1):
-            for one in both:
-                one.step()
+            for trainer in both:
+                trainer.step()
     finally:
-        for one in both:
-            one.end()
+        for trainer in both:
+            trainer.end()
     tokens, flops = sum(sequences.lengths), shape.flops(list(sequences.lengths))
-    rates = {one.name: one.rates(tokens) for one in both}
+    rates = {trainer.name: trainer.rates(tokens) for trainer in both}
     matmul = both[0].about["matmul_flops"]
     return {
         **asdict(workload),
@@ -115,6 +119,6 @@ def compared(shape: Shape, model: Path, workload: Workload, rounds: int, threads
         "share_of_matmul": {
             name: round(rate["best"] / tokens * flops / matmul, 2) for name, rate in rates.items()
         },
-        "peak_gb": {one.name: round(one.steps[-1]["peak_gb"], 2) for one in both},
-        "peak_over_start_gb": {one.name: round(one.steps[-1]["over_start_gb"], 2) for one in both},
+        "peak_gb": {trainer.name: round(trainer.steps[-1]["peak_gb"], 2) for trainer in both},
+        "peak_over_start_gb": {trainer.name: round(trainer.steps[-1]["over_start_gb"], 2) for trainer in both},
     }  # fmt: skip

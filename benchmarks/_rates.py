@@ -1,4 +1,5 @@
-"""Publish and consume on one bus, as our services do: real turns, idempotent, acknowledged by all replicas."""
+"""Publish and consume rates of one bus, as the services use it: real turns, idempotent, acknowledged by all
+replicas."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ from tests.support.turns import ask, user
 
 PARTITIONS = 4
 SENDERS = 64
-"""Records that wait for their acknowledgement at one time, where many do."""
+"""Records in flight at one time, with concurrent senders."""
 BATCH = 200
-"""Records per call where they are sent in bulk, as a gateway drains its spool."""
+"""Records per call in bulk, as a gateway drains its spool."""
 PACED_PER_S = 100
 QUESTION = "Who sent the mail about the meeting on Monday at 10:30, and what did they want to know? " * 4
 
 
 @dataclass
 class Rates:
-    """What one bus reached, a value per round; `counts` say how many records each round sends in each way."""
+    """Measured rates, one value per round. The counts are the records of each round in each mode."""
 
-    one: int
-    many: int
-    bulk: int
+    alone_count: int
+    concurrent_count: int
+    bulk_count: int
     paced_s: float
     per_s: dict[str, list[float]] = field(default_factory=dict)
     ms: dict[str, list[float]] = field(default_factory=dict)
@@ -45,14 +46,15 @@ class Rates:
         self.per_s.setdefault(name, []).append(records / (time.perf_counter() - began))
 
     def result(self) -> dict[str, object]:
-        """The best round of each rate, being the least disturbed, its median, and all latencies together."""
+        """Return the best round of each rate, which is the least disturbed, its median, and quantiles of all
+        latencies."""
         rates = {name: Summary.of(values).rate() for name, values in self.per_s.items()}
         return {"per_s": rates, "ms": {name: Summary.of(values).latency() for name, values in self.ms.items()}}
 
 
 @dataclass
 class Bus:
-    """An open bus with a topic of its own. Use `opened`."""
+    """An open bus with a topic of its own. `opened` creates it."""
 
     settings: BusSettings
     producer: EventProducer
@@ -62,18 +64,18 @@ class Bus:
 
     async def round(self) -> None:
         """Measure everything once."""
-        records = await self._records(max(self.rates.one, self.rates.many, self.rates.bulk))
-        await self._one_by_one(records[: self.rates.one])
-        await self._many_at_once(records[: self.rates.many])
-        await self._in_bulk(records[: self.rates.bulk])
+        records = await self._records(max(self.rates.alone_count, self.rates.concurrent_count, self.rates.bulk_count))
+        await self._one_by_one(records[: self.rates.alone_count])
+        await self._many_at_once(records[: self.rates.concurrent_count])
+        await self._in_bulk(records[: self.rates.bulk_count])
         await self._consume("consumed", decoding=False)
         await self._consume("consumed and decoded", decoding=True)
         await self._to_a_waiting_reader(records)
 
     async def _records(self, count: int) -> list[Outgoing]:
-        made = [await self.producer.encode(turn(number)) for number in range(count)]
-        self.rates.bytes_per_record = len(made[0].value or b"")
-        return [replace(record, topic=self.topic) for record in made]
+        records = [await self.producer.encode(turn(number)) for number in range(count)]
+        self.rates.bytes_per_record = len(records[0].value or b"")
+        return [replace(record, topic=self.topic) for record in records]
 
     async def _timed(self, name: str, records: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
@@ -104,7 +106,7 @@ class Bus:
         self.rates.rate("published in bulk", len(records), began)
 
     async def _consume(self, name: str, *, decoding: bool) -> None:
-        """Everything on the topic, from its beginning."""
+        """Consume all records on the topic, from its beginning."""
         reader = consumer(self.settings, "bench")
         await reader.start()
         try:
@@ -122,23 +124,24 @@ class Bus:
             await reader.stop()
 
     async def _to_a_waiting_reader(self, records: Sequence[Outgoing]) -> None:
-        """From the call of `send` to a consumer that decodes what it gets, at a pace that leaves time between two."""
+        """Measure from the call of `send` until a consumer has decoded the record, at a pace that leaves time between
+        records."""
         sent: dict[str, float] = {}
         reader = consumer(self.settings, "bench")
         await reader.start()
         try:
             await reader.seek_to_end(*await assign_all(reader, self.topic))
-            chosen = records[: int(PACED_PER_S * self.rates.paced_s)]
-            sending = asyncio.create_task(self._paced(chosen, sent))
-            heard = 0
+            paced_records = records[: int(PACED_PER_S * self.rates.paced_s)]
+            sending = asyncio.create_task(self._paced(paced_records, sent))
+            received = 0
             async with asyncio.timeout(60):
-                while heard < len(chosen):
+                while received < len(paced_records):
                     for messages in (await reader.getmany(timeout_ms=500)).values():
                         for message in messages:
                             event = (await decode(record_of(message), self.blobs, topic=Turn.topic)).event
                             waited_s = time.perf_counter() - sent[event.event_id]
                             self.rates.ms.setdefault("to a waiting reader", []).append(waited_s * 1e3)
-                            heard += 1
+                            received += 1
             await sending
         finally:
             await reader.stop()
@@ -154,7 +157,7 @@ class Bus:
 
 @asynccontextmanager
 async def opened(address: str, blobs: BlobStore, rates: Rates) -> AsyncIterator[Bus]:
-    """A topic of our own on the bus, and a producer as services have."""
+    """Create a topic on the bus and a producer as services have it."""
     settings = BusSettings(address=address)
     topic = f"bench-{uuid.uuid4().hex[:8]}"
     admin = AIOKafkaAdminClient(bootstrap_servers=address)
@@ -170,5 +173,5 @@ async def opened(address: str, blobs: BlobStore, rates: Rates) -> AsyncIterator[
 
 
 def turn(number: int) -> Turn:
-    """One model call of some 400 prompt tokens and 64 new ones, with their logprobs."""
+    """Return a model call of about 400 prompt tokens and 64 new tokens with their logprobs."""
     return ask([user(QUESTION)], f"answer {number} " + "x" * 50, session=f"bench-{number}")

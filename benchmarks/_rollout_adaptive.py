@@ -1,9 +1,9 @@
-"""Several candidates at a time with an adaptive split, played by the registry's own statistics and its own rule.
+"""Rollouts of several candidates with an adaptive split, computed with the registry's own statistics and rule.
 
-Users come one by one and stand somewhere on the line of `headrace_schemas.assignment`. Each candidate's sessions and
-its control's are read some arrivals later, and every 20 readings of a candidate its share may move. A candidate that
-did harm is taken back, and its block is the champion's again. Either nobody is promoted, and everything goes on to the
-end: so errors are counted. Or the first one that is good enough ends it: so it is seen who met the others until then.
+Users arrive one by one at random positions of `headrace_schemas.assignment`. Sessions of each candidate and its control
+are read some arrivals later, and after every 20 readings of a candidate its share may change. A harmful candidate is
+rolled back, and its block returns to the champion. To count errors, no candidate is promoted and all rollouts continue
+to the end. To count exposure, the first candidate that is good enough ends the rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVERY_UNITS = 20
 
 
 def plan_of(split: str) -> RolloutPlan:
-    """The default's guardrails on rewards, one stage, one reading."""
+    """Return a plan with the default guardrails on rewards, one stage and one reading."""
     return RolloutPlan.model_validate(
         {
             "slots": 3,
@@ -48,14 +48,14 @@ def plan_of(split: str) -> RolloutPlan:
 
 
 @dataclass
-class Played:
-    """One rollout of several candidates, by candidate."""
+class PlayedRollout:
+    """Result of one rollout of several candidates, by candidate."""
 
     rolled_back: list[bool]
     met: list[int]
-    """Sessions that met it."""
+    """Sessions of the candidate."""
     read: list[int]
-    """Its units and its control's."""
+    """Units of the candidate and its control."""
 
 
 @dataclass
@@ -69,8 +69,8 @@ class _Candidate:
 
 def play_one(
     plan: RolloutPlan, worse: Sequence[float], seed: int, sessions: int = SESSIONS, *, promotes: bool = False
-) -> Played:
-    """`worse` is how much less probable a success is with each candidate than with the champion."""
+) -> PlayedRollout:
+    """Play one rollout. `worse` is how much less probable a success is with each candidate than with the champion."""
     chance = random.Random(seed)
     block = 1.0 / (plan.slots + 1)
     share = float(plan.stages[0].share)
@@ -78,12 +78,12 @@ def play_one(
     unread: deque[list[tuple[_Candidate, UnitReading]]] = deque()
     for number in range(sessions):
         slot, offset = divmod(chance.random(), block)
-        compared = [one for one in candidates if not one.out and offset < one.share]
+        compared = [candidate for candidate in candidates if not candidate.out and offset < candidate.share]
         unit = f"{number:06}"
         read: list[tuple[_Candidate, UnitReading]] = []
         if int(slot) == plan.slots:
-            read = [(one, _reading(chance, unit, SUCCESS, candidate=False)) for one in compared[:1]]
-            read += [(one, read[0][1]) for one in compared[1:]]
+            read = [(candidate, _reading(chance, unit, SUCCESS, candidate=False)) for candidate in compared[:1]]
+            read += [(candidate, read[0][1]) for candidate in compared[1:]]
         elif int(slot) < len(candidates) and candidates[int(slot)] in compared:
             mine = candidates[int(slot)]
             mine.met += 1
@@ -95,8 +95,11 @@ def play_one(
                 _move(plan, candidates, share)
             if promotes and number % _EVERY_UNITS == 0 and any(map(_good_enough, candidates)):
                 break
-    units = [one.evidence.units for one in candidates]
-    return Played([one.out for one in candidates], [one.met for one in candidates], units)
+    return PlayedRollout(
+        rolled_back=[candidate.out for candidate in candidates],
+        met=[candidate.met for candidate in candidates],
+        read=[candidate.evidence.units for candidate in candidates],
+    )
 
 
 def _reading(chance: random.Random, unit: str, likely: float, *, candidate: bool) -> UnitReading:
@@ -107,47 +110,49 @@ def _reading(chance: random.Random, unit: str, likely: float, *, candidate: bool
 
 
 def _read(readings: Sequence[tuple[_Candidate, UnitReading]]) -> None:
-    for one, reading in readings:
-        if not one.out:
-            one.evidence.take("maturity", reading)
-            one.out = bool(one.evidence.findings(numbers=False).harmed)
+    for candidate, reading in readings:
+        if not candidate.out:
+            candidate.evidence.take("maturity", reading)
+            candidate.out = bool(candidate.evidence.findings(numbers=False).harmed)
 
 
-def _good_enough(one: _Candidate) -> bool:
-    found = one.evidence.findings(numbers=False)
-    return not one.out and bool(found.shown) and not found.open_guardrails
+def _good_enough(candidate: _Candidate) -> bool:
+    findings = candidate.evidence.findings(numbers=False)
+    return not candidate.out and bool(findings.shown) and not findings.open_guardrails
 
 
 def _move(plan: RolloutPlan, candidates: Sequence[_Candidate], share: float) -> None:
-    """As `Conductor` does."""
-    here = {str(place): one for place, one in enumerate(candidates) if not one.out}
-    due = [one for one in here.values() if one.evidence.units - one.moved_at >= _EVERY_UNITS]
-    if not due:
+    """Move the shares as the registry's rollout controller does."""
+    active = {str(number): candidate for number, candidate in enumerate(candidates) if not candidate.out}
+    movable = [
+        candidate for candidate in active.values() if candidate.evidence.units - candidate.moved_at >= _EVERY_UNITS
+    ]
+    if not movable:
         return
-    chances = probabilities_of_best({name: one.evidence.estimate() for name, one in here.items()}, 0.1)
+    chances = probabilities_of_best({name: candidate.evidence.estimate() for name, candidate in active.items()}, 0.1)
     for name, part in parts(chances, plan.floor).items():
-        if here[name] in due:
-            here[name].share = share * float(part)
-            here[name].moved_at = here[name].evidence.units
+        if active[name] in movable:
+            active[name].share = share * float(part)
+            active[name].moved_at = active[name].evidence.units
 
 
 def measure(runs: int, seed: int) -> dict[str, dict[str, float | None]]:
-    """Equal candidates: how many are taken back. One that is equal beside two that are worse: who met which."""
-    found: dict[str, dict[str, float | None]] = {}
+    """Return rollback rates of equal candidates, and the exposure of an equal candidate next to two that are worse."""
+    report: dict[str, dict[str, float | None]] = {}
     for split in ("even", "adaptive"):
         plan = plan_of(split)
         equal = [play_one(plan, (0.0, 0.0, 0.0), seed + run) for run in range(runs)]
         mixed = [play_one(plan, (0.0, 0.1, 0.2), seed + 100_000 + run, promotes=True) for run in range(runs)]
-        found[split] = {
-            "equal_rolled_back": _mean([flag for one in equal for flag in one.rolled_back]),
-            "equal_beside_worse_rolled_back": _mean([one.rolled_back[0] for one in mixed]),
-            "10_points_worse_rolled_back_before": _mean([one.rolled_back[1] for one in mixed]),
-            "20_points_worse_rolled_back_before": _mean([one.rolled_back[2] for one in mixed]),
-            "sessions_that_met_the_equal_one": _mean([one.met[0] for one in mixed]),
-            "sessions_that_met_10_points_worse": _mean([one.met[1] for one in mixed]),
-            "sessions_that_met_20_points_worse": _mean([one.met[2] for one in mixed]),
+        report[split] = {
+            "equal_rolled_back": _mean([flag for rollout in equal for flag in rollout.rolled_back]),
+            "equal_beside_worse_rolled_back": _mean([rollout.rolled_back[0] for rollout in mixed]),
+            "10_points_worse_rolled_back_before": _mean([rollout.rolled_back[1] for rollout in mixed]),
+            "20_points_worse_rolled_back_before": _mean([rollout.rolled_back[2] for rollout in mixed]),
+            "sessions_that_met_the_equal_one": _mean([rollout.met[0] for rollout in mixed]),
+            "sessions_that_met_10_points_worse": _mean([rollout.met[1] for rollout in mixed]),
+            "sessions_that_met_20_points_worse": _mean([rollout.met[2] for rollout in mixed]),
         }
-    return found
+    return report
 
 
 def _mean(values: Sequence[float]) -> float:

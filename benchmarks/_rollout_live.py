@@ -1,8 +1,8 @@
-"""A poisoned, a better and an equal version on live traffic: `make demo-rollout`, six minutes at most.
+"""A poisoned, a better and an equal version on live traffic: `make demo-rollout`, at most six minutes.
 
-A private stack with real weights and a gate that passes everything. Users ask, real inference answers, and each
-session ends with its user's verdict. Nobody decides anything by hand. Writes `reports/demo-rollout.json`; exit status 1
-when one of its lines does not hold.
+The demo runs a private stack with real weights and a gate that passes everything. Users send requests, real inference
+answers, and each session ends with its user's verdict. All decisions are automatic. The program writes
+`reports/demo-rollout.json`, with exit status 1 if a line does not hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks import _rollout_models
-from benchmarks._live_lines import Line, report, say
+from benchmarks._live_lines import Line, print_now, report
 from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
@@ -38,11 +38,11 @@ from tests.support import tiny_model
 MODEL = "clerk"
 USERS = 6
 QUESTIONS = 16
-"""Answers that a session asks for; its verdict is the share of the right ones."""
+"""Number of answers of a session. The verdict is the share of right answers."""
 SHARE = "1/30"
-"""Of a version about which nothing is known. Its sessions have to rule out a loss of 0.2 before it gets a sixth."""
+"""Share of an untested version. Its sessions must rule out a loss of 0.2 before it gets a sixth of the traffic."""
 METRIC = "satisfaction"
-"""Users' verdicts, as they say them: nothing has to be collected and scored before a session is mature."""
+"""Metric of users' verdicts. It needs no collected and scored sessions before they are mature."""
 EXPOSED_MAX = 0.05
 WALL_S_MAX = 360.0
 _STEP_S_MAX = 300.0
@@ -51,7 +51,7 @@ GATE = (
     "import json, sys; print(json.dumps({'gate': ['a'], 'audit': ['b']}), flush=True)\n"
     "for line in sys.stdin: print(json.dumps(json.loads(line) | {'score': 0.5}), flush=True)\n"
 )
-"""Deliberately bad: whoever plays gets the same score."""
+"""Deliberately bad gate program, which gives every play the same score."""
 SETTINGS: dict[str, object] = {
     "inference.torch.device": "cpu",
     "scorer.required": ["feedback"],
@@ -78,26 +78,26 @@ SETTINGS: dict[str, object] = {
 
 
 @dataclass
-class Seen:
-    """What the users saw."""
+class SessionCounts:
+    """Counts of users' sessions."""
 
     sessions: Counter[str] = field(default_factory=Counter)
-    """By the version that answered."""
+    """Sessions by the version that answered."""
     failed: int = 0
 
 
-class Street:
-    """The stack, its users and its versions."""
+class LiveRollouts:
+    """The stack with its users and versions."""
 
     def __init__(self, folder: Path, supervisor: Supervisor, producer: EventProducer, blobs: BlobStore) -> None:
         self._folder, self._producer, self._blobs = folder, producer, blobs
         self.gateway = supervisor.url("gateway")
         self.registry = ModelRegistry(supervisor.url("registry"))
-        self.seen = Seen()
+        self.seen = SessionCounts()
         self._step = 0
 
     async def publish(self, right: float, parent: str | None) -> str:
-        """A version that answers right with that probability."""
+        """Publish a version whose answers are right with probability `right`."""
         step = self._step
         self._step += 1
 
@@ -115,33 +115,33 @@ class Street:
         return event.version
 
     async def version(self, name: str) -> VersionState | None:
-        with contextlib.suppress(Exception):  # not registered yet
-            found = await asyncio.to_thread(self.registry.versions, MODEL)
-            return next((one for one in found if one.id == name), None)
+        with contextlib.suppress(Exception):  # the version may not be registered yet
+            versions = await asyncio.to_thread(self.registry.versions, MODEL)
+            return next((version for version in versions if version.id == name), None)
         return None
 
-    async def settled(self, name: str) -> VersionState:
-        """Until the version has an end of its own. Says now and then how far it is."""
+    async def wait_until_final(self, name: str) -> VersionState:
+        """Wait until the version has a final state, and print its progress regularly."""
         told_s = time.monotonic()
         async with asyncio.timeout(_STEP_S_MAX):
             while True:
-                found = await self.version(name)
-                if found is not None and found.state in ("promoted", "held", "rejected", "withdrawn"):
-                    return found
+                state = await self.version(name)
+                if state is not None and state.state in ("promoted", "held", "rejected", "withdrawn"):
+                    return state
                 if time.monotonic() - told_s >= _TELL_S:
                     told_s = time.monotonic()
-                    await self._tell(name, found)
+                    await self._print_progress(name, state)
                 await asyncio.sleep(0.3)
 
-    async def _tell(self, name: str, found: VersionState | None) -> None:
+    async def _print_progress(self, name: str, state: VersionState | None) -> None:
         rollout = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, name)
-        where = in_a_line(rollout, METRIC) if rollout else f"{name} is {found.state if found else 'on its way'}"
-        say(f"  {self.seen.sessions.total()} sessions; {where}")
+        where = in_a_line(rollout, METRIC) if rollout else f"{name} is {state.state if state else 'on its way'}"
+        print_now(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
-        found = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, version)
-        assert found is not None, f"{version} had no rollout"
-        return await asyncio.to_thread(Rollouts(self.registry).get, found.id)
+        rollout = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, version)
+        assert rollout is not None, f"{version} had no rollout"
+        return await asyncio.to_thread(Rollouts(self.registry).get, rollout.id)
 
     @contextlib.asynccontextmanager
     async def users(self) -> AsyncIterator[None]:
@@ -175,40 +175,40 @@ class Street:
         async with http.post(
             f"{self.gateway}/v1/chat/completions", json=body, headers={"X-Session-Id": name}
         ) as answer:
-            found = await answer.json()
-        version = found["model"]
-        said = [choice["message"]["content"] or "" for choice in found["choices"]]
+            completion = await answer.json()
+        version = completion["model"]
+        answers = [choice["message"]["content"] or "" for choice in completion["choices"]]
         verdict = {
             "session_id": name,
-            "value": sum(one.strip().startswith(_rollout_models.YES) for one in said) / len(said),
+            "value": sum(answer.strip().startswith(_rollout_models.YES) for answer in answers) / len(answers),
             "ends_session": True,
         }
-        async with http.post(f"{self.gateway}/v1/feedback", json=verdict) as told:
-            told.raise_for_status()
+        async with http.post(f"{self.gateway}/v1/feedback", json=verdict) as response:
+            response.raise_for_status()
         self.seen.sessions[version] += 1
 
 
 async def play(folder: Path) -> tuple[list[Line], dict[str, object]]:
-    """The whole demo."""
+    """Run the whole demo."""
     async with live_stack(folder, SETTINGS) as stack:
-        return await _acts(Street(folder, stack.supervisor, stack.producer, stack.blobs))
+        return await _acts(LiveRollouts(folder, stack.supervisor, stack.producer, stack.blobs))
 
 
-async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
+async def _acts(street: LiveRollouts) -> tuple[list[Line], dict[str, object]]:
     first = await street.publish(0.9, None)
-    await street.settled(first)
+    await street.wait_until_final(first)
     lines: list[Line] = []
     numbers: dict[str, object] = {}
-    say(f"{first} serves; its answers are right in 90 %")
+    print_now(f"{first} serves; its answers are right in 90 %")
     async with street.users():
         poisoned = await street.publish(0.7, first)
         before = Counter(street.seen.sessions)
-        state = await street.settled(poisoned)
+        state = await street.wait_until_final(poisoned)
         child = await street.publish(0.8, poisoned)
         seen = street.seen.sessions - before
         exposed = seen[poisoned] / max(1, seen.total())
         rollout = await street.rollout(poisoned)
-        _tell(rollout, f"{seen[poisoned]} of {seen.total()} sessions were exposed: {exposed:.1%}")
+        _print_progress(rollout, f"{seen[poisoned]} of {seen.total()} sessions were exposed: {exposed:.1%}")
         numbers["poisoned"] = {"exposed": exposed, "sessions": seen.total(), "statistics": rollout.statistics}
         measured = rollout.statistics.get("exposure", 0.0)
         gate = [event.statistics.get("tasks") for event in rollout.decisions][:1]
@@ -222,36 +222,38 @@ async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
             Line("it had passed the gate", bool(gate and gate[0]), f"{gate[0] if gate else None} tasks"),
         ]
         better = await street.publish(0.98, first)
-        lines.append(Line("a better one becomes champion by itself", *_ended(await street.settled(better), "promoted")))
+        lines.append(
+            Line("a better one becomes champion by itself", *_ended(await street.wait_until_final(better), "promoted"))
+        )
         rollout = await street.rollout(better)
-        _tell(rollout, "its answers are right in 98 %")
+        _print_progress(rollout, "its answers are right in 98 %")
         numbers["better"] = rollout.statistics
         equal = await street.publish(0.98, better)
-        state = await street.settled(equal)
+        state = await street.wait_until_final(equal)
         rollout = await street.rollout(equal)
-        _tell(rollout, "as good as the champion")
+        _print_progress(rollout, "as good as the champion")
         numbers["equal"] = rollout.statistics
-        kept = state.state in ("promoted", "held")
-        lines.append(Line("an equal one is not refused by noise", kept, f"{state.state}: {rollout.reason}"))
+        is_accepted = state.state in ("promoted", "held")
+        lines.append(Line("an equal one is not refused by noise", is_accepted, f"{state.state}: {rollout.reason}"))
     barred = await street.version(child)
     served = street.seen.sessions[child]
-    known = barred is not None and barred.state == "withdrawn"
+    is_withdrawn = barred is not None and barred.state == "withdrawn"
     lines.append(
-        Line("its children never serve", known and not served, f"{barred and barred.state}, {served} sessions")
+        Line("its children never serve", is_withdrawn and not served, f"{barred and barred.state}, {served} sessions")
     )
     failed = street.seen.failed
     lines.append(Line("no session failed", failed == 0, f"{failed} of {street.seen.sessions.total() + failed}"))
     return lines, numbers
 
 
-def _ended(state: VersionState, wanted: str) -> tuple[bool, str]:
+def _ended(state: VersionState, expected_state: str) -> tuple[bool, str]:
     reasons = [event.reason for event in state.decisions if event.reason]
-    return state.state == wanted, f"{state.state}: {reasons[-1] if reasons else ''}"
+    return state.state == expected_state, f"{state.state}: {reasons[-1] if reasons else ''}"
 
 
-def _tell(rollout: RolloutState, remark: str) -> None:
-    say(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
-    say("\n".join(chart.drawn(rollout, METRIC)))
+def _print_progress(rollout: RolloutState, remark: str) -> None:
+    print_now(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
+    print_now("\n".join(chart.drawn(rollout, METRIC)))
 
 
 def main() -> int:

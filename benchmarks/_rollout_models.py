@@ -1,4 +1,4 @@
-"""Models whose truth is known: real weights that say yes with a chosen probability, whatever they are asked."""
+"""Models with a known truth: real weights that answer yes with a chosen probability to any prompt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from tests.support import tiny_model
 
 YES, NO = "y", "n"
-"""Single letters, which every tokenizer has as one token."""
+"""Answers: single letters, which are one token in every tokenizer."""
 _LOGIT = 14.0
-"""Of both answers together; everything else is left about one token in a thousand."""
+"""Joint logit of both answers. All other tokens together have a probability of about one in a thousand."""
 
 
 def build(source: Path, folder: Path, *, right: float, seed: int) -> Path:
-    """The model in `source` with an output that says `YES` with probability `right`, else `NO`.
+    """Write a copy of the model in `source` that answers `YES` with probability `right`, else `NO`.
 
-    After a prompt there is always the same token. What the layers add to it is taken away, and the embeddings of the
-    two answers are laid along what is left; all other weights are moved a little, so that no two versions are equal.
+    The last token of a prompt is always the same. The contributions of the layers are removed, and the embeddings of
+    the two answers are aligned with the remaining hidden state. All other weights are changed slightly, so that no two
+    versions are equal.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -41,7 +42,7 @@ def build(source: Path, folder: Path, *, right: float, seed: int) -> Path:
     table = weights["model.embed_tokens.weight"]
     last = torch.zeros(table.shape[1])
     last[0] = 0.05
-    table[:, 0] = 0.0  # nobody else lies along the last token of the prompt
+    table[:, 0] = 0.0  # no other token is aligned with the last token of the prompt
     table[prompt[-1]] = last
     length = math.sqrt(table.shape[1])
     for token, probability in ((answers[YES], right), (answers[NO], 1.0 - right)):

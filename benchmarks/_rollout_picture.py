@@ -1,4 +1,5 @@
-"""One canary as an operator sees it: the confidence sequence of its reward, played by the registry's own evidence."""
+"""Plot of one canary as an operator sees it: the confidence sequence of its reward, from the registry's own
+evidence."""
 
 from __future__ import annotations
 
@@ -21,19 +22,21 @@ _EVERY = 20
 
 
 def readings(sessions: Sessions, number: int, look: str, every_s: float) -> list[UnitReading]:
-    """What the registry would read of the `number`-th session of each rollout."""
+    """Return the registry's readings of the `number`-th session of each rollout."""
     at = BEGAN + timedelta(seconds=number * every_s)
-    found = []
+    result = []
     for run, candidate in enumerate(sessions.candidate):
-        here = {metric: float(values[run]) for (metric, when), values in sessions.values.items() if when == look}
-        known = {metric: value for metric, value in here.items() if not np.isnan(value)}
+        values_at_look = {
+            metric: float(values[run]) for (metric, when), values in sessions.values.items() if when == look
+        }
+        available = {metric: value for metric, value in values_at_look.items() if not np.isnan(value)}
         expected = {metric: float(values[run]) for metric, values in sessions.expected.items()}
-        found.append(UnitReading(Unit(f"{number:06}", bool(candidate), at), known, expected))
-    return found
+        result.append(UnitReading(Unit(f"{number:06}", bool(candidate), at), available, expected))
+    return result
 
 
 def draw_canary(plan: RolloutPlan, seed: int, path: Path) -> Path:
-    """A canary that is 10 points worse, until it is rolled back and a little further."""
+    """Draw a canary that is 10 points worse, until shortly after its rollback."""
     chance = np.random.default_rng([seed, 1_003])
     evidence, points, harmed, after = Evidence(plan), [], 0, 0
     for number in range(_SESSIONS):
@@ -54,14 +57,14 @@ def _draw(points: list[tuple[int, dict[str, float]]], harmed: int, plan: Rollout
     plt = drawing.pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), dpi=150)
     at = [number for number, _ in points]
-    lower, upper = ([100 * one[end] for _, one in points] for end in ("lower", "upper"))
+    lower, upper = ([100 * numbers[end] for _, numbers in points] for end in ("lower", "upper"))
     axes.fill_between(at, lower, upper, color=drawing.LINE, alpha=0.15, label="95 % confidence sequence")
-    axes.plot(at, [100 * one["difference"] for _, one in points], color=drawing.LINE, label="seen so far")
+    axes.plot(at, [100 * numbers["difference"] for _, numbers in points], color=drawing.LINE, label="seen so far")
     axes.axhline(0, color=drawing.INK, linewidth=0.8)
     axes.axhline(-100 * WORLD.worse, color=drawing.FAINT, linestyle="--", label="truth")
     if harmed:
         axes.axvline(harmed, color=drawing.WRONG, label=f"rolled back, after {harmed} mature sessions")
-    margin = next(one.margin for one in plan.guardrails if one.metric == "reward")
+    margin = next(guardrail.margin for guardrail in plan.guardrails if guardrail.metric == "reward")
     axes.set(ylim=(-6 * 100 * margin, 4 * 100 * margin), xlabel="mature sessions, both arms",
              ylabel="reward, candidate less control (points)")  # fmt: skip
     axes.legend(frameon=False, loc="upper right")

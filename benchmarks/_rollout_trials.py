@@ -1,5 +1,7 @@
-"""`headrace_registry.rollouts.evidence` for thousands of rollouts at once, in numpy: written again, so that the two
-check each other. Every test goes on to the horizon, whatever was decided: so looking is continuous, and "ever" is ever.
+"""`headrace_registry.rollouts.evidence` for thousands of rollouts at once, in numpy. The module is an independent
+implementation, so that the two verify each other.
+
+Every test continues to the horizon, whatever was decided, so that error rates hold for continuous monitoring.
 """
 
 from __future__ import annotations
@@ -26,33 +28,33 @@ _WINDOW, _BAD_WINDOWS = 20, 5
 
 @dataclass
 class Crossings:
-    """The session, from 0, at which each test was first convinced; `NEVER`: it was not. By rollout."""
+    """First session, from 0, at which each test rejected, by rollout; `NEVER` if it did not."""
 
     harm: dict[tuple[str, str], Indices]
     safe: dict[str, Indices]
     even: Indices
-    """When the arms were shown to be of one size."""
+    """When the arms were shown to be of equal size."""
     ratio: Indices
     uncovered: Indices
-    """When the reward's confidence sequence first left out the true difference."""
+    """When the reward's confidence sequence first excluded the true difference."""
     naive_z: Indices
-    """A one-sided z-test at 5 % after each session, from 30 sessions an arm on."""
+    """When a one-sided z-test at 5 % after each session rejected, from 30 sessions per arm on."""
     naive_windows: Indices
-    """Five windows of 20 sessions an arm in a row in which the candidate was worse."""
+    """When the candidate was worse in five consecutive windows of 20 sessions per arm."""
     candidates: NDArray[np.int32]
-    """How many of the sessions so far were the candidate's: sessions by rollouts."""
-    said: NDArray[np.int32]
-    """How many sessions of the arm that said less had a reward when they were mature."""
+    """Number of the candidate's sessions so far: sessions by rollouts."""
+    valued: NDArray[np.int32]
+    """Number of mature sessions with a reward, of the arm with fewer of them."""
     entries: Indices
-    """When a stage's share was no risk any more: stages by rollouts."""
+    """When the next share of a stage was no longer a risk: stages by rollouts."""
 
     def harmed_at_s(self, plan: RolloutPlan, world: World) -> Floats:
-        """Seconds from the rollout's begin to its rollback, infinite without."""
-        times = [_at_s(found, plan.age_s(_look(look)), world) for (_, look), found in self.harm.items()]
+        """Return the seconds from the beginning of the rollout to its rollback, or infinity."""
+        times = [_at_s(sessions, plan.age_s(_look(look)), world) for (_, look), sessions in self.harm.items()]
         return np.asarray(np.min(times, axis=0), np.float64)
 
     def safe_at_s(self, plan: RolloutPlan, world: World) -> Floats:
-        """When the last guardrail was shown to be safe, and the arms to be even."""
+        """Return when the last guardrail was shown to be safe and the arms to be even."""
         worst = np.max(list(self.safe.values()), axis=0)
         return np.maximum(_at_s(worst, plan.age_s(plan.last_look), world), self.even_at_s(plan, world))
 
@@ -60,18 +62,18 @@ class Crossings:
         return _at_s(self.even, plan.age_s("maturity"), world)
 
     def uneven_at_s(self, plan: RolloutPlan, world: World) -> Floats:
-        """When the sample ratio was found broken."""
+        """Return when the sample ratio was found to be broken."""
         return _at_s(self.ratio, plan.age_s("maturity"), world)
 
     def exposed(self, at_s: Floats, world: World) -> Floats:
-        """Sessions of the candidate that had begun by then, infinite for never."""
+        """Return the number of the candidate's sessions that had begun by then, or infinity."""
         horizon, runs = self.candidates.shape
-        found = np.full(runs, np.inf)
-        done = np.isfinite(at_s)
-        begun = (at_s[done] / world.every_s).astype(np.int64) + 1
+        counts = np.full(runs, np.inf)
+        is_finite = np.isfinite(at_s)
+        begun = (at_s[is_finite] / world.every_s).astype(np.int64) + 1
         inside = np.minimum(begun, horizon)
-        found[done] = self.candidates[inside - 1, np.flatnonzero(done)] + (begun - inside) / 2
-        return found
+        counts[is_finite] = self.candidates[inside - 1, np.flatnonzero(is_finite)] + (begun - inside) / 2
+        return counts
 
 
 def play(
@@ -80,33 +82,35 @@ def play(
     world: World,
     sessions: int,
     runs: int,
-    told: Callable[[], None] = lambda: None,
+    on_session: Callable[[], None] = lambda: None,
     source: Callable[[int], Sessions] | None = None,
 ) -> Crossings:
-    """So many sessions, both arms together, of each of so many rollouts. `told` is called after each."""
+    """Play `sessions` sessions, of both arms together, of each of `runs` rollouts. `on_session` is called after each
+    session."""
     playing = _Playing(plan, world, sessions, runs)
     for number in range(sessions):
         playing.take(number, source(number) if source else draw_sessions(chance, world, number, runs))
-        told()
-    return playing.found
+        on_session()
+    return playing.crossings
 
 
 _READ_ONCE = ("tool_errors", "loops")
-"""What a session did, in `_rollout_worlds`, is the same at both looks."""
+"""Metrics that are equal at both looks, because they describe the session itself."""
 
 
 class _Gamblers:
-    """`EProcess` on several sequences of each run, with several gamblers on each: they share what was seen."""
+    """`EProcess` on several sequences of each run, with several bets on each, which share the observed values."""
 
     def __init__(self, rows: int, runs: int) -> None:
         self.count, self.total, self.squares = (np.zeros((rows, runs)) for _ in range(3))
 
     def stakes(self, rows: slice | list[int], sign: float, null: Floats, gap: Floats) -> Floats:
-        """Before a value is seen. `null` and `gap`: one for each of the rows, or for each gambler and row."""
+        """Return the stakes before a value is observed. `null` and `gap` have one entry for each row, or for each bet
+        and row."""
         weight = self.count[rows] + 1
         variance = (1 + self.squares[rows]) / weight
-        lead = (sign * self.total[rows] + null + gap) / weight - null - np.sqrt(variance / weight)
-        edge = np.maximum(gap, lead)
+        advantage = (sign * self.total[rows] + null + gap) / weight - null - np.sqrt(variance / weight)
+        edge = np.maximum(gap, advantage)
         best: Floats = np.minimum(edge / (variance + edge * edge), 0.5 / np.maximum(1 + null, 1e-12))
         return best
 
@@ -121,46 +125,51 @@ class _Playing:
     def __init__(self, plan: RolloutPlan, world: World, sessions: int, runs: int) -> None:
         self.plan = plan
         looks: dict[str, tuple[str, ...]] = {
-            one.metric: ("maturity",)
-            if one.metric in _READ_ONCE
+            guardrail.metric: ("maturity",)
+            if guardrail.metric in _READ_ONCE
             else tuple(look for look in LOOKS if look in plan.looks)
-            for one in plan.guardrails
+            for guardrail in plan.guardrails
         }
-        self.rows = [(one, look) for one in plan.guardrails for look in looks[one.metric]]
-        names = [(one.metric, look) for one, look in self.rows]
+        self.rows = [(guardrail, look) for guardrail in plan.guardrails for look in looks[guardrail.metric]]
+        names = [(guardrail.metric, look) for guardrail, look in self.rows]
         self.reward = names.index(("reward", "maturity"))
-        self.better = np.array([[one.measured.higher_is_better] for one, _ in self.rows])
+        self.better = np.array([[guardrail.measured.higher_is_better] for guardrail, _ in self.rows])
         self.centre, self.seen = np.full((len(self.rows), runs), 0.5), np.ones((len(self.rows), runs))
         self.lines = {row: _Line(runs, self.better[row, 0]) for row in range(len(self.rows))}
         self.gamblers = _Gamblers(len(self.rows), runs)
-        self.harm_null = np.array([[one.tolerated / 2] for one, _ in self.rows])
-        self.harm_gap = np.array([[[times * one.margin / 2] for one, _ in self.rows] for times, _ in PARTS])
+        self.harm_null = np.array([[guardrail.tolerated / 2] for guardrail, _ in self.rows])
+        self.harm_gap = np.array([[[times * guardrail.margin / 2] for guardrail, _ in self.rows] for times, _ in PARTS])
         self.harm_log = np.log(np.array([[[part]] for _, part in PARTS])) * np.ones((1, len(self.rows), runs))
-        self.safe_rows = [names.index((one.metric, looks[one.metric][-1])) for one in plan.guardrails]
-        self.safe_gap = np.array([[one.margin / 2] for one in plan.guardrails])
+        self.safe_rows = [names.index((guardrail.metric, looks[guardrail.metric][-1])) for guardrail in plan.guardrails]
+        self.safe_gap = np.array([[guardrail.margin / 2] for guardrail in plan.guardrails])
         self.safe_log = np.zeros((len(plan.guardrails), runs))
         self.safe_needed = -math.log(spending.promotion(plan.alpha, 1))
-        self.tests = [(one.metric, look) for one in plan.guardrails for look in LOOKS if look in plan.looks]
+        self.tests = [(guardrail.metric, look) for guardrail in plan.guardrails for look in LOOKS if look in plan.looks]
         self.test_rows = [names.index(name if name in names else (name[0], "maturity")) for name in self.tests]
-        errors = [plan.harm_error(one, _look(look)) for one in plan.guardrails for look in LOOKS if look in plan.looks]
+        errors = [
+            plan.harm_error(guardrail, _look(look))
+            for guardrail in plan.guardrails
+            for look in LOOKS
+            if look in plan.looks
+        ]
         self.harm_needed = -np.log(np.array(errors))[:, None]
         self.harm, self.safe = (np.full((number, runs), NEVER) for number in (len(self.tests), len(plan.guardrails)))
-        self.first_rows = [names.index((one.metric, "maturity")) for one in plan.guardrails]
+        self.first_rows = [names.index((guardrail.metric, "maturity")) for guardrail in plan.guardrails]
         self.entry_gap, self.entry_stages = _entry_gaps(plan)
         self.entry_log = np.zeros((len(self.entry_stages), len(plan.guardrails), runs))
         self.entry = np.full(self.entry_log.shape, NEVER)
         self.entry_needed = -math.log(plan.alpha)
-        self.said = np.zeros((2, runs), np.int32)
+        self.valued = np.zeros((2, runs), np.int32)
         self.arms, self.ratio_log = np.zeros((2, runs)), np.zeros(runs)
         self.sizes, self.even_log, self.uneven = _Gamblers(1, runs), np.zeros((2, runs)), np.full((1, 1), plan.uneven)
         self.even_best = np.full((2, runs), -np.inf)
         self.chart = _Chart(plan.alpha, 0.5 - world.worse / 4, runs)
         self.naive = _Naive(runs)
-        self.found = Crossings(
+        self.crossings = Crossings(
             {name: self.harm[row] for row, name in enumerate(self.tests)},
-            {one.metric: self.safe[row] for row, one in enumerate(plan.guardrails)},
+            {guardrail.metric: self.safe[row] for row, guardrail in enumerate(plan.guardrails)},
             candidates=np.zeros((sessions, runs), np.int32),
-            said=np.zeros((sessions, runs), np.int32),
+            valued=np.zeros((sessions, runs), np.int32),
             entries=np.zeros((len(plan.stages), runs), np.int64),
             even=np.full(runs, NEVER),
             ratio=np.full(runs, NEVER),
@@ -170,37 +179,37 @@ class _Playing:
         )
 
     def take(self, number: int, session: Sessions) -> None:
-        candidate, found = session.candidate, self.found
-        values = np.array([session.values[one.metric, look] for one, look in self.rows])
-        known = ~np.isnan(values)
-        goodness = np.where(known, np.where(self.better, values, 1.0 - values), 0.5)
+        candidate, crossings = session.candidate, self.crossings
+        values = np.array([session.values[guardrail.metric, look] for guardrail, look in self.rows])
+        has_value = ~np.isnan(values)
+        goodness = np.where(has_value, np.where(self.better, values, 1.0 - values), 0.5)
         centre = self.centre / self.seen
-        for row, (one, _) in enumerate(self.rows):
-            if one.metric in session.expected:
-                centre[row] = self.lines[row].take(session.expected[one.metric], goodness[row], known[row])
+        for row, (guardrail, _) in enumerate(self.rows):
+            if guardrail.metric in session.expected:
+                centre[row] = self.lines[row].take(session.expected[guardrail.metric], goodness[row], has_value[row])
         contrast = np.where(candidate, 1.0, -1.0) * (goodness - centre)
-        self.centre += known * goodness
-        self.seen += known
-        self._bet(np.where(known, contrast, np.nan))
-        self.gamblers.see(contrast, known)
+        self.centre += has_value * goodness
+        self.seen += has_value
+        self._bet(np.where(has_value, contrast, np.nan))
+        self.gamblers.see(contrast, has_value)
         wealth = np.logaddexp(*self.harm_log)[self.test_rows]
         _first(self.harm, wealth >= self.harm_needed, number)
         _first(self.safe, self.safe_log >= self.safe_needed, number)
-        _first(found.ratio, self._ratio(candidate) >= -math.log(self.plan.sample_ratio_error), number)
-        _first(found.even, np.min(self._even(candidate), axis=0) >= self.safe_needed, number)
-        found.candidates[number] = self.arms[0]
-        seen = known[self.reward]
-        self.said += np.array([candidate & seen, ~candidate & seen])
-        found.said[number] = self.said.min(axis=0)
+        _first(crossings.ratio, self._ratio(candidate) >= -math.log(self.plan.sample_ratio_error), number)
+        _first(crossings.even, np.min(self._even(candidate), axis=0) >= self.safe_needed, number)
+        crossings.candidates[number] = self.arms[0]
+        seen = has_value[self.reward]
+        self.valued += np.array([candidate & seen, ~candidate & seen])
+        crossings.valued[number] = self.valued.min(axis=0)
         _first(self.entry, self.entry_log >= self.entry_needed, number)
-        found.entries[self.entry_stages] = self.entry.max(axis=1)
-        _first(found.uncovered, self.chart.see((contrast[self.reward] + 1) / 2, seen), number)
+        crossings.entries[self.entry_stages] = self.entry.max(axis=1)
+        _first(crossings.uncovered, self.chart.see((contrast[self.reward] + 1) / 2, seen), number)
         bad_z, bad_windows = self.naive.see(goodness[self.reward], candidate, seen)
-        _first(found.naive_z, bad_z, number)
-        _first(found.naive_windows, bad_windows, number)
+        _first(crossings.naive_z, bad_z, number)
+        _first(crossings.naive_windows, bad_windows, number)
 
     def _bet(self, contrast: Floats) -> None:
-        """A contrast of NaN is not bet on."""
+        """Bet on contrasts. NaN contrasts are skipped."""
         harm = self.gamblers.stakes(slice(None), -1.0, self.harm_null, self.harm_gap)
         self.harm_log += np.nan_to_num(np.log1p(harm * (-contrast - self.harm_null)))
         safe = self.gamblers.stakes(self.safe_rows, 1.0, -self.safe_gap, self.safe_gap)
@@ -211,7 +220,7 @@ class _Playing:
             self.entry_log += np.nan_to_num(np.log1p(entry * (contrast[self.first_rows] + self.entry_gap)))
 
     def _even(self, candidate: NDArray[np.bool_]) -> Floats:
-        """Each gambler's best so far: once convinced is convinced."""
+        """Return the best value of each bet so far, because a test that rejected once stays rejected."""
         arm = np.where(candidate, 1.0, -1.0)[None, :]
         for row, sign in enumerate((1.0, -1.0)):
             stake = self.sizes.stakes(slice(None), sign, -self.uneven, self.uneven)
@@ -228,7 +237,7 @@ class _Playing:
 
 
 class _Line:
-    """`regression.Regression`, written as sums: what is foretold of each session, before it is seen."""
+    """`regression.Regression` as sums: the prediction for each session before its value is observed."""
 
     def __init__(self, runs: int, better: np.bool_) -> None:
         self.better = bool(better)
@@ -238,17 +247,17 @@ class _Line:
         expected = expected if self.better else 1.0 - expected
         count = np.maximum(self.n, 1)
         slope = (self.xy - self.x * self.y / count + 1) / (self.xx - self.x**2 / count + 1)
-        found = np.clip((self.y + 0.5) / (self.n + 1) + slope * (expected - (self.x + 0.5) / (self.n + 1)), 0, 1)
+        prediction = np.clip((self.y + 0.5) / (self.n + 1) + slope * (expected - (self.x + 0.5) / (self.n + 1)), 0, 1)
         self.n += where
         self.x += where * expected
         self.y += where * value
         self.xx += where * expected**2
         self.xy += where * expected * value
-        return np.asarray(found, np.float64)
+        return np.asarray(prediction, np.float64)
 
 
 class _Chart:
-    """`confidence.ConfidenceSequence`, at the true mean alone: does the interval hold it?"""
+    """`confidence.ConfidenceSequence` at the true mean: whether the interval contains it."""
 
     def __init__(self, alpha: float, true: float, runs: int) -> None:
         self.alpha, self.true = alpha, true
@@ -269,7 +278,7 @@ class _Chart:
 
 
 class _Naive:
-    """What people do without such tests."""
+    """Common practice without sequential tests."""
 
     def __init__(self, runs: int) -> None:
         self.sums, self.squares, self.counts = np.zeros((2, runs)), np.zeros((2, runs)), np.zeros((2, runs))
@@ -277,9 +286,9 @@ class _Naive:
         self.in_a_row = np.zeros(runs)
 
     def see(
-        self, value: Floats, candidate: NDArray[np.bool_], known: NDArray[np.bool_]
+        self, value: Floats, candidate: NDArray[np.bool_], has_value: NDArray[np.bool_]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        arms = np.array([candidate, ~candidate]) & known
+        arms = np.array([candidate, ~candidate]) & has_value
         for total, count in ((self.sums, self.counts), (self.window_sums, self.window_counts)):
             total += arms * value
             count += arms
@@ -297,20 +306,20 @@ class _Naive:
 
 
 def _entry_gaps(plan: RolloutPlan) -> tuple[Floats, list[int]]:
-    """Of each stage that needs it: what has to be ruled out of each guardrail, halved; and the stages."""
+    """Return for each stage that needs it half of the loss to rule out for each guardrail, and the stages."""
     most = Fraction(1, plan.slots + 1)
-    parts = {place: plan.to_rule_out(min(stage.share, most)) for place, stage in enumerate(plan.stages) if place}
-    needed = {place: float(part) for place, part in parts.items() if part is not None}
+    parts = {number: plan.to_rule_out(min(stage.share, most)) for number, stage in enumerate(plan.stages) if number}
+    needed = {number: float(part) for number, part in parts.items() if part is not None}
     gaps = np.array([[[part / 2] for _ in plan.guardrails] for part in needed.values()])
     return gaps.reshape(len(needed), len(plan.guardrails), 1), list(needed)
 
 
-def _first(found: Indices, now: NDArray[np.bool_], number: int) -> None:
-    found[now & (found == NEVER)] = number
+def _first(crossings: Indices, now: NDArray[np.bool_], number: int) -> None:
+    crossings[now & (crossings == NEVER)] = number
 
 
-def _at_s(found: Indices, age_s: float, world: World) -> Floats:
-    return np.asarray(np.where(found < NEVER, found * world.every_s + age_s, np.inf), np.float64)
+def _at_s(sessions: Indices, age_s: float, world: World) -> Floats:
+    return np.asarray(np.where(sessions < NEVER, sessions * world.every_s + age_s, np.inf), np.float64)
 
 
 def _look(name: str) -> Look:

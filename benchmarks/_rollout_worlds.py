@@ -1,10 +1,10 @@
-"""Live sessions that exist on paper only, of many rollouts at once: what candidate and control are read as, and when.
+"""Simulated live sessions of many rollouts at once: the readings of candidate and control, and their times.
 
-A session succeeds with a probability that moves over the day. A reward function says so after about a minute, a judge
-gives a grade in quarters after two, one user in four gives a thumb after about ten; the reward is the mean of what
-has come by then, as the scorer makes it. Half a percent of the functions' verdicts is corrected between the readings,
-and one session in twenty gets no reward at all. Delays do not know how the session went. `binary`: the function's
-verdict is all there is, which is the noisiest that a reward of that mean can be.
+The success probability of a session varies over the day. A reward function reports success after about a minute, a
+judge gives a grade in quarters after two, and one user in four gives a thumb after about ten. The reward is the mean of
+the values available at a reading, as the scorer computes it. Half a percent of the functions' verdicts is revised
+between the readings, and one session in twenty gets no reward. Delays are independent of success. With `binary`, only
+the function's verdict exists, which is the noisiest reward with that mean.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ LOOKS = ("maturity", "closing")
 DAY_S = 86_400.0
 _FUNCTION_S, _JUDGE_S, _THUMB_S = 60.0, 120.0, 600.0
 _SPREAD = 1.0
-"""Of the delays' logarithms."""
+"""Standard deviation of the delays' logarithms."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What is true. `worse` and the like are what the candidate adds to the control's."""
+    """True parameters. `worse` and the like are the candidate's difference from the control."""
 
     success: float = 0.7
     worse: float = 0.0
     swing: float = 0.1
-    """How far the probability of success moves up and down over a day."""
+    """Amplitude of the success probability over a day."""
     binary: bool = False
     missing: float = 0.05
     missing_more: float = 0.0
@@ -38,27 +38,27 @@ class World:
     tool_errors_more: float = 0.0
     revised: float = 0.005
     thumbs: float = 0.25
-    """Share of the users who give one."""
+    """Share of the users that give a thumb."""
     lost: float = 0.0
     """Share of the candidate's sessions that leave no trace."""
     every_s: float = 30.0
-    """Between two sessions of the comparison; half of them are the candidate's."""
+    """Seconds between two sessions of the comparison, half of which are the candidate's."""
     maturity_s: float = 600.0
     closing_s: float = 7200.0
 
 
 @dataclass
 class Sessions:
-    """One session of each rollout: the arms, and each metric's value at each look, NaN where it abstains."""
+    """One session of each rollout: the arms, and the value of each metric at each look, NaN without a value."""
 
     candidate: Flags
     values: dict[tuple[str, str], Floats]
     expected: dict[str, Floats] = field(default_factory=dict)
-    """By metric: what was expected before the arm was known."""
+    """Expected value by metric, known before the arm is."""
 
 
 def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: int) -> Sessions:
-    """The `number`-th of each rollout, from 0. Rollouts begin at different hours, evenly over the day."""
+    """Draw the `number`-th session of each rollout, from 0. Rollouts begin at evenly spaced hours of the day."""
     began_s = np.arange(runs) * (DAY_S / runs)
     hour = np.sin(2 * np.pi * (began_s + number * world.every_s) / DAY_S)
     candidate = chance.random(runs) * (2 - world.lost) < 1 - world.lost
@@ -67,7 +67,7 @@ def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: 
 
 
 def sessions_of(chance: np.random.Generator, world: World, candidate: Flags, likely: Floats) -> Sessions:
-    """One session of each rollout, which succeeds with that probability."""
+    """Draw one session of each rollout with the given success probability."""
     runs = len(candidate)
     absent = chance.random(runs) < world.missing + world.missing_more * candidate
     values: dict[tuple[str, str], Floats] = {}
@@ -75,10 +75,10 @@ def sessions_of(chance: np.random.Generator, world: World, candidate: Flags, lik
     count = {look: np.zeros(runs) for look in LOOKS}
     for delay_s, verdict in _verdicts(chance, world, likely):
         for look, age_s in zip(LOOKS, (world.maturity_s, world.closing_s), strict=True):
-            known = (delay_s <= age_s) & ~absent
-            said = verdict if look == "maturity" else _revised(chance, verdict, world.revised)
-            total[look] += known * said
-            count[look] += known
+            has_arrived = (delay_s <= age_s) & ~absent
+            value = verdict if look == "maturity" else _revised(chance, verdict, world.revised)
+            total[look] += has_arrived * value
+            count[look] += has_arrived
     wrong = (chance.random(runs) < world.tool_errors + world.tool_errors_more * candidate).astype(np.float64)
     wrong[chance.random(runs) < 0.4] = np.nan  # no tool was called
     looped = (chance.random(runs) < 0.02).astype(np.float64)
@@ -91,13 +91,13 @@ def sessions_of(chance: np.random.Generator, world: World, candidate: Flags, lik
 
 
 def _verdicts(chance: np.random.Generator, world: World, likely: Floats) -> list[tuple[Floats, Floats]]:
-    """Delay and value of each source; a source that says nothing is infinitely late. The mean of each is `likely`."""
+    """Return delay and value of each source, with mean `likely`. A source without a value has an infinite delay."""
     runs = len(likely)
     good = (chance.random(runs) < likely).astype(np.float64)
 
     def late(median_s: float) -> Floats:
-        found: Floats = median_s * np.exp(_SPREAD * chance.standard_normal(runs))
-        return found
+        delays_s: Floats = median_s * np.exp(_SPREAD * chance.standard_normal(runs))
+        return delays_s
 
     if world.binary:
         return [(late(_FUNCTION_S), good)]
@@ -107,5 +107,5 @@ def _verdicts(chance: np.random.Generator, world: World, likely: Floats) -> list
 
 
 def _revised(chance: np.random.Generator, verdict: Floats, share: float) -> Floats:
-    found: Floats = np.where(chance.random(len(verdict)) < share, 1.0 - verdict, verdict)
-    return found
+    verdicts: Floats = np.where(chance.random(len(verdict)) < share, 1.0 - verdict, verdict)
+    return verdicts

@@ -1,7 +1,7 @@
-"""What a step on one sequence costs as it gets longer: prints one line of JSON. A process of its own, for its memory.
+"""Cost of a step on one sequence by its length, in a process of its own. Prints one line of JSON.
 
-Attention multiplies each pair of tokens that sees another. So twice as many tokens cost at most four times as much with
-full attention, and twice with a window; memory is twice in either case.
+Attention multiplies each pair of tokens that attend to each other. Twice as many tokens therefore cost at most four
+times as much with full attention, and twice as much with a window. Memory at most doubles in both cases.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def main() -> None:
 
     def once(length: int) -> float:
         mask = masking_utils.causal_mask_function
-        asked = {"mask_function": mask}
+        mask_options = {"mask_function": mask}
         if options.window:
             mask = masking_utils.sliding_window_causal_mask_function(options.window)
-            asked = {"mask_function": mask, "local_size": options.window}
+            mask_options = {"mask_function": mask, "local_size": options.window}
         q, k, v = (torch.randn(1, heads, length, 32, requires_grad=True) for heads in (4, 2, 2))
         began = time.process_time()
-        seen = attention.Seen((0, length), q_length=length, **asked)
+        seen = attention.Seen((0, length), q_length=length, **mask_options)
         attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
         return time.process_time() - began
 
-    once(300)  # libraries are loaded; what it takes is not counted below, so it is short
+    once(300)  # warm up on a short sequence: loads libraries
     before = peak_bytes()
     cpu_s = min(once(options.length) for _ in range(2))
     print(json.dumps({**vars(options), "cpu_s": round(cpu_s, 3), "peak_gb": round((peak_bytes() - before) / 1e9, 3)}))

@@ -1,4 +1,4 @@
-"""Models and sequences that training steps are measured with, and what a step has to multiply at the least."""
+"""Models and sequences of the training benchmarks, and the minimum number of operations of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen 3 with tied embeddings."""
+    """Shape of a Qwen 3 model with tied embeddings."""
 
     name: str
     vocabulary: int
@@ -25,7 +25,7 @@ class Shape:
     heads: int
 
     def build(self, folder: Path) -> Path:
-        """Random weights; a step needs no tokenizer."""
+        """Write random weights. A step needs no tokenizer."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(0)
@@ -38,8 +38,11 @@ class Shape:
         return folder / self.name
 
     def flops(self, lengths: list[int]) -> float:
-        """Multiplications and additions of forward and backward: matrices of the layers for each token, attention for
-        each pair that sees another, the head for each loss token. What is computed again does not count."""
+        """Return the multiplications and additions of forward and backward pass.
+
+        They are those of the layers' matrices for each token, of attention for each pair of tokens that attend to each
+        other, and of the head for each loss token. Recomputation does not count.
+        """
         width = self.heads * HEAD_DIM
         matrices = self.layers * self.hidden * (3 * width + 3 * self.feed_forward)  # q and o, k and v as half of each
         total = 0.0
@@ -62,14 +65,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a step trains on; the same numbers for whoever is asked."""
+    """Training data of a step, the same for all trainers."""
 
     vocabulary: int
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, vocabulary: int, length: int, count: int, *, mixed: bool) -> Sequences:
-        """`mixed`: from a quarter of `length` up, evenly spread, as answers are not equally long."""
+        """Return sequences of equal length, or, if `mixed`, of lengths from a quarter of `length` up, evenly spread."""
         shares = np.linspace(0.25, 1, count) if mixed else np.ones(count)
         return cls(vocabulary, tuple(int(length * share) for share in shares))
 

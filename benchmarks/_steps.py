@@ -1,4 +1,5 @@
-"""Our training steps, one for each line of standard input; prints what each took. See `benchmarks._peers`."""
+"""Headrace's training steps, one for each line of standard input. Prints the costs of each step; see
+`benchmarks._peers`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def batch_of(token_ids: list[list[int]], advantages: list[float], vocabulary: in
 
 
 def matmul_rate(seconds: float = 1.0) -> float:
-    """Multiplications and additions of float32 matrices in a CPU second: the best of several tries."""
+    """Return the float32 multiplications and additions per CPU second: the best of several attempts."""
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
     out = torch.empty(1024, 1024)
     torch.mm(left, right, out=out)
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="JSON: token_ids, advantages, vocabulary")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pack-tokens", type=int, default=4096)
-    parser.add_argument("--whole", action="store_true", help="all logits at once")
+    parser.add_argument("--whole", action="store_true", help="compute all logits at once")
     options = parser.parse_args()
     compute = ComputeSettings(device="cpu", threads=options.threads)
     policy = Policy.open(options.model, compute, LoraSettings(), seed=0)
@@ -67,10 +68,12 @@ def main() -> None:
     print(json.dumps({"ready": True, "parameters": parameters, "matmul_flops": rate}), flush=True)
     for _ in sys.stdin:
         began = time.process_time()
-        taken = train(policy, optimizer, batch, LossSettings(), options.pack_tokens, threading.Event())
+        step_result = train(policy, optimizer, batch, LossSettings(), options.pack_tokens, threading.Event())
         cpu_s = time.process_time() - began
-        held = {"peak_gb": peak_bytes() / 1e9, "over_start_gb": (peak_bytes() - before) / 1e9}
-        print(json.dumps({"cpu_s": cpu_s, "gradient_norm": taken.measured["gradient_norm"], **held}), flush=True)
+        memory = {"peak_gb": peak_bytes() / 1e9, "over_start_gb": (peak_bytes() - before) / 1e9}
+        print(
+            json.dumps({"cpu_s": cpu_s, "gradient_norm": step_result.measured["gradient_norm"], **memory}), flush=True
+        )
 
 
 if __name__ == "__main__":

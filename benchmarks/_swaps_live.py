@@ -1,9 +1,9 @@
 """A hundred versions take over one after the other while 20 sessions stream: `make demo-swaps`.
 
-A private stack with real weights, a gate that lets everything pass, and two gateways. Each version says one letter
-only, `y` or `n` in turns, so an answer that two versions had a part in shows it by its text, whatever its chunks say.
-Clients stream one answer after the other, two to a session. A new version is published as soon as both gateways draw
-the one before it. Writes `reports/demo-swaps.json`; exit status 1 when one of its lines does not hold.
+The demo runs a private stack with real weights, a gate that passes everything, and two gateways. Each version outputs a
+single letter, alternately `y` or `n`, so that an answer by two versions is visible in its text, whatever its chunks
+name. Clients stream one answer after the other, two per session. A new version is published as soon as both gateways
+route to the previous one. The program writes `reports/demo-swaps.json`, with exit status 1 if a line does not hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import _rollout_models
-from benchmarks._live_lines import Line, report, say
+from benchmarks._live_lines import Line, print_now, report
 from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
 from headrace_runtime.blobs import BlobStore
@@ -54,8 +54,8 @@ SETTINGS: dict[str, object] = {
 
 
 @dataclass(frozen=True)
-class Made:
-    """A version that is stored and not yet published, and the only letter that it says."""
+class StoredVersion:
+    """A stored version that is not yet published, with the only letter that it outputs."""
 
     event: Checkpoint
     letter: str
@@ -63,41 +63,41 @@ class Made:
 
 @dataclass
 class Answer:
-    """One streamed answer as its client saw it."""
+    """One streamed answer as its client received it."""
 
     began_s: float
     versions: set[str] = field(default_factory=set)
     text: str = ""
     ended: str | None = None
-    """The finish reason."""
-    done: bool = False
+    """Finish reason."""
+    is_complete: bool = False
     at_s: list[float] = field(default_factory=list)
-    """When each piece of text came."""
+    """Time of each piece of text."""
     error: str | None = None
 
     @property
     def truncated(self) -> bool:
-        return self.error is None and not (self.done and self.ended == "length" and len(self.text) == TOKENS)
+        return self.error is None and not (self.is_complete and self.ended == "length" and len(self.text) == TOKENS)
 
     def mixed(self, letters: dict[str, str]) -> bool:
-        """Two versions had a part in it, by what its chunks say or by its text."""
-        return len(self.versions) > 1 or bool(set(self.text) - {letters[one] for one in self.versions})
+        """Return whether two versions contributed to the answer, by its chunks or its text."""
+        return len(self.versions) > 1 or bool(set(self.text) - {letters[version] for version in self.versions})
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two tokens."""
+        """Longest time between two tokens."""
         return max((after - before for before, after in zip(self.at_s, self.at_s[1:], strict=False)), default=0.0)
 
 
-class Choir:
-    """Clients that stream all the time, in front of several gateways."""
+class StreamingClients:
+    """Clients that stream continuously from several gateways."""
 
     def __init__(self, gateways: Sequence[str]) -> None:
         self._gateways = gateways
         self.answers: list[Answer] = []
 
     @contextlib.asynccontextmanager
-    async def sing(self) -> AsyncIterator[None]:
+    async def streaming(self) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
             over = asyncio.Event()
@@ -105,7 +105,7 @@ class Choir:
             try:
                 yield
             finally:
-                over.set()  # each ends the answer that it is at: nothing is cut by us
+                over.set()  # each client finishes its answer, so that this program truncates none
                 await asyncio.gather(*tasks)
 
     async def _client(self, http: aiohttp.ClientSession, number: int, over: asyncio.Event) -> None:
@@ -141,7 +141,7 @@ class Choir:
     @staticmethod
     def _take(data: bytes, answer: Answer) -> None:
         if data == b"[DONE]":
-            answer.done = True
+            answer.is_complete = True
             return
         chunk = json.loads(data)
         if "error" in chunk:
@@ -156,113 +156,119 @@ class Choir:
                 answer.at_s.append(time.monotonic())
 
 
-class Stage:
-    """The stack, its versions, and when each gateway heard of them."""
+class SwapStack:
+    """The stack with its versions, and the times at which each gateway routed to them."""
 
     def __init__(self, folder: Path, registry: str, gateways: Sequence[str], producer: EventProducer) -> None:
         self._folder, self._gateways, self._producer = folder, gateways, producer
         self.registry = ModelRegistry(registry)
-        self.heard: dict[str, dict[str, float]] = {}
-        """Version to gateway to the wall clock's time."""
+        self.routed_at: dict[str, dict[str, float]] = {}
+        """Wall-clock time by version and gateway."""
 
-    def make(self, blobs: BlobStore, count: int) -> list[Made]:
-        """A line of versions, each the child of the one before."""
+    def make(self, blobs: BlobStore, count: int) -> list[StoredVersion]:
+        """Store a line of versions, each the child of the one before."""
         base = tiny_model.build(self._folder / "base")
-        made: list[Made] = []
+        stored: list[StoredVersion] = []
         for step in range(count):
             letter = LETTERS[step % 2]
             right = _CERTAIN if letter == _rollout_models.YES else 1.0 - _CERTAIN
             folder = _rollout_models.build(base, self._folder / "version", right=right, seed=step)
-            parent = made[-1].event.version if made else None
+            parent = stored[-1].event.version if stored else None
             served = tiny_model.publish(blobs, folder, name=MODEL, step=step, parent=parent)
             about = {"model": MODEL, "version": served.version, "lineage": "test", "step": step, "parent": parent}
             event = Checkpoint.model_validate({"time": utcnow(), "manifest": served.manifest, **about})
-            made.append(Made(event, letter))
-        return made
+            stored.append(StoredVersion(event, letter))
+        return stored
 
-    async def swap(self, http: aiohttp.ClientSession, version: Made) -> None:
-        """Publish it, and return when every gateway draws it."""
+    async def swap(self, http: aiohttp.ClientSession, version: StoredVersion) -> None:
+        """Publish a version and wait until every gateway routes to it."""
         await self._producer.send(version.event)
-        heard = self.heard[version.event.version] = {}
+        times = self.routed_at[version.event.version] = {}
         async with asyncio.timeout(_SWAP_S_MAX):
             await asyncio.gather(
-                *(self._until_drawn(http, url, version.event.version, heard) for url in self._gateways)
+                *(self._wait_until_routed(http, url, version.event.version, times) for url in self._gateways)
             )
 
     @staticmethod
-    async def _until_drawn(http: aiohttp.ClientSession, url: str, version: str, heard: dict[str, float]) -> None:
+    async def _wait_until_routed(http: aiohttp.ClientSession, url: str, version: str, times: dict[str, float]) -> None:
         while True:
             async with http.get(f"{url}/v1/models/{MODEL}") as answer:
                 if answer.status == 200 and (await answer.json())["version"] == version:
-                    heard[url] = time.time()
+                    times[url] = time.time()
                     return
             await asyncio.sleep(_LOOK_S)
 
-    def told_s(self) -> list[float]:
-        """From each promotion, as the registry dated it, to the last gateway that drew it."""
-        found = []
-        for one in self.registry.versions(MODEL, limit=1000):
-            promoted = [event.time.timestamp() for event in one.decisions if event.decision == "promoted"]
-            heard = self.heard.get(one.id)
-            if promoted and heard:
-                found.append(max(heard.values()) - promoted[0])
-        return found
+    def takeover_delays_s(self) -> list[float]:
+        """Return the seconds from each promotion, as dated by the registry, until the last gateway routed to the
+        version."""
+        delays = []
+        for state in self.registry.versions(MODEL, limit=1000):
+            promoted = [event.time.timestamp() for event in state.decisions if event.decision == "promoted"]
+            times = self.routed_at.get(state.id)
+            if promoted and times:
+                delays.append(max(times.values()) - promoted[0])
+        return delays
 
 
 async def play(folder: Path, swaps: int) -> tuple[list[Line], dict[str, object]]:
-    """The whole demo."""
+    """Run the whole demo."""
     async with live_stack(folder, SETTINGS) as stack:
         supervisor = stack.supervisor
         second = GatewayProcess(folder / "gateway-2", supervisor.plan.bus)
         try:
             await asyncio.to_thread(second.start)
             gateways = (supervisor.url("gateway"), second.url)
-            stage = Stage(folder, supervisor.url("registry"), gateways, stack.producer)
-            made = await asyncio.to_thread(stage.make, stack.blobs, swaps + 1)
-            say(f"{len(made)} versions are stored")
-            return await _acts(stage, Choir(gateways), made)
+            stage = SwapStack(folder, supervisor.url("registry"), gateways, stack.producer)
+            stored = await asyncio.to_thread(stage.make, stack.blobs, swaps + 1)
+            print_now(f"{len(stored)} versions are stored")
+            return await _acts(stage, StreamingClients(gateways), stored)
         finally:
             await asyncio.to_thread(second.stop)
 
 
-async def _acts(stage: Stage, choir: Choir, made: Sequence[Made]) -> tuple[list[Line], dict[str, object]]:
+async def _acts(
+    stage: SwapStack, choir: StreamingClients, stored: Sequence[StoredVersion]
+) -> tuple[list[Line], dict[str, object]]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as http:
-        await stage.swap(http, made[0])
+        await stage.swap(http, stored[0])
         for url in choir._gateways:
             await asyncio.to_thread(wait_healthy, url)
-        async with choir.sing():
-            await asyncio.sleep(2.0)  # warm
+        async with choir.streaming():
+            await asyncio.sleep(2.0)  # warm up
             quiet_s = time.monotonic()
             await asyncio.sleep(_STEADY_S)
             began_s = time.monotonic()
-            say(f"{SESSIONS} clients stream; the swaps begin")
-            for number, version in enumerate(made[1:], 1):
+            print_now(f"{SESSIONS} clients stream; the swaps begin")
+            for number, version in enumerate(stored[1:], 1):
                 await stage.swap(http, version)
                 if number % 10 == 0:
-                    say(f"  {number} swaps, {len(choir.answers)} answers")
+                    print_now(f"  {number} swaps, {len(choir.answers)} answers")
             ended_s = time.monotonic()
-    steady = [one for one in choir.answers if quiet_s <= one.began_s < began_s]
-    answers = [one for one in choir.answers if began_s <= one.began_s < ended_s]
-    letters = {one.event.version: one.letter for one in made}
-    return lines_of(steady, answers, letters, await asyncio.to_thread(stage.told_s), len(made) - 1)
+    steady = [answer for answer in choir.answers if quiet_s <= answer.began_s < began_s]
+    answers = [answer for answer in choir.answers if began_s <= answer.began_s < ended_s]
+    letters = {version.event.version: version.letter for version in stored}
+    return lines_of(steady, answers, letters, await asyncio.to_thread(stage.takeover_delays_s), len(stored) - 1)
 
 
 def lines_of(
-    steady: Sequence[Answer], answers: Sequence[Answer], letters: dict[str, str], told_s: Sequence[float], swaps: int
+    steady: Sequence[Answer], answers: Sequence[Answer], letters: dict[str, str], delays_s: Sequence[float], swaps: int
 ) -> tuple[list[Line], dict[str, object]]:
-    """`steady` answers began before the first swap. An extra gap is what is beyond their median longest one."""
-    failed = [one.error for one in answers if one.error is not None]
-    truncated = sum(one.truncated for one in answers)
-    mixed = sum(one.mixed(letters) for one in answers)
-    usual_s = float(np.median([one.longest_gap_s for one in steady])) if steady else 0.0
-    extra_s = [max(0.0, one.longest_gap_s - usual_s) for one in answers] or [float("inf")]
+    """Return the lines and the numbers of the report.
+
+    `steady` answers began before the first swap. An extra gap is the time beyond the median of their longest gaps.
+    """
+    failed = [answer.error for answer in answers if answer.error is not None]
+    truncated = sum(answer.truncated for answer in answers)
+    mixed = sum(answer.mixed(letters) for answer in answers)
+    usual_s = float(np.median([answer.longest_gap_s for answer in steady])) if steady else 0.0
+    extra_s = [max(0.0, answer.longest_gap_s - usual_s) for answer in answers] or [float("inf")]
     gap_s, worst_s = float(np.quantile(extra_s, 0.99)), max(extra_s)
     half_s, most_s = (float(np.quantile(extra_s, part)) for part in (0.5, 0.95))
-    drawn = len({version for one in answers for version in one.versions})
-    told = sorted(told_s) or [float("inf")]
-    late_s = float(np.quantile(told, 0.99))
+    drawn = len({version for answer in answers for version in answer.versions})
+    delays = sorted(delays_s) or [float("inf")]
+    late_s = float(np.quantile(delays, 0.99))
     lines = [
-        Line(f"{swaps} versions took over, and streamed answers", len(told_s) > swaps, f"{drawn} answered"),
+        Line(f"{swaps} versions took over, and streamed answers", len(delays_s) > swaps, f"{drawn} answered"),
         Line("no answer failed", not failed, f"{len(failed)} of {len(answers)} {failed[:2] or ''}"),
         Line("no answer was truncated", truncated == 0, f"{truncated} of {len(answers)}"),
         Line("no answer is of two versions", mixed == 0, f"{mixed} of {len(answers)}"),
@@ -275,7 +281,8 @@ def lines_of(
         Line(
             "a decision is with every gateway within a second at p99",
             late_s <= TOLD_S_MAX,
-            f"{1000 * late_s:.0f} ms, median {1000 * float(np.median(told)):.0f} ms, at most {1000 * told[-1]:.0f} ms",
+            f"{1000 * late_s:.0f} ms, median {1000 * float(np.median(delays)):.0f} ms, at most "
+            f"{1000 * delays[-1]:.0f} ms",
         ),
     ]
     numbers: dict[str, object] = {
@@ -283,7 +290,7 @@ def lines_of(
         "usual_gap_ms": round(1000 * usual_s, 1),
         "extra_gap_ms_p50": round(1000 * half_s, 1), "extra_gap_ms_p95": round(1000 * most_s, 1),
         "extra_gap_ms_p99": round(1000 * gap_s, 1), "extra_gap_ms_max": round(1000 * worst_s, 1),
-        "told_ms_p99": round(1000 * late_s, 1), "told_ms_max": round(1000 * told[-1], 1),
+        "told_ms_p99": round(1000 * late_s, 1), "told_ms_max": round(1000 * delays[-1], 1),
     }  # fmt: skip
     return lines, numbers
 

@@ -1,10 +1,11 @@
-"""The gate's error rates, on versions whose true scores are known: `python -m benchmarks.gate`.
+"""The gate's error rates, on simulated versions with known scores: `python -m benchmarks.gate`.
 
-Writes `reports/bench-gate.json`. Exit status 1 when one of these does not hold, at true scores of 0.5 and 0.8 and the
-default settings: of 2,000 pairs an equal version is refused in 5 % at most, one that is 10 points worse promoted in 5
-% at most; the recorded score of champions is off by less than a point on average; of trainers that lose a point a
-version, 95 % are stopped before 5 points are lost, 40 versions long. Beside them the same for the rule before: 96
-tasks, a margin of 0.05, the champion's score from its own gate. A few minutes of one core; numpy and no model.
+The program writes `reports/bench-gate.json`, with exit status 1 if a line does not hold. The lines, at true scores of
+0.5 and 0.8 and the default settings: of 2,000 pairs, at most 5 % of equal versions are refused, and at most 5 % of
+versions that are 10 points worse are promoted. The recorded score of champions has a bias below one point. 95 % of the
+trainers that lose a point per version are stopped before 5 points are lost, over 40 versions. The same figures are
+reported for the old rule: 96 tasks, a margin of 0.05, and the champion's score from its own gate. The benchmark takes a
+few minutes of one core, with numpy and no model.
 """
 
 from __future__ import annotations
@@ -51,21 +52,22 @@ def pairs(
     number: int = 1,
     anchored: bool = False,
 ) -> Outcomes:
-    """Trials of candidates so much worse than a champion of that score; the anchor is as good as the champion."""
+    """Run trials of candidates that are `worse` than a champion of the given score. The anchor is as good as the
+    champion."""
     anchor = same(score if anchored else np.nan, runs)
     carried = fresh(runs), same(1e-300, runs)
     return play(draw, rule, Trials(same(score - worse, runs), same(score, runs), anchor, same(number, runs), *carried))
 
 
-def of_pairs(found: Outcomes, concurrency: int) -> Numbers:
+def of_pairs(outcomes: Outcomes, concurrency: int) -> Numbers:
     return {
-        "promoted": share(found.passed),
-        "refused": share(~found.passed),
-        "of_these_undecided": share(~found.passed & ~found.failed),
-        "tasks_mean": round(float(found.tasks.mean()), 1),
-        "tasks_p95": round(float(np.quantile(found.tasks, 0.95)), 1),
-        "plays_mean": round(float(found.plays.mean()), 1),
-        "seconds_mean": round(float(found.plays.mean()) * SECONDS_PER_PLAY / concurrency, 1),
+        "promoted": share(outcomes.passed),
+        "refused": share(~outcomes.passed),
+        "of_these_undecided": share(~outcomes.passed & ~outcomes.failed),
+        "tasks_mean": round(float(outcomes.tasks.mean()), 1),
+        "tasks_p95": round(float(np.quantile(outcomes.tasks, 0.95)), 1),
+        "plays_mean": round(float(outcomes.plays.mean()), 1),
+        "seconds_mean": round(float(outcomes.plays.mean()) * SECONDS_PER_PLAY / concurrency, 1),
     }
 
 
@@ -74,7 +76,7 @@ def share(flags: np.ndarray) -> float:
 
 
 def errors(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, dict[str, Numbers]]:
-    """Verdicts about single pairs, as they come after an anchor has just been found."""
+    """Return the results of single pairs, directly after an anchor was found."""
     kinds = {"equal": 0.0, "10_points_worse": 0.1, "5_points_better": -0.05}
     return {
         f"{score:g}": {
@@ -85,7 +87,8 @@ def errors(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str
 
 
 def later(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, dict[str, Numbers]]:
-    """Equal versions that come late in a family whose anchor is not the champion: what spending costs."""
+    """Return the results of equal versions late in a family whose anchor is not the champion: the cost of alpha
+    spending."""
     return {
         f"{score:g}": {
             f"equal_as_number_{number}": of_pairs(
@@ -98,7 +101,7 @@ def later(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
 
 
 def demo(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, dict[str, Numbers]]:
-    """The settings of the demo, which can pay for few tasks."""
+    """Return the results with the demo's settings, which allow few tasks."""
     kinds = {"equal": 0.0, "10_points_worse": 0.1, "25_points_worse": 0.25, "5_points_better": -0.05}
     return {
         f"{score:g}": {
@@ -109,7 +112,7 @@ def demo(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, 
 
 
 def decay(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, Numbers]:
-    """Trainers whose every version is a point worse than the champion that they go on from."""
+    """Return the losses with trainers whose every version is a point worse than the champion."""
     start = np.repeat(SCORES, runs)
     models, tasks, plays = Models.of(start), np.zeros(len(start)), np.zeros(len(start))
     for _ in range(VERSIONS):
@@ -131,18 +134,18 @@ def decay(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
 
 
 def recorded(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, Numbers]:
-    """What is recorded of the champion after ten versions of a trainer that now gains and now loses."""
+    """Return the bias of the champion's recorded score after ten versions of a trainer with random gains and losses."""
     start = np.repeat(SCORES, runs)
     models, old = Models.of(start), OldModels(draw, start)
     for _ in range(10):
         step = draw.normal(0.0, 0.03, start.shape)
         models.meet(draw, gate, np.clip(models.champion + step, 0.02, 0.98))
         old.meet(np.clip(old.champion + step, 0.02, 0.98))
-    said = audited(draw, models.champion, gate.audit_tasks)
+    recorded_scores = audited(draw, models.champion, gate.audit_tasks)
     return {
         f"{score:g}": {
-            "bias_points": points(said[mine] - models.champion[mine]),
-            "spread_points": round(float(np.std(said[mine] - models.champion[mine])) * 100, 2),
+            "bias_points": points(recorded_scores[mine] - models.champion[mine]),
+            "spread_points": round(float(np.std(recorded_scores[mine] - models.champion[mine])) * 100, 2),
             "old_rule_bias_points": points(old.recorded[mine] - old.champion[mine]),
         }
         for score, mine in ((score, start == score) for score in SCORES)
@@ -150,17 +153,16 @@ def recorded(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[s
 
 
 def old_errors(draw: np.random.Generator, runs: int) -> dict[str, Numbers]:
-    """The rule before: about pairs whose champion has just been measured, and after ten versions, when the record is as
-    lucky as it had to be.
-    """
-    found: dict[str, Numbers] = {}
+    """Return the error rates of the old rule: directly after the champion was measured, and after ten versions, when
+    its recorded score is biased by selection."""
+    report: dict[str, Numbers] = {}
     for score in SCORES:
         old = OldModels(draw, same(score, runs))
-        found[f"{score:g}"] = {"tasks_mean": OLD_TASKS, **_old_rates(old, "")}
+        report[f"{score:g}"] = {"tasks_mean": OLD_TASKS, **_old_rates(old, "")}
         for _ in range(10):
             old.meet(np.clip(old.champion + draw.normal(0.0, 0.03, runs), 0.02, 0.98))
-        found[f"{score:g}"] |= _old_rates(old, "after_10_versions_")
-    return found
+        report[f"{score:g}"] |= _old_rates(old, "after_10_versions_")
+    return report
 
 
 def _old_rates(old: OldModels, when: str) -> Numbers:
@@ -173,9 +175,9 @@ def points(values: Floats) -> float:
 
 
 def failures(report: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[str]:
-    """The lines that do not hold."""
-    found = []
-    for score in (f"{one:g}" for one in SCORES):
+    """Return the lines that do not hold."""
+    problems = []
+    for score in (f"{true_score:g}" for true_score in SCORES):
         pair, old = report["errors"][score], report["recorded"][score]
         lines = {
             f"equal versions refused at {score}": (_of(pair["equal"], "refused"), REFUSED_MAX),
@@ -183,8 +185,10 @@ def failures(report: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[s
             f"bias of the recorded score at {score}": (abs(float(str(old["bias_points"]))) / 100, BIAS_MAX),
             f"lost 5 points in 40 versions at {score}": (_of(report["decay"][score], "lost_5_points"), DECAYED_MAX),
         }
-        found += [f"{name}: {value:.3f}, at most {limit:g}" for name, (value, limit) in lines.items() if value > limit]
-    return found
+        problems += [
+            f"{name}: {value:.3f}, at most {limit:g}" for name, (value, limit) in lines.items() if value > limit
+        ]
+    return problems
 
 
 def _of(numbers: object, name: str) -> float:
@@ -194,8 +198,10 @@ def _of(numbers: object, name: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=2000, help="of each kind (%(default)s)")
-    parser.add_argument("--histories", type=int, default=300, help="of 40 versions, at each score (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=2000, help="pairs of each kind (%(default)s)")
+    parser.add_argument(
+        "--histories", type=int, default=300, help="histories of 40 versions at each score (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-gate.json"))
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Tokens per second of the inference service at the size of the demo's model: `python -m benchmarks.inference`.
+"""Tokens per second of the inference service with the demo's model size: `python -m benchmarks.inference`.
 
-Sixteen concurrent requests against one, in the same run: at the engine and through HTTP, where the ratio must be six,
-and as streams, where each token is an event of its own and the second core decides. For comparison transformers' own
-continuous batching, and our engine without recorded forwards. Each case is measured several times, the cases taking
-turns so that a busy machine disturbs them alike; the best counts, being the least disturbed, and the median is
-reported beside it. About a minute. Writes `reports/bench-inference.json`, which docs/decisions/0008 quotes.
+The benchmark compares sixteen concurrent requests with one, in the same run: at the engine and through HTTP, where the
+ratio must be six, and as streams, where each token is an event and the second core decides. Transformers' continuous
+batching, and the engine without recorded forward passes, are measured for comparison. The cases alternate over several
+rounds, so that a busy machine disturbs all equally. The best round counts, which is the least disturbed, and the median
+is reported as well. The benchmark takes about a minute and writes `reports/bench-inference.json`, which
+docs/decisions/0008 quotes.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from tests.support.replica_process import ReplicaProcess
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 CONCURRENT = 16
-RATIO_WANTED = 6.0
+RATIO_MIN = 6.0
 Run = Callable[[int], Awaitable[int]]
-"""Make so many requests at once; returns the tokens that were sampled."""
+"""Function that sends concurrent requests and returns the number of sampled tokens."""
 
 
 @dataclass
 class Case:
-    """One way to sample, and the tokens per second that it reached by number of requests."""
+    """One way to sample, with its tokens per second by number of requests."""
 
     name: str
     run: Run
@@ -65,16 +66,16 @@ class Case:
 
     @property
     def result(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for requests, rates in self.rates.items():
-            found[f"tokens_per_s_{requests}"] = round(max(rates))
-            found[f"median_{requests}"] = round(statistics.median(rates))
-        found["ratio"] = round(max(self.rates[CONCURRENT]) / max(self.rates[1]), 2)
-        return found
+            result[f"tokens_per_s_{requests}"] = round(max(rates))
+            result[f"median_{requests}"] = round(statistics.median(rates))
+        result["ratio"] = round(max(self.rates[CONCURRENT]) / max(self.rates[1]), 2)
+        return result
 
 
 def build_model(root: Path) -> tuple[BlobStore, ServedVersion, Path]:
-    """A random model of the demo's shape (0.4M parameters)."""
+    """Build a random model of the demo's shape (0.4M parameters)."""
     folder = tiny_model.build(
         root / "model", hidden=96, layers=3, vocabulary=600, heads=4, kv_heads=2, feed_forward=256
     )
@@ -83,7 +84,7 @@ def build_model(root: Path) -> tuple[BlobStore, ServedVersion, Path]:
 
 
 def prompt_of(salt: int) -> list[int]:
-    return [10 + (31 * place + 97 * salt) % 250 for place in range(PROMPT_TOKENS)]
+    return [10 + (31 * index + 97 * salt) % 250 for index in range(PROMPT_TOKENS)]
 
 
 @contextlib.asynccontextmanager
@@ -95,14 +96,14 @@ async def engine_case(
     await engine.load(folder, manifest)
     salts = iter(range(10**9))
 
-    async def one() -> int:
+    async def sample_once() -> int:
         generation = engine.generate(
             prompt_of(next(salts)), Sampling(max_tokens=NEW_TOKENS), served.version, [Start()], stream=False
         )
         return sum([len(tokens.token_ids) async for tokens in generation])
 
     async def run(requests: int) -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(requests))))
+        return sum(await asyncio.gather(*(sample_once() for _ in range(requests))))
 
     try:
         yield Case(name, run)
@@ -112,7 +113,7 @@ async def engine_case(
 
 @contextlib.contextmanager
 def transformers_case(folder: Path) -> Any:
-    """`continuous_batching_context_manager` of transformers, with logprobs as we need them."""
+    """Yield the case of transformers' `continuous_batching_context_manager`, with logprobs as Headrace needs them."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
@@ -129,11 +130,11 @@ def transformers_case(folder: Path) -> Any:
 
         def sample(requests: int) -> int:
             manager.add_requests([prompt_of(next(salts)) for _ in range(requests)], max_new_tokens=NEW_TOKENS)
-            done = tokens = 0
-            while done < requests:
+            finished = tokens = 0
+            while finished < requests:
                 output = manager.get_result(timeout=1)
                 if output is not None and output.is_finished():
-                    done += 1
+                    finished += 1
                     tokens += len(output.generated_tokens)
             return tokens
 
@@ -142,7 +143,7 @@ def transformers_case(folder: Path) -> Any:
 
 @contextlib.asynccontextmanager
 async def replica(root: Path, blobs: BlobStore, served: ServedVersion) -> AsyncIterator[str]:
-    """A real replica on the embedded broker that serves the version; yields its URL."""
+    """Run a real replica on the embedded broker that serves the version, and yield its URL."""
     broker = BrokerProcess(root / "broker")
     process = ReplicaProcess(root / "data", broker.address)
     try:
@@ -165,10 +166,10 @@ async def replica(root: Path, blobs: BlobStore, served: ServedVersion) -> AsyncI
 
 
 def http_case(http: aiohttp.ClientSession, url: str, version: str, *, stream: bool) -> Case:
-    """As the gateway asks: token ids and logprobs with every token."""
+    """Return a case with the gateway's requests: token ids and logprobs with every token."""
     salts = iter(range(10**9))
 
-    async def one() -> int:
+    async def send_once() -> int:
         content = f"{next(salts)} who sent the mail about the meeting on Monday at 10:30?"
         body = {
             "model": version, "messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS,
@@ -183,7 +184,7 @@ def http_case(http: aiohttp.ClientSession, url: str, version: str, *, stream: bo
         return sum(len(choice.get("token_ids", ())) for event in events for choice in event["choices"])
 
     async def run(requests: int) -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(requests))))
+        return sum(await asyncio.gather(*(send_once() for _ in range(requests))))
 
     return Case("HTTP, streams" if stream else "HTTP", run)
 
@@ -206,7 +207,7 @@ async def measure(rounds: int) -> dict[str, Any]:
             http = await stack.enter_async_context(aiohttp.ClientSession())
             cases += [http_case(http, url, served.version, stream=stream) for stream in (False, True)]
             await _rounds(cases, rounds, progress)
-        with transformers_case(folder) as library:  # alone: its thread spins while it has nothing to do
+        with transformers_case(folder) as library:  # measured alone, because its idle thread spins
             await _rounds([library], rounds, progress)
         return {case.name: case.result for case in [*cases, library]}
 
@@ -223,7 +224,7 @@ async def _rounds(cases: list[Case], rounds: int, progress: ProgressDisplay) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="how often each case is measured")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of measurements")
     parser.add_argument("--report", type=Path, default=Path("reports/bench-inference.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,9 +242,9 @@ def main() -> int:
     arguments.report.write_text(json.dumps(report, indent=2) + "\n")
     for name, result in cases.items():
         print(f"{name:34}", *(f"{key} {value}" for key, value in result.items()))
-    short = [name for name in ("engine", "HTTP") if cases[name]["ratio"] < RATIO_WANTED]
+    short = [name for name in ("engine", "HTTP") if cases[name]["ratio"] < RATIO_MIN]
     if short:
-        print(f"ratio below {RATIO_WANTED}: {', '.join(short)}")
+        print(f"ratio below {RATIO_MIN}: {', '.join(short)}")
     return 1 if short else 0
 
 

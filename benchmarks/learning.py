@@ -1,17 +1,18 @@
-"""Is it the reward that teaches? Controls of the demo's training: `python -m benchmarks.learning`.
+"""Measure whether the reward causes learning, by controls of the demo's training: `python -m benchmarks.learning`.
 
-Writes `reports/bench-learning.json` and `reports/learning.png`. Exit status 1 when one of its lines does not hold, over
-five seeds (each with a mailbox, a base model and held-out tasks of its own): the true reward gains 20 points; shuffled
-and random rewards and a learning rate of 0 stay within two standard errors of the base; flipped ones fall, and the gate
-lets none of their versions pass; training what the version of four steps before has sampled loses two points at most;
-the guard calls training by the format alone hacked in four runs of five, and none by the true reward.
+The program writes `reports/bench-learning.json` and `reports/learning.png`, with exit status 1 if a line does not hold.
+The lines hold over five seeds, each with its own mailbox, base model and held-out tasks: the true reward gains 20
+points. Shuffled and random rewards and a learning rate of 0 stay within two standard errors of the base. Flipped
+rewards lower the score, and the gate refuses all of their versions. Training on samples of the version of four steps
+before loses at most two points. The guard detects training by the format alone in four runs of five, and never training
+by the true reward.
 
-Steps are shorter than the demo's, which has three minutes. What noise moves grows with the root of the steps, and what
-there is to learn with the steps, so more and shorter ones learn the same with less noise. With `--learning-rate 2e-4
---steps 20` they are the demo's, and rewards by lot ruin the model.
+Steps are shorter than the demo's, which has three minutes. The effect of noise grows with the square root of the steps
+and learning with the steps, so that more and shorter steps learn as much with less noise. With `--learning-rate 2e-4
+--steps 20` the steps are the demo's, and random rewards degrade the model.
 
-Each run is one process with the trainer, the engine and the demo's own agent in it, without services. What was run
-lies under `--parts`, a file for each run, and is not run again: a benchmark that was interrupted goes on.
+Each run is one process with the trainer, the engine and the demo's own agent, without services. Results are stored
+under `--parts`, a file for each run, so that an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from pathlib import Path
 sys.path.insert(0, "examples")  # examples are not installed
 
 from benchmarks import _learning_plot
-from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
-from benchmarks._runs_apart import play, quietly
+from benchmarks._learning_results import Arm, Plan, RunResult
+from benchmarks._run_processes import play, quietly
 from headrace_cli.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
 ARMS = (
-    Arm(kinds.TRUE, traced=True, tried=True),
+    Arm(kinds.TRUE, traced=True, runs_gate=True),
     Arm(kinds.SHUFFLED),
-    Arm(kinds.FLIPPED, tried=True),
+    Arm(kinds.FLIPPED, runs_gate=True),
     Arm(kinds.RANDOM),
     Arm(kinds.STILL),
     *(Arm(kinds.alone(source), traced=source == SOURCES[-1]) for source in SOURCES),
@@ -48,14 +49,14 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be done, as it travels to its process."""
+    """Description of a run, as it is sent to its process."""
 
     arm: str
     seed: int
     plan: Plan
     cache: Path
 
-    def place(self, parts: Path) -> Path:
+    def result_file(self, parts: Path) -> Path:
         plan = self.plan
         name = f"{self.arm}-{self.seed}-{plan.steps}-{plan.learning_rate:g}-{plan.plays}-{plan.traced}".replace(
             " ", "_"
@@ -63,26 +64,28 @@ class Job:
         return parts / f"{name}.json"
 
 
-def work(job: Job) -> Found:
-    """In a process of its own."""
+def work(job: Job) -> RunResult:
+    """Run one job in the worker process."""
     from benchmarks._learning_run import run
     from email_agent.build_base import LESSON
 
     quietly()
-    arm = next(one for one in ARMS if one.name == job.arm)
+    arm = next(arm for arm in ARMS if arm.name == job.arm)
     return run(arm, job.seed, LESSON.build(job.cache, LESSON.recipe(job.seed)).absolute(), job.plan)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (%(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="of 64 episodes, in each run (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-5, help="of each step (%(default)s)")
-    parser.add_argument("--plays", type=int, default=144, help="of audit tasks, for each score (%(default)s)")
-    parser.add_argument("--traced", type=int, default=15, help="scores on the way of a traced run (%(default)s)")
-    parser.add_argument("--only", nargs="*", metavar="RUN", help=f"of {', '.join(arm.name for arm in ARMS)}")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each (%(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/demo"), help="of base models (%(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of 64 episodes in each run (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-5, help="learning rate (%(default)s)")
+    parser.add_argument("--plays", type=int, default=144, help="audit tasks of each score (%(default)s)")
+    parser.add_argument("--traced", type=int, default=15, help="intermediate scores of a traced run (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="*", metavar="RUN", help=f"run only these: {', '.join(arm.name for arm in ARMS)}"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="concurrent runs, a core each (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/demo"), help="folder of base models (%(default)s)")
     parser.add_argument("--parts", type=Path, default=Path("reports/bench-learning"))
     parser.add_argument("--out", type=Path, default=Path("reports/bench-learning.json"))
     options = parser.parse_args()
@@ -91,18 +94,18 @@ def main() -> int:
     # Seed by seed, so that an interrupted benchmark has whole seeds.
     jobs = [Job(name, seed, plan, options.cache) for seed in range(options.seeds) for name in names]
     began, runs = time.monotonic(), []
-    for one in play("bench-learning", jobs, options.parts, options.workers, work, Found):
-        runs.append(one)
-        table = Table([one])
-        print(f"{one.arm:26} seed {one.seed}: {table.score(one.arm).value:6.1%} ({table.gain(one.arm).value:+.1%})",
-              flush=True)  # fmt: skip
-    runs.sort(key=lambda one: names.index(one.arm))
+    for result in play("bench-learning", jobs, options.parts, options.workers, work, RunResult):
+        runs.append(result)
+        table = Table([result])
+        score, gain = table.score(result.arm).value, table.gain(result.arm).value
+        print(f"{result.arm:26} seed {result.seed}: {score:6.1%} ({gain:+.1%})", flush=True)
+    runs.sort(key=lambda run: names.index(run.arm))
     return conclude(Table(runs), options, time.monotonic() - began)
 
 
 def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
-    """Report, table and picture; the exit status."""
-    found = lines(table)
+    """Write the report and the plot, print the table, and return the exit status."""
+    acceptance_lines = lines(table)
     rows = table.rows()
     report = {
         "seeds": options.seeds,
@@ -111,8 +114,8 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
         "plays": options.plays,
         "base": table.score_of_base().report(),
         "runs": rows,
-        "lines": [line.report() for line in found],
-        "missed": [line.name for line in found if not line.holds],
+        "lines": [line.report() for line in acceptance_lines],
+        "missed": [line.name for line in acceptance_lines if not line.holds],
         "run_seconds": [round(run.seconds) for runs in table.arms.values() for run in runs],
         "wall_s": round(seconds, 1),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -121,7 +124,7 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     _learning_plot.draw(table, options.out.with_name("learning.png"))
     print(markdown(rows, table.score_of_base()))
-    for line in found:
+    for line in acceptance_lines:
         print(
             f"{'holds' if line.holds else 'FAILS'}  {line.value:8.3f} in {line.low:.3f} .. {line.high:.3f}  {line.name}"
         )

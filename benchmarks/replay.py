@@ -1,10 +1,11 @@
-"""Trajectories per second that a replay gets through: `python -m benchmarks.replay`.
+"""Trajectories per second of a replay: `python -m benchmarks.replay`.
 
-Fills an embedded broker with trajectories, their experiences and feedback, then measures what `headrace replay` does
-before training begins, which is bound by the model: experiences copied, trajectories scored again with a reward
-function. 2,000 a second are wanted of both. On a machine that others use, time says little; so the report has the CPU
-time of the command and its programs (the broker's apart), and the rate at which one core decodes the same trajectories,
-which shrinks as the others do. Some minutes. Writes `reports/bench-replay.json`.
+The benchmark fills an embedded broker with trajectories, their experiences and feedback. Then it measures the part of
+`headrace replay` before training, which depends on the model: copying experiences, and scoring trajectories again with
+a reward function. Both must reach 2,000 per second. Wall time depends on other users of the machine, so that the report
+includes the CPU time of the command and its programs (without the broker), and the rate at which one core decodes the
+same trajectories, which a busy machine lowers equally. The benchmark takes some minutes and writes
+`reports/bench-replay.json`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Sp
 from headrace_schemas.ids import session_key
 from tests.support.broker_process import BrokerProcess
 
-RATE_WANTED = 2_000
+RATE_MIN = 2_000
 TOKENS, TURNS, SAMPLED = 320, 3, 24
 DECODED = 2_000
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -50,7 +51,7 @@ def answer(trajectory, context):
 
 
 def trajectory(number: int) -> Trajectory:
-    """Three turns, 320 tokens, every fourth one answered as expected."""
+    """Return a trajectory of three turns and 320 tokens; every fourth one has the expected answer."""
     draw = random.Random(number)
     turn_ids = [f"chatcmpl-{number}-{turn}" for turn in range(TURNS)]
     spans = tuple(
@@ -63,8 +64,8 @@ def trajectory(number: int) -> Trajectory:
         for turn in range(TURNS)
     )
     answer = "it is 42" if number % 4 == 0 else "I cannot tell"
-    said = [("user", f"How many mails did sender {number % 97} send?"), ("assistant", "search"), ("tool", "3 results")]
-    messages = tuple(Message.model_validate({"role": role, "content": text}) for role, text in said)
+    texts = [("user", f"How many mails did sender {number % 97} send?"), ("assistant", "search"), ("tool", "3 results")]
+    messages = tuple(Message.model_validate({"role": role, "content": text}) for role, text in texts)
     return Trajectory(
         time=START + timedelta(seconds=number),
         trajectory_id=f"t{number}",
@@ -98,19 +99,19 @@ def experience(of: Trajectory, number: int) -> Experience:
 
 
 def events(number: int) -> Iterator[Trajectory | Experience | Feedback]:
-    made = trajectory(number)
-    yield made
-    yield experience(made, number)
+    trajectory_of_number = trajectory(number)
+    yield trajectory_of_number
+    yield experience(trajectory_of_number, number)
     if number % 10 == 0:
         yield Feedback(
-            time=made.time, feedback_id=f"f{number}", session_key=made.session_key, value=1.0,
-            msg_ids=made.branches[0].turn_ids,
+            time=trajectory_of_number.time, feedback_id=f"f{number}",
+            session_key=trajectory_of_number.session_key, value=1.0, msg_ids=trajectory_of_number.branches[0].turn_ids,
         )  # fmt: skip
 
 
 @asynccontextmanager
 async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIterator[str]:
-    """A broker that holds so many trajectories and all that belongs to them."""
+    """Run a broker that holds `count` trajectories and their other events, and yield its address."""
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
     try:
@@ -118,7 +119,7 @@ async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIt
         async with producing(broker.address) as producer:
             for first in range(0, count, 200):
                 numbers = range(first, min(first + 200, count))
-                await producer.send([Outgoing.of(one, "bench") for number in numbers for one in events(number)])
+                await producer.send([Outgoing.of(event, "bench") for number in numbers for event in events(number)])
                 progress.at(numbers.stop, count, "storing")
         yield broker.address
     finally:
@@ -126,7 +127,7 @@ async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIt
 
 
 def request(bus: str, folder: Path, lineage: str, *, rescored: bool) -> Request:
-    """As `headrace replay run` makes it."""
+    """Return a replay request as `headrace replay run` makes it."""
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     (folder / "base").mkdir(exist_ok=True)
     (folder / "base" / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 2048}', "utf-8")
@@ -141,28 +142,29 @@ def request(bus: str, folder: Path, lineage: str, *, rescored: bool) -> Request:
     return make(lineage, Range(topic), Overrides(None, settings, os.environ), bus)
 
 
-async def copied(wanted: Request, progress: ProgressDisplay) -> tuple[Report, float, float]:
-    """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
+async def copy_events(replay_request: Request, progress: ProgressDisplay) -> tuple[Report, float, float]:
+    """Run the first half of a replay, until training would begin. Return its report, its wall time and its CPU time in
+    seconds."""
 
-    def tick(what: str, done: int, total: int) -> None:
-        progress.at(done, total or None, what)
+    def tick(phase: str, count: int, total: int) -> None:
+        progress.at(count, total or None, phase)
 
-    report = Report(wanted.lineage, wanted.of, wanted.wanted.topic)
+    report = Report(replay_request.lineage, replay_request.of, replay_request.wanted.topic)
     began, busy = time.perf_counter(), cpu_s()
-    async with opened(wanted.bus, wanted.wanted) as merge:
-        await copying.create(wanted.bus, wanted.lineage)
-        await runner.copy(wanted, report, merge, Journal((), (), "nothing was trained"), tick)
+    async with opened(replay_request.bus, replay_request.wanted) as merge:
+        await copying.create(replay_request.bus, replay_request.lineage)
+        await runner.copy(replay_request, report, merge, Journal((), (), "nothing was trained"), tick)
     return report, time.perf_counter() - began, cpu_s() - busy
 
 
 def cpu_s() -> float:
-    """Of this process and of all that it has started and that has ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    """Return the CPU seconds of this process and of all its finished child processes."""
+    usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def decoding_rate() -> float:
-    """Trajectories a second that one core turns from bytes into events: what this machine can do at best."""
+    """Return the trajectories per second that one core decodes from bytes to events, an upper bound of this machine."""
     values = [trajectory(number).to_json() for number in range(DECODED)]
     began = time.perf_counter()
     for value in values:
@@ -181,23 +183,23 @@ async def measure(count: int) -> dict[str, object]:
         async with stored(folder, count, progress) as bus:
             print(f"{count} trajectories stored in {time.perf_counter() - began:.0f} s")
             rates, cpu_ms = {}, {}
-            for what, rescored in (("copied", False), ("scored_again", True)):
-                wanted = request(bus, folder, what.replace("_", "-"), rescored=rescored)
-                report, seconds, busy_s = await copied(wanted, progress)
+            for part, rescored in (("copied", False), ("scored_again", True)):
+                replay_request = request(bus, folder, part.replace("_", "-"), rescored=rescored)
+                report, seconds, busy_s = await copy_events(replay_request, progress)
                 assert report.experiences == count, report
-                rates[what], cpu_ms[what] = count / seconds, 1000 * busy_s / count
-                print(f"{what}: {rates[what]:,.0f} a second")
+                rates[part], cpu_ms[part] = count / seconds, 1000 * busy_s / count
+                print(f"{part}: {rates[part]:,.0f} a second")
         decoded = (before + decoding_rate()) / 2
     return {
         "trajectories": count,
         "tokens_per_trajectory": TOKENS,
         "json_bytes_per_trajectory": len(trajectory(0).to_json()),
-        "rate_wanted": RATE_WANTED,
+        "rate_wanted": RATE_MIN,
         "rates": rates,
         "cpu_ms_per_trajectory": cpu_ms,
         "one_core_decodes": decoded,
-        "share_of_one_core_decoding": {what: rate / decoded for what, rate in rates.items()},
-        "reached": all(rate >= RATE_WANTED for rate in rates.values()),
+        "share_of_one_core_decoding": {part: rate / decoded for part, rate in rates.items()},
+        "reached": all(rate >= RATE_MIN for rate in rates.values()),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
@@ -209,11 +211,11 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-replay.json"))
     options = parser.parse_args()
-    found = asyncio.run(measure(options.trajectories))
+    report = asyncio.run(measure(options.trajectories))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
-    return 0 if found["reached"] else 1
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 0 if report["reached"] else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The error rates of canaries on live traffic, against versions whose truth is known: `python -m benchmarks.rollout`.
+"""Error rates of canaries on live traffic, with simulated versions of known quality: `python -m benchmarks.rollout`.
 
-Writes `reports/bench-rollout.json`. Exit status 1 when one of these does not hold, of 2,000 canaries each with the
-default plan, looked at after every session: without an effect 5 % at most are rolled back, in each of four shapes of
-traffic; a drop of 20 points is found within 200 of the canary's sessions at p90, one of 10 points within 700, also
-where rewards are 0 or 1; until a drop of 20 points is taken back, 5 % of all sessions at most met it (p90); a version
-that is 10 points worse is promoted in 5 % at most; sound arms are called uneven in 1 % at most, those of a canary that
-loses a third of its sessions in 95 % at least, and it is promoted in 5 % at most; 95 % of the confidence sequences hold
-the truth at all times; of equal candidates that share an adaptive split 5 % at most are rolled back, and fewer
-sessions meet one that is 10 points worse, until another is promoted, than in an even split. Beside them what a z-test
-after each session and a rule of five bad windows would have done. A few minutes of one core; numpy and no model.
+The program writes `reports/bench-rollout.json`, with exit status 1 if a line does not hold. The lines, of 2,000
+canaries each with the default plan, monitored after every session: without an effect at most 5 % are rolled back, in
+each of four kinds of traffic. A drop of 20 points is found within 200 of the canary's sessions at p90, one of 10 points
+within 700, also with rewards of 0 or 1. Until a drop of 20 points is rolled back, at most 5 % of all sessions meet it
+(p90). At most 5 % of versions that are 10 points worse are promoted. Sound arms are called uneven in at most 1 %, those
+of a canary that loses a third of its sessions in at least 95 %, and such a canary is promoted in at most 5 %. 95 % of
+the confidence sequences contain the truth at all times. At most 5 % of equal candidates in an adaptive split are rolled
+back, and fewer sessions meet a candidate that is 10 points worse, until another one is promoted, than in an even split.
+The results of a z-test after each session and of a rule of five bad windows are reported for comparison. The benchmark
+takes a few minutes of one core, with numpy and no model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A world, and for how many sessions of both arms together it is played."""
+    """A world, and the number of sessions of both arms."""
 
     world: World
     sessions: int
@@ -71,14 +72,14 @@ LOST = "one canary session in three lost"
 NULLS = tuple(name for name in CASES if name.startswith("same"))
 
 
-def of_case(found: Crossings, plan: RolloutPlan, world: World) -> Numbers:
-    """What became of its canaries. Sessions are the canary's own, until the decision took effect."""
-    harmed_s, safe_s = found.harmed_at_s(plan, world), found.safe_at_s(plan, world)
-    uneven_s = found.uneven_at_s(plan, world)
-    exposed = found.exposed(harmed_s, world)
-    ramped = ramp(found, plan, world)
+def of_case(crossings: Crossings, plan: RolloutPlan, world: World) -> Numbers:
+    """Return the results of canaries. Sessions are the canary's own, until the decision took effect."""
+    harmed_s, safe_s = crossings.harmed_at_s(plan, world), crossings.safe_at_s(plan, world)
+    uneven_s = crossings.uneven_at_s(plan, world)
+    exposed = crossings.exposed(harmed_s, world)
+    ramped = ramp(crossings, plan, world)
     until = np.where(np.isfinite(harmed_s), harmed_s / world.every_s + 1, 0).astype(np.int64)
-    met = ramped.exposed(np.minimum(until, len(found.candidates)))
+    met = ramped.exposed(np.minimum(until, len(crossings.candidates)))
     last = ramped.begins[-1]
     return {
         "rolled_back": share(np.isfinite(harmed_s)),
@@ -86,16 +87,16 @@ def of_case(found: Crossings, plan: RolloutPlan, world: World) -> Numbers:
         "undecided": share(np.isinf(np.minimum(np.minimum(safe_s, harmed_s), uneven_s))),
         "sessions_to_rollback_p50": quantile(exposed, 0.5),
         "sessions_to_rollback_p90": quantile(exposed, 0.9),
-        "sessions_to_promotion_p50": quantile(found.exposed(safe_s, world), 0.5),
+        "sessions_to_promotion_p50": quantile(crossings.exposed(safe_s, world), 0.5),
         "met_until_rollback_p50": quantile(met[~np.isnan(met)], 0.5),
         "met_until_rollback_p90": quantile(met[~np.isnan(met)], 0.9),
         "came_to_the_last_stage": share(np.where(until > 0, last < until, last < NEVER)),
-        "sessions_to_the_last_stage_p50": quantile(found.exposed(_at_s(last, world), world), 0.5),
-        "sample_ratio_broken": share(found.ratio < NEVER),
-        "sessions_to_sample_ratio_p90": quantile(found.exposed(uneven_s, world), 0.9),
-        "not_covered": share(found.uncovered < NEVER),
-        "z_test_rolled_back": share(found.naive_z < NEVER),
-        "five_bad_windows_rolled_back": share(found.naive_windows < NEVER),
+        "sessions_to_the_last_stage_p50": quantile(crossings.exposed(_at_s(last, world), world), 0.5),
+        "sample_ratio_broken": share(crossings.ratio < NEVER),
+        "sessions_to_sample_ratio_p90": quantile(crossings.exposed(uneven_s, world), 0.9),
+        "not_covered": share(crossings.uncovered < NEVER),
+        "z_test_rolled_back": share(crossings.naive_z < NEVER),
+        "five_bad_windows_rolled_back": share(crossings.naive_windows < NEVER),
     }
 
 
@@ -104,11 +105,11 @@ def share(flags: np.ndarray) -> float:
 
 
 def quantile(values: Floats, at: float) -> float | None:
-    """None: so many never got there, or there are none."""
+    """Return a quantile, or None if it is infinite or there are no values."""
     if not len(values):
         return None
-    found = float(np.quantile(values, at, method="higher"))
-    return round(found, 1 if found >= 1 else 4) if np.isfinite(found) else None
+    value = float(np.quantile(values, at, method="higher"))
+    return round(value, 1 if value >= 1 else 4) if np.isfinite(value) else None
 
 
 def _at_s(session: np.ndarray, world: World) -> Floats:
@@ -116,7 +117,7 @@ def _at_s(session: np.ndarray, world: World) -> Floats:
 
 
 def failures(cases: Mapping[str, Numbers], splits: Mapping[str, Numbers]) -> list[str]:
-    """The lines that do not hold."""
+    """Return the lines that do not hold."""
     at_most: dict[str, tuple[float | None, float]] = {}
     for name in NULLS:
         at_most[f"{name}: rolled back"] = cases[name]["rolled_back"], ROLLED_BACK_MAX
@@ -147,20 +148,22 @@ def failures(cases: Mapping[str, Numbers], splits: Mapping[str, Numbers]) -> lis
 
 
 def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
-    found: dict[str, Numbers] = {}
+    report: dict[str, Numbers] = {}
     with ProgressDisplay("bench-rollout", sum(case.sessions for case in CASES.values()), unit="sessions") as progress:
         for number, (name, case) in enumerate(CASES.items()):
             progress.at(doing=name)
             chance = np.random.default_rng([seed, number])
             crossings = play(chance, plan, case.world, case.sessions, runs, progress.advance)
-            found[name] = of_case(crossings, plan, case.world)
-    return found
+            report[name] = of_case(crossings, plan, case.world)
+    return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--canaries", type=int, default=2000, help="of each kind (%(default)s)")
-    parser.add_argument("--families", type=int, default=150, help="of three candidates at a time, each (%(default)s)")
+    parser.add_argument("--canaries", type=int, default=2000, help="canaries of each kind (%(default)s)")
+    parser.add_argument(
+        "--families", type=int, default=150, help="rollouts of three candidates, for each case (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-rollout.json"))
     options = parser.parse_args()

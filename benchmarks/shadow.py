@@ -1,11 +1,11 @@
-"""The canary before the canary, against versions whose truth is known: `python -m benchmarks.shadow`.
+"""Shadow evaluation before a canary, with simulated versions of known quality: `python -m benchmarks.shadow`.
 
-Writes `reports/bench-shadow.json`. Exit status 1 when one of these does not hold, of 100 pairs of tiny language models
-(`_shadow_worlds`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals of the difference in
-what users like, ten for each pair, 93 % hold the truth, and it points the right way in 90 %; of 100 planted pairs that
-have nothing to do with each other 95 are refused; canaries with a shadow before them take 40 % fewer of the
-candidate's sessions than without, and of those without an effect 5 % at most are rolled back, of those 10 points worse
-5 % at most promoted, with a shadow as without. A few minutes of one core; numpy and no model.
+The program writes `reports/bench-shadow.json`, with exit status 1 if a line does not hold. The lines, of 100 pairs of
+tiny language models (`_shadow_worlds`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals of
+the difference in users' ratings, ten for each pair, 93 % contain the truth, and 90 % have the right sign. 95 of 100
+planted unrelated pairs are refused. Canaries after a shadow take 40 % fewer of the candidate's sessions than without.
+With and without a shadow, at most 5 % of equal candidates are rolled back and at most 5 % of candidates that are 10
+points worse are promoted. The benchmark takes a few minutes of one core, with numpy and no model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._shadow_canaries import Canaries, canaries, shadows
-from benchmarks._shadow_worlds import SPOKE, TASKS, Sampled, VersionPair, far, near, sample
+from benchmarks._shadow_worlds import FEEDBACK_SHARE, TASKS, ShadowSample, VersionPair, far, near, sample
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.shadow.demands import Demands
@@ -33,58 +33,60 @@ from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estima
 COVERED_MIN, RANKED_MIN, FAR_REFUSED_MIN, SAVED_MIN = 0.93, 0.9, 0.95, 0.4
 WRONG_MAX = 0.05
 _SMALLEST, _LARGEST = 0.03, 0.12
-"""How much better or worse a candidate is, half of each."""
+"""Range of the difference between candidate and champion, of either sign."""
 _MARGIN = 0.1
 Numbers = dict[str, float]
 
 
-def as_pairs(found: Sampled) -> list[ShadowPair]:
+def as_pairs(sampled: ShadowSample) -> list[ShadowPair]:
     return [
         ShadowPair(
             number,
-            float(found.candidate[number]),
-            float(found.champion[number]),
-            float(found.judged[number]),
-            None if np.isnan(found.said[number]) else float(found.said[number]),
-            float(found.log_weight[number]),
+            float(sampled.candidate[number]),
+            float(sampled.champion[number]),
+            float(sampled.judged[number]),
+            None if np.isnan(sampled.feedback[number]) else float(sampled.feedback[number]),
+            float(sampled.log_weight[number]),
         )
-        for number in range(len(found.task))
+        for number in range(len(sampled.task))
     ]
 
 
-def of_estimates(truths: Sequence[float], found: Sequence[ShadowEstimate]) -> Numbers:
-    """Coverage and ranking of those that were not refused; refusals as a part of all."""
-    said = [
-        (truth, one.difference, one.lower, one.upper, one.judged)
-        for truth, one in zip(truths, found, strict=True)
-        if one.difference is not None and one.lower is not None and one.upper is not None
+def of_estimates(truths: Sequence[float], estimates: Sequence[ShadowEstimate]) -> Numbers:
+    """Return coverage and ranking of the estimates that were not refused, and the share of refusals."""
+    accepted = [
+        (truth, result.difference, result.lower, result.upper, result.judged)
+        for truth, result in zip(truths, estimates, strict=True)
+        if result.difference is not None and result.lower is not None and result.upper is not None
     ]
-    covered = [lower <= truth <= upper for truth, _, lower, upper, _ in said]
+    covered = [lower <= truth <= upper for truth, _, lower, upper, _ in accepted]
     return {
-        "intervals": len(said),
-        "refused": 1 - len(said) / len(found),
+        "intervals": len(accepted),
+        "refused": 1 - len(accepted) / len(estimates),
         "covered": float(np.mean(covered)),
-        "ranked_right": float(np.mean([(truth > 0) == (value > 0) for truth, value, *_ in said])),
-        "judges_alone_ranked_right": float(np.mean([(truth > 0) == ((judged or 0) > 0) for truth, *_, judged in said])),
-        "width_mean": float(np.mean([upper - lower for _, _, lower, upper, _ in said])),
-        "effective_mean": float(np.mean([one.overlap.effective for one in found if one.refused is None])),
-        "bias": float(np.mean([value - truth for truth, value, *_ in said])),
+        "ranked_right": float(np.mean([(truth > 0) == (value > 0) for truth, value, *_ in accepted])),
+        "judges_alone_ranked_right": float(
+            np.mean([(truth > 0) == ((judged or 0) > 0) for truth, *_, judged in accepted])
+        ),
+        "width_mean": float(np.mean([upper - lower for _, _, lower, upper, _ in accepted])),
+        "effective_mean": float(np.mean([result.overlap.effective for result in estimates if result.refused is None])),
+        "bias": float(np.mean([value - truth for truth, value, *_ in accepted])),
     }
 
 
-def of_canaries(found: Canaries) -> Numbers:
+def of_canaries(results: Canaries) -> Numbers:
     return {
-        "rolled_back": float(np.mean(found.rolled_back)),
-        "in_the_shadow": float(np.mean(found.in_shadow)),
-        "promoted": float(np.mean(found.promoted)),
-        "held": float(np.mean(found.held)),
-        "sessions_mean": float(np.mean(found.sessions)),
-        "sessions_p50": float(np.median(found.sessions)),
+        "rolled_back": float(np.mean(results.rolled_back)),
+        "in_the_shadow": float(np.mean(results.in_shadow)),
+        "promoted": float(np.mean(results.promoted)),
+        "held": float(np.mean(results.undecided)),
+        "sessions_mean": float(np.mean(results.sessions)),
+        "sessions_p50": float(np.median(results.sessions)),
     }
 
 
 def failures(report: dict[str, Numbers]) -> list[str]:
-    """The lines that do not hold."""
+    """Return the lines that do not hold."""
     at_least = {
         "intervals that hold the truth": (report["near"]["covered"], COVERED_MIN),
         "ranked right": (report["near"]["ranked_right"], RANKED_MIN),
@@ -92,8 +94,8 @@ def failures(report: dict[str, Numbers]) -> list[str]:
         "canary sessions saved": (report["saved"]["all"], SAVED_MIN),
     }
     at_most = {
-        f"{name}: {what}": (report[name][what], WRONG_MAX)
-        for name, what in (
+        f"{name}: {rate}": (report[name][rate], WRONG_MAX)
+        for name, rate in (
             ("equal, without", "rolled_back"),
             ("equal, with", "rolled_back"),
             ("10 points worse, without", "promoted"),
@@ -112,42 +114,42 @@ def measure(options: argparse.Namespace) -> dict[str, Numbers]:
     close = [near(chance, float(size)) for size in sizes]
     apart = [far(chance) for _ in range(options.pairs)]
     few = options.pairs // 5 or 1
-    equal = [replace(one, candidate=one.champion) for one in close[:few]]
+    equal = [replace(pair, candidate=pair.champion) for pair in close[:few]]
     worse = [near(chance, -_MARGIN) for _ in range(few)]
     rollouts = options.pairs * options.runs + 2 * options.nulls
     total = options.pairs * (options.samples + 1) + rollouts + 7 * options.sessions
     with ProgressDisplay("bench-shadow", total, unit="steps") as progress:
-        found = _estimated(chance, close, apart, options, progress.advance)
+        report = _measure_estimates(chance, close, apart, options, progress.advance)
         for name, pairs, runs in (
             ("pairs", close, options.runs),
             ("equal", equal, options.nulls // few),
             ("10 points worse", worse, options.nulls // few),
         ):
             progress.at(doing=name)
-            found |= _raced(chance, name, pairs, runs, options, progress.advance)
+            report |= _compare_canaries(chance, name, pairs, runs, options, progress.advance)
     for kind, chosen in (("all", "pairs"), ("of equal versions", "equal")):
-        before, after = (found[f"{chosen}, {how}"]["sessions_mean"] for how in ("without", "with"))
-        found.setdefault("saved", {})[kind] = 1 - after / before
-    found["saved"]["where prompts tell no task"] = (
-        1 - found["pairs, with, no kinds"]["sessions_mean"] / found["pairs, without"]["sessions_mean"]
+        before, after = (report[f"{chosen}, {how}"]["sessions_mean"] for how in ("without", "with"))
+        report.setdefault("saved", {})[kind] = 1 - after / before
+    report["saved"]["where prompts tell no task"] = (
+        1 - report["pairs, with, no kinds"]["sessions_mean"] / report["pairs, without"]["sessions_mean"]
     )
-    found["world"] = {"between_tasks": float(np.mean([_between(one) for one in close]))}
-    return found
+    report["world"] = {"between_tasks": float(np.mean([_between(pair) for pair in close]))}
+    return report
 
 
 def _between(pair: VersionPair) -> float:
-    """The part of the variance of a like that lies between tasks."""
+    """Return the share of the variance of ratings that lies between tasks."""
     by_task = pair.by_task(pair.champion)
     mean = float(by_task.mean())
     return float(by_task.var()) / (mean * (1 - mean))
 
 
-def _estimated(
+def _measure_estimates(
     chance: np.random.Generator,
     close: Sequence[VersionPair],
     apart: Sequence[VersionPair],
     options: argparse.Namespace,
-    told: Callable[[], None],
+    on_step: Callable[[], None],
 ) -> dict[str, Numbers]:
     demands = Demands()
     truths, estimates = [], []
@@ -155,37 +157,37 @@ def _estimated(
         for _ in range(options.samples):
             truths.append(pair.truth)
             estimates.append(estimate(as_pairs(sample(chance, pair, options.prompts)), demands))
-            told()
+            on_step()
     refused = []
     for pair in apart:
         refused.append(estimate(as_pairs(sample(chance, pair, options.prompts)), demands).refused)
-        told()
-    why = Counter(one.partition(":")[0] if one else "not refused" for one in refused)
-    print(f"far pairs: {dict(why)}")
+        on_step()
+    reasons = Counter(reason.partition(":")[0] if reason else "not refused" for reason in refused)
+    print(f"far pairs: {dict(reasons)}")
     return {
         "near": of_estimates(truths, estimates),
-        "far": {"pairs": len(refused), "refused": sum(one is not None for one in refused) / len(refused)},
+        "far": {"pairs": len(refused), "refused": sum(reason is not None for reason in refused) / len(refused)},
     }
 
 
-def _raced(
+def _compare_canaries(
     chance: np.random.Generator,
     name: str,
     pairs: Sequence[VersionPair],
     runs: int,
     options: argparse.Namespace,
-    told: Callable[[], None],
+    on_step: Callable[[], None],
 ) -> dict[str, Numbers]:
     plain = RolloutPlan()
     plan = RolloutPlan(shadow_units=options.prompts)
-    found = {f"{name}, without": of_canaries(canaries(chance, plain, pairs, runs, options.sessions, None, told))}
-    shadow = shadows(chance, plan, pairs, runs, told)
-    with_it = canaries(chance, plan, pairs, runs, options.sessions, shadow, told)
-    found[f"{name}, with"] = of_canaries(with_it)
+    report = {f"{name}, without": of_canaries(canaries(chance, plain, pairs, runs, options.sessions, None, on_step))}
+    shadow = shadows(chance, plan, pairs, runs, on_step)
+    with_shadow = canaries(chance, plan, pairs, runs, options.sessions, shadow, on_step)
+    report[f"{name}, with"] = of_canaries(with_shadow)
     if name == "pairs":
-        blind = canaries(chance, plan, pairs, runs, options.sessions, shadow, told, kinds=False)
-        found[f"{name}, with, no kinds"] = of_canaries(blind)
-    return found
+        blind = canaries(chance, plan, pairs, runs, options.sessions, shadow, on_step, kinds=False)
+        report[f"{name}, with, no kinds"] = of_canaries(blind)
+    return report
 
 
 def main() -> int:
@@ -200,10 +202,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reports/bench-shadow.json"))
     options = parser.parse_args()
     began = time.process_time()
-    found = measure(options)
-    missed = failures(found)
+    cases = measure(options)
+    missed = failures(cases)
     report = {
-        "cases": found,
+        "cases": cases,
         "seed": options.seed,
         "pairs": options.pairs,
         "samples": options.samples,
@@ -211,12 +213,12 @@ def main() -> int:
         "canaries": {"of each pair": options.runs, "equal": options.nulls, "10 points worse": options.nulls},
         "sessions_of_both_arms": options.sessions,
         "tasks": TASKS,
-        "users_who_speak": SPOKE,
+        "users_who_speak": FEEDBACK_SHARE,
         "cpu_s": round(time.process_time() - began, 1),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "missed": missed,
     }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(cases, indent=2))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {options.out}")

@@ -1,20 +1,20 @@
-"""What a training step costs: `python -m benchmarks.trainer`. Writes `reports/bench-trainer.json`.
+"""Costs of a training step: `python -m benchmarks.trainer`. Writes `reports/bench-trainer.json`.
 
 The lines:
 
-- logprobs and gradients of 32,768 loss tokens at 152,000 words take 1.5 GB above the weights at most, measured in a
+- logprobs and gradients of 32,768 loss tokens at 152,000 words take at most 1.5 GB above the weights, measured in a
   process of its own;
 - attention over a sequence four times as long takes at most 16 times as long, with a window 4 times, and at most 4
   times the memory (each with a fifth more for noise);
 - tokens per CPU second (user and system) of whole steps are at least twice those of TRL's GRPO trainer at 0.4 and 17
-  million parameters and 1.7 times at 110 million (`--shapes large`), one step of each in turn, on the same model,
-  tokens, passes and threads, for sequences of 512 and 2,048 tokens: all of them so long, and from a quarter of it up.
-  Needs `make install-peers`; what TRL is given is in `benchmarks/_peer_trl.py`;
-- the data folder of a model with 100 million parameters stays under its bound while it is trained for `--disk-s`
-  seconds with a version of each step, a trainer that starts again goes on from it, and two versions are rolled back.
+  million parameters and 1.7 times at 110 million (`--shapes large`), with alternating steps, on the same model,
+  tokens, passes and threads, for sequences of 512 and 2,048 tokens: all of equal length, and from a quarter of it up.
+  Needs `make install-peers`; `benchmarks/_peer_trl.py` shows the input of TRL;
+- the data folder of a model with 100 million parameters stays under its limit while it is trained for `--disk-s`
+  seconds with a version of each step, a restarted trainer continues from it, and two versions are rolled back.
 
-Exit status 1 when one does not hold. The best round counts, being the least disturbed; the median stands beside it,
-and the share of what matrix products alone do in a CPU second, and the peak of memory. Some 15 minutes.
+Exit status 1 if a line does not hold. The best round counts, which is the least disturbed; the median, the share of the
+rate of matrix products alone, and the peak memory are reported as well. The benchmark takes about 15 minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _disk_use
-from benchmarks._peers import PEERS, Workload, compared
+from benchmarks._peers import PEERS, Workload, compare_with_trl
 from benchmarks._shapes import SHAPES
 from headrace_cli.progress import ProgressDisplay
 
@@ -47,43 +47,46 @@ WINDOW = 512
 LINES = ("head", "growth", "peers", "disk")
 
 
-def child(module: str, **given: int) -> dict[str, Any]:
-    """What a benchmark in a process of its own prints."""
-    texts = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+def child(module: str, **options: int) -> dict[str, Any]:
+    """Return the output of a benchmark in a process of its own."""
+    texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", f"benchmarks.{module}", *texts]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=CHILD_S_MAX)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=CHILD_S_MAX)
+    result: dict[str, Any] = json.loads(process.stdout)
+    return result
 
 
 def head(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     sizes = {"tokens": options.tokens, "vocabulary": VOCABULARY, "hidden": options.hidden, "threads": options.threads}
-    found = child("_head_memory", **sizes)
+    result = child("_head_memory", **sizes)
     progress.advance()
-    if found["peak_gb"] > PEAK_GB_MAX:
-        missed.append(f"head: {found['peak_gb']:g} GB, at most {PEAK_GB_MAX:g} GB")
-    return found | {"peak_gb_max": PEAK_GB_MAX}
+    if result["peak_gb"] > PEAK_GB_MAX:
+        missed.append(f"head: {result['peak_gb']:g} GB, at most {PEAK_GB_MAX:g} GB")
+    return result | {"peak_gb_max": PEAK_GB_MAX}
 
 
 def growth(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
-    """Attention alone: everything else in a step costs the same for each token."""
+    """Measure attention alone, because all other costs of a step are proportional to the tokens."""
     report: dict[str, Any] = {}
     for name, window, power in (("full", 0, 2), ("window", WINDOW, 1)):
         short, long = (child("_sequence_cost", length=n, window=window, threads=options.threads) for n in GROWN)
         progress.advance()
         times = long["length"] / short["length"]
-        grown = {what: round(long[what] / short[what], 2) for what in ("cpu_s", "peak_gb")}
+        grown = {measure: round(long[measure] / short[measure], 2) for measure in ("cpu_s", "peak_gb")}
         most = {"cpu_s": NOISE * times**power, "peak_gb": NOISE * times}
         missed += [
-            f"{name} attention, {what}: {grown[what]} times at {times:g} times the tokens, at most {most[what]:g}"
-            for what in grown
-            if grown[what] > most[what]
+            f"{name} attention, {measure}: "
+            f"{grown[measure]} times at {times:g} times the tokens, at most {most[measure]:g}"
+            for measure in grown
+            if grown[measure] > most[measure]
         ]
         report[name] = {"measured": [short, long], "grown": grown, "grown_max": most}
     return report
 
 
-def beside_trl(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> list[dict[str, Any]]:
+def compare_with_trl_on_workloads(
+    options: argparse.Namespace, missed: list[str], progress: ProgressDisplay
+) -> list[dict[str, Any]]:
     if not (PEERS / "installed").exists():
         missed.append("TRL: not installed; make install-peers")
         return []
@@ -95,37 +98,41 @@ def beside_trl(options: argparse.Namespace, missed: list[str], progress: Progres
                 for mix in options.mixes:
                     workload = Workload(length, MIXES[mix], options.step_tokens)
                     progress.at(doing=f"beside TRL: {name}, {workload.name} tokens")
-                    found = compared(SHAPES[name], model, workload, options.rounds, options.threads)
-                    report.append({"model": name, "ratio_min": RATIO_MIN[name], **found})
-                    print(f"{name}, {workload.name}: {json.dumps(found)}", flush=True)
-                    if found["ratio"] < RATIO_MIN[name]:
-                        said = f"{name}, {workload.name} tokens: {found['ratio']} times TRL, at least {RATIO_MIN[name]}"
-                        missed.append(said)
+                    comparison = compare_with_trl(SHAPES[name], model, workload, options.rounds, options.threads)
+                    report.append({"model": name, "ratio_min": RATIO_MIN[name], **comparison})
+                    print(f"{name}, {workload.name}: {json.dumps(comparison)}", flush=True)
+                    if comparison["ratio"] < RATIO_MIN[name]:
+                        ratios = f"{comparison['ratio']} times TRL, at least {RATIO_MIN[name]}"
+                        missed.append(f"{name}, {workload.name} tokens: {ratios}")
                     progress.advance()
     return report
 
 
 def disk(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-disk-") as root:
-        found = asyncio.run(_disk_use.measure(Path(root), options.disk_s, _disk_use.HUNDRED_MILLION))
+        result = asyncio.run(_disk_use.measure(Path(root), options.disk_s, _disk_use.HUNDRED_MILLION))
     progress.advance()
-    if not found["held"]:
-        missed.append(f"disk: {found['peak_mb']:g} MB, at most {found['bound_mb']:g} MB")
-    return found
+    if not result["held"]:
+        missed.append(f"disk: {result['peak_mb']:g} MB, at most {result['bound_mb']:g} MB")
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=64, help="of the measured head (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the measured head (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each trainer that count (%(default)s)")
-    parser.add_argument("--step-tokens", type=int, default=8192, help="of one step, about (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden size of the measured head (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of the measured head (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each trainer (%(default)s)")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="approximate tokens of one step (%(default)s)")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["demo", "small"])
-    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="of the longest sequence (%(default)s)")
-    parser.add_argument("--mixes", nargs="*", choices=MIXES, default=[*MIXES], help="equally long or not (%(default)s)")
+    parser.add_argument(
+        "--lengths", nargs="*", type=int, default=LENGTHS, help="lengths of the longest sequence (%(default)s)"
+    )
+    parser.add_argument(
+        "--mixes", nargs="*", choices=MIXES, default=[*MIXES], help="equal or mixed lengths (%(default)s)"
+    )
     parser.add_argument("--only", nargs="*", choices=LINES, default=LINES)
     parser.add_argument("--disk-s", type=float, default=300.0, help="seconds of training with saves (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of all processes, as the trainer's own (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of all processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reports/bench-trainer.json"))
     options = parser.parse_args()
     missed: list[str] = []
@@ -133,7 +140,12 @@ def main() -> int:
     workloads = len(options.shapes) * len(options.lengths) * len(options.mixes)
     counts = {"head": 1, "growth": 2, "peers": workloads, "disk": 1}
     with ProgressDisplay("bench-trainer", sum(counts[name] for name in options.only), unit="lines") as progress:
-        for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl), ("disk", disk)):
+        for name, measure in (
+            ("head", head),
+            ("growth", growth),
+            ("peers", compare_with_trl_on_workloads),
+            ("disk", disk),
+        ):
             if name in options.only:
                 progress.at(doing=name)
                 report[name] = measure(options, missed, progress)

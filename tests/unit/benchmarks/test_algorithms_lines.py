@@ -12,9 +12,14 @@ import pytest
 
 from benchmarks import _corridor
 from benchmarks._algorithms_arms import CONTROLS, PER_TURN, SFT_RL, STAGES, TERMINAL, algorithms, arms
-from benchmarks._algorithms_found import Found
 from benchmarks._algorithms_lines import Interval, Table, lines, markdown
-from benchmarks._algorithms_spoiled import edits_of_others, replies_of_others, sides_by_lot, turns_by_lot
+from benchmarks._algorithms_results import RunResult
+from benchmarks._algorithms_shuffled import (
+    shuffle_edits,
+    shuffle_preference_sides,
+    shuffle_replies,
+    shuffle_turn_rewards,
+)
 from headrace_cli.controls.statistics import Score
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
@@ -33,7 +38,9 @@ def plays(score: float, seed: int) -> list[Score]:
 
 
 def missed(changed: dict[str, float]) -> set[str]:
-    runs = [Found(arm, seed, plays(score, seed)) for arm, score in (RUNS | changed).items() for seed in range(SEEDS)]
+    runs = [
+        RunResult(arm, seed, plays(score, seed)) for arm, score in (RUNS | changed).items() for seed in range(SEEDS)
+    ]
     return {line.name.split(":")[0] for line in lines(Table(arms(), runs)) if not line.holds}
 
 
@@ -45,7 +52,9 @@ def test_each_algorithm_of_the_registry_has_an_arm() -> None:
 
 def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named() -> None:
     announced = dict(ALGORITHMS.all())
-    with pytest.raises(LookupError, match=r"algorithms without a stage: brand_new; .* none; say in benchmarks/"):
+    with pytest.raises(
+        LookupError, match=r"algorithms without a stage: brand_new; .* none; update STAGES in benchmarks/"
+    ):
         algorithms({**announced, "brand_new": Algorithm("grpo", "gspo")})
     del announced["kto"]
     with pytest.raises(LookupError, match="stages without an algorithm: kto;"):
@@ -68,7 +77,7 @@ def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() 
 
 def test_a_sound_trainer_misses_no_line() -> None:
     assert missed({}) == set()
-    runs = [Found(arm, seed, plays(score, seed)) for arm, score in RUNS.items() for seed in range(SEEDS)]
+    runs = [RunResult(arm, seed, plays(score, seed)) for arm, score in RUNS.items() for seed in range(SEEDS)]
     assert "| gspo | gspo from groups | " in markdown(Table(arms(), runs).rows())
 
 
@@ -117,8 +126,8 @@ Said = Callable[[Experience], object]
 @pytest.mark.parametrize(
     ("spoil", "of"),
     [
-        (edits_of_others, lambda one: one.edits[0].message.text),
-        (turns_by_lot, lambda one: one.turn_rewards[0].value),
+        (shuffle_edits, lambda one: one.edits[0].message.text),
+        (shuffle_turn_rewards, lambda one: one.turn_rewards[0].value),
     ],
 )
 def test_what_was_said_is_dealt_to_others(spoil: Callable[..., list[Experience]], of: Said) -> None:
@@ -139,7 +148,7 @@ def test_replies_are_put_in_place_of_others_and_answers_stay() -> None:
         branch = plain.branch.model_copy(update={"spans": (first.model_copy(update={"logprobs": logprobs}), second)})
         before.append(plain.model_copy(update={"branch": branch}))
     silent = before.pop().model_copy(update={"turn_ids": ()})
-    after = replies_of_others([*before, silent], {f"turn-{number}-0" for number in range(19)}, random.Random(0))
+    after = shuffle_replies([*before, silent], {f"turn-{number}-0" for number in range(19)}, random.Random(0))
     assert after.pop() == silent
     assert sorted(map(reply, after)) == sorted(map(reply, before))
     assert sum(reply(one) == reply(other) for one, other in zip(after, before, strict=True)) < 5
@@ -162,7 +171,7 @@ def said_tokens(one: Experience, place: int) -> tuple[int, ...]:
 
 def test_a_coin_turns_both_sides_of_a_comparison() -> None:
     before = [said(number) for number in range(80)]
-    sides = [one.preferences[0].side for one in sides_by_lot(before, random.Random(0))]
+    sides = [one.preferences[0].side for one in shuffle_preference_sides(before, random.Random(0))]
     pairs = list(zip(sides[::2], sides[1::2], strict=True))
     assert set(pairs) == {("chosen", "rejected"), ("rejected", "chosen")}
     assert 10 < pairs.count(("chosen", "rejected")) < 30
@@ -181,7 +190,7 @@ def test_the_corridor_tells_right_doors_and_asks_nothing_of_the_audit() -> None:
         assert answer.startswith("error") if number == 0 else answer in (*walk.signs, "exit")
     assert _corridor.right_doors(walk, messages) == [False] + [True] * (_corridor.ROOMS - 1)
     assert _corridor.right_doors(walk, [{"role": "assistant", "content": "out"}]) == []
-    asked = {split: _corridor.walks(split, 0) for split in ("train", "audit")}
-    trained, audited = ({next(source).id for _ in range(500)} for source in asked.values())
+    training_tasks = {split: _corridor.walks(split, 0) for split in ("train", "audit")}
+    trained, audited = ({next(source).id for _ in range(500)} for source in training_tasks.values())
     assert not trained & audited
     assert replace(walk, signs=("moon",)).question == "The sign is moon"

@@ -45,7 +45,10 @@ def heard(signal: str, *answers: str) -> Experience:
 
     right = played.episode.answer == TASK.expected
     world = SimpleNamespace(
-        asked=iter([TASK] * 99), tools=Mailtools(BOX.open()), played=alone, right=lambda _task, _episode: right
+        training_tasks=iter([TASK] * 99),
+        tools=Mailtools(BOX.open()),
+        play_all=alone,
+        is_right=lambda _task, _episode: right,
     )
 
     async def collected() -> list[Experience]:
@@ -87,14 +90,16 @@ def test_who_says_nothing_leaves_the_tokens() -> None:
 
 def test_the_better_run_s_first_other_answer_is_preferred() -> None:
     better, worse = run("same", TASK.expected, session="a"), run("same", "unknown", session="b")
-    told = _algorithms_users._compared([worse, better])
+    told = _algorithms_users._compare_best_with_worst([worse, better])
     sides = {side.turn_id: side for one in told for side in one.preferences}
     assert len({side.preference_id for side in sides.values()}) == 1
     assert (sides[better.turns[1].turn_id].side, sides[worse.turns[1].turn_id].side) == ("chosen", "rejected")
     assert all(one.reward is None for one in told)
-    assert _algorithms_users._compared([worse, run("same", "unknown", session="c")]) == [], "no better one"
+    assert _algorithms_users._compare_best_with_worst([worse, run("same", "unknown", session="c")]) == [], (
+        "no better one"
+    )
     other = run(TASK.expected, session="d")
-    assert len(_algorithms_users._compared([other, run("unknown", session="e")])) == 2
+    assert len(_algorithms_users._compare_best_with_worst([other, run("unknown", session="e")])) == 2
 
 
 def test_a_correction_names_the_next_tool_and_then_the_answer() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._learning_found import Found
 from benchmarks._learning_lines import FORMAT, Table, finding, lines, markdown
+from benchmarks._learning_results import RunResult
 from headrace_cli.controls.statistics import Score
 
 SEEDS, TASKS = 5, 148
@@ -24,8 +24,8 @@ def plays(score: float, seed: int, salt: str = "") -> list[Score]:
     return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
 
 
-def run(arm: str, seed: int, score: float, *, passed: bool = False) -> Found:
-    found = Found(arm, seed, plays(0.35, seed), plays(score, seed))
+def run(arm: str, seed: int, score: float, *, passed: bool = False) -> RunResult:
+    found = RunResult(arm, seed, plays(0.35, seed), plays(score, seed))
     if arm == "flipped":
         found.trial = {"passed": passed, "tasks": 30}
     if arm in ("true", FORMAT):

@@ -32,10 +32,10 @@ def test_a_tiny_model_is_one() -> None:
         assert np.log(policy.answers) == pytest.approx(policy.token_logprobs.sum(axis=2))
     assert pair.truth == pytest.approx(0.1, abs=1e-3)
     found = sample(chance, pair, 20_000)
-    said = found.said[~np.isnan(found.said)]
+    said = found.feedback[~np.isnan(found.feedback)]
     assert said.mean() == pytest.approx(pair.by_task(pair.champion).mean(), abs=0.02)
     assert np.exp(found.log_weight).mean() == pytest.approx(1.0, abs=0.05), "weights of overlapping versions"
-    weighed = np.exp(found.log_weight)[~np.isnan(found.said)]
+    weighed = np.exp(found.log_weight)[~np.isnan(found.feedback)]
     assert (weighed * said).mean() == pytest.approx(pair.by_task(pair.candidate).mean(), abs=0.05)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._swaps_live import SWAPS, TOKENS, Answer, Choir, lines_of
+from benchmarks._swaps_live import SWAPS, TOKENS, Answer, StreamingClients, lines_of
 
 OLD, NEW = "clerk@0123456789ab", "clerk@ba9876543210"
 LETTERS = {OLD: "y", NEW: "n"}
@@ -20,8 +20,8 @@ def answer(version: str = OLD, gap_s: float = 0.02) -> Answer:
     return Answer(0.0, {version}, LETTERS[version] * TOKENS, "length", True, at_s)
 
 
-def failed(answers: list[Answer], told_s: list[float]) -> list[str]:
-    lines, _ = lines_of([answer() for _ in range(9)], answers, LETTERS, told_s, SWAPS)
+def failed(answers: list[Answer], takeover_delays_s: list[float]) -> list[str]:
+    lines, _ = lines_of([answer() for _ in range(9)], answers, LETTERS, takeover_delays_s, SWAPS)
     return [line.name for line in lines if not line.holds]
 
 
@@ -36,10 +36,10 @@ def test_all_hold_where_nothing_went_wrong() -> None:
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda one: replace(one, error="status 503", text="", done=False), "no answer failed"),
+        (lambda one: replace(one, error="status 503", text="", is_complete=False), "no answer failed"),
         (lambda one: replace(one, text=one.text[:-1]), "truncated"),
         (lambda one: replace(one, ended="stop"), "truncated"),
-        (lambda one: replace(one, done=False), "truncated"),
+        (lambda one: replace(one, is_complete=False), "truncated"),
         (lambda one: replace(one, versions={OLD, NEW}), "two versions"),
         (lambda one: replace(one, text=one.text[:-1] + "n"), "two versions"),
     ],
@@ -77,7 +77,13 @@ def test_a_stream_is_taken_as_it_comes() -> None:
         b'{"model": "m@2", "choices": [{"delta": {}, "finish_reason": "length"}]}',
         b"[DONE]",
     ):
-        Choir._take(data, one)
-    assert (one.text, one.ended, one.done, one.versions, len(one.at_s)) == ("y", "length", True, {"m@1", "m@2"}, 1)
-    Choir._take(b'{"error": {"message": "gone"}}', one)
+        StreamingClients._take(data, one)
+    assert (one.text, one.ended, one.is_complete, one.versions, len(one.at_s)) == (
+        "y",
+        "length",
+        True,
+        {"m@1", "m@2"},
+        1,
+    )
+    StreamingClients._take(b'{"error": {"message": "gone"}}', one)
     assert one.error is not None

@@ -1,4 +1,4 @@
-"""Runs as they are asked for, and what comes of them. Nothing heavy is imported here."""
+"""Arms and results of `benchmarks.learning`, without heavy imports."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from headrace_cli.controls.statistics import Score
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs have in common."""
+    """Settings that all runs share."""
 
     steps: int
     learning_rate: float
     plays: int
-    """Of audit tasks, by which a run's last version is scored."""
+    """Number of audit tasks for each score."""
     traced: int
-    """Versions of a traced run that are scored on the way, evenly; each with `plays` plays."""
+    """Number of intermediate versions of a traced run that are scored, evenly spaced, each with `plays` plays."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A kind of run. With `lag` k a step trains what the version of k steps before has sampled."""
+    """A kind of run. With `lag` k, a step trains on samples of the version of k steps before."""
 
     control: Control
     lag: int = 0
     traced: bool = False
-    tried: bool = False
-    """The gate judges the last version against the base."""
+    runs_gate: bool = False
+    """Whether the gate compares the last version with the base."""
 
     @property
     def name(self) -> str:
@@ -36,20 +36,20 @@ class Arm:
 
 
 @dataclass
-class Found:
-    """What came of a run."""
+class RunResult:
+    """Result of a run."""
 
     arm: str
     seed: int
     base: list[Score]
     scores: list[Score]
     trace: list[tuple[int, float, list[Score]]] = field(default_factory=list)
-    """Step, mean reward that was trained on since the one before, and the plays."""
+    """Step, mean reward trained on since the previous entry, and the plays."""
     steps: int = 0
     health: str | None = None
     trial: dict[str, object] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
-    """Mean of the rewards that each step was given."""
+    """Mean reward of each step."""
     effective_sample: float | None = None
     seconds: float = 0.0
 

@@ -1,5 +1,5 @@
-"""Runs of a benchmark in processes of their own. What was run lies in a folder, a file for each, and is not run
-again."""
+"""Run the jobs of a benchmark in separate processes. Results are stored in a folder, one file each, and are not
+computed again."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.support import reaper
 
 
 class Reported(Protocol):
-    """What came of a run."""
+    """Result of a run."""
 
     def report(self) -> dict[str, object]:
-        """As its file has it."""
+        """Return the contents of the result file."""
 
 
 class Job(Protocol):
-    """A run to be done, as it travels to its process."""
+    """Description of a run, as it is sent to its process."""
 
-    def place(self, parts: Path) -> Path:
-        """The file of what came of it."""
+    def result_file(self, parts: Path) -> Path:
+        """Return the path of the result file."""
 
 
 NICE = 5
@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Reported)
 
 
 def quietly() -> None:
-    """At the start of a run in its process: whoever works at this machine comes first, and nobody logs."""
+    """Prepare a worker process: lower its priority and silence its logs."""
     import structlog
     import transformers
 
@@ -51,17 +51,24 @@ def play(
     parts: Path,
     workers: int,
     work: Callable[[J], F],
-    found: Callable[..., F],
+    result_type: Callable[..., F],
     *,
     alone: bool = True,
 ) -> Iterator[F]:
-    """What came of all runs, those that were done before first. `name` is that of the benchmark, and
-    `found` makes of a report what reported. `alone`: each run has
-    a process that had no other one; else a few processes do them all. However this process ends, they end with it."""
+    """Run jobs and yield their results, stored results first. Worker processes end with this process, however it ends.
+
+    Args:
+        name: name of the benchmark.
+        work: runs one job in a worker process.
+        found: builds a result from the contents of a result file.
+        alone: use a new process for each job; otherwise a few processes run all jobs.
+    """
     reaper.start()
     parts.mkdir(parents=True, exist_ok=True)
-    todo = [job for job in jobs if not job.place(parts).exists()]
-    yield from (found(**json.loads(job.place(parts).read_text(encoding="utf-8"))) for job in jobs if job not in todo)
+    todo = [job for job in jobs if not job.result_file(parts).exists()]
+    yield from (
+        result_type(**json.loads(job.result_file(parts).read_text(encoding="utf-8"))) for job in jobs if job not in todo
+    )
     context = multiprocessing.get_context("spawn")
     with (
         ProgressDisplay(name, len(todo), unit="runs") as progress,
@@ -71,8 +78,8 @@ def play(
         while waiting:
             ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in ended:
-                place = waiting.pop(future).place(parts)
+                result_file = waiting.pop(future).result_file(parts)
                 ended_run = future.result()
-                place.write_text(json.dumps(ended_run.report()), encoding="utf-8")
+                result_file.write_text(json.dumps(ended_run.report()), encoding="utf-8")
                 progress.advance()
                 yield ended_run

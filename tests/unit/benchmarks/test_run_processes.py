@@ -17,13 +17,13 @@ import sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._runs_apart import play
+from benchmarks._run_processes import play
 
 @dataclass(frozen=True)
 class Job:
     folder: Path
 
-    def place(self, parts):
+    def result_file(self, parts):
         return parts / "one.json"
 
 def work(job):
