@@ -189,6 +189,6 @@ def test_the_service_and_the_benchmark_agree_on_every_run(seed: int) -> None:
         assert (trial.state == "passed", trial.state == "failed") == (found.passed[run], found.failed[run])
         assert (trial.tasks, trial.plays) == (found.tasks[run], found.plays[run])
         assert trial._lead is not None
-        assert trial._lead.bets.log_wealth == pytest.approx(found.lead[0, run])
+        assert trial._lead.bets.log_wealth == pytest.approx(found.succession_state[0, run])
         if trial._champions_lead is not None:
             assert trial._champions_lead.bets.log_wealth == pytest.approx(found.champions_lead[0, run])
