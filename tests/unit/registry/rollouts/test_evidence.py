@@ -229,7 +229,7 @@ def test_the_registry_and_the_benchmark_agree(world: World, seed: int, expects: 
             now = evidence.findings(numbers=False)
             if ARMS not in now.open_guardrails:
                 safe.setdefault(ARMS, number)
-            assert min(evidence.watch("reward", "maturity").valued) == found.valued[number, run]
+            assert min(evidence.watch("reward", "maturity").said) == found.valued[number, run]
             for place in range(1, len(plan.stages)):
                 if place not in now.too_risky:
                     entered.setdefault(place, number)
