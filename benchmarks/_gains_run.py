@@ -172,7 +172,7 @@ class _Training:
             metrics = await asyncio.to_thread(lineage.step, items, stop)
             self._result.measured.append({name: metrics[name] for name in MEASURED if name in metrics})
             if lineage.health.stopped is not None:
-                await asyncio.to_thread(lineage.give_up)
+                await asyncio.to_thread(lineage.revert_to_last_version)
                 break
         await asyncio.to_thread(lambda: lineage.save(publish=lineage.has_unpublished_steps))
         return lineage.health.stopped is None and not enough
