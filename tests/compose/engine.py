@@ -18,7 +18,7 @@ _NICE = ("nice", "-n", "5")
 
 
 class EngineFailed(Exception):
-    """A command of the engine failed; the message ends with what it said last."""
+    """A command of the engine failed; the message ends with its last output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class Project:
         return _run([self.engine.tool, "ps", "--all", "--quiet", *filters]).strip() or None
 
     def passes(self, service: str, test: Sequence[str]) -> bool:
-        """Whether a health check passes now: its command, in a second container of the same image and network.
+        """Return whether a health check passes now: its command, in a second container of the same image and network.
 
-        Not every podman runs health checks by itself, and not every machine lets it enter a container.
+        Some versions of podman run no health checks, and some machines let no command enter a container.
         """
         container = self.container(service)
         if container is None:
             return False
-        place = ("--rm", "--network", f"container:{container}", "--entrypoint", test[1])
-        return _works(self.engine.tool, "run", *place, self.inspect(service)["Config"]["Image"], *test[2:])
+        options = ("--rm", "--network", f"container:{container}", "--entrypoint", test[1])
+        return _works(self.engine.tool, "run", *options, self.inspect(service)["Config"]["Image"], *test[2:])
 
     def inspect(self, service: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = json.loads(
+        containers: list[dict[str, Any]] = json.loads(
             _run([self.engine.tool, "inspect", self.container(service) or service])
         )
-        return found[0]
+        return containers[0]
 
     def logs(self, service: str, lines: int) -> str:
         container = self.container(service)
@@ -95,13 +95,13 @@ class Project:
 
 
 def image(engine: Engine, name: str) -> dict[str, Any]:
-    """What the engine knows about an image."""
-    found: list[dict[str, Any]] = json.loads(_run([engine.tool, "image", "inspect", name]))
-    return found[0]
+    """Return the engine's description of an image."""
+    images: list[dict[str, Any]] = json.loads(_run([engine.tool, "image", "inspect", name]))
+    return images[0]
 
 
 def ask_image(engine: Engine, name: str, *command: str) -> str:
-    """What a command prints in a fresh container of an image."""
+    """Return the output of a command in a fresh container of an image."""
     return _run([engine.tool, "run", "--rm", "--entrypoint", command[0], name, *command[1:]]).strip()
 
 

@@ -1,4 +1,4 @@
-"""What is true of the images and of the containers that run, and what should be."""
+"""Facts about images and running containers, and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TORCH = "import importlib.util as find; print(find.find_spec('torch') is not No
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image of ours. `added_mb` is what it holds beyond the base image, the layer that two share counted in both."""
+    """One of our images. `added_mb` is its size beyond the base image; a shared layer counts in both images."""
 
     name: str
     size_mb: int
@@ -34,25 +34,27 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine holds a container to; 0 is no limit."""
+    """Limits of a container in the engine; 0 is no limit."""
 
     memory_bytes: int
     cpus: float
 
-    def shortfalls(self, service: str, wanted: Service) -> list[str]:
-        problems = [] if self.memory_bytes else [f"{service} has no limit of memory, wanted {wanted['mem_limit']}"]
-        if abs(self.cpus - float(wanted["cpus"])) > 0.01:
-            problems.append(f"{service} may use {self.cpus} cores, wanted {wanted['cpus']}")
+    def shortfalls(self, service: str, service_limits: Service) -> list[str]:
+        problems = (
+            [] if self.memory_bytes else [f"{service} has no limit of memory, wanted {service_limits['mem_limit']}"]
+        )
+        if abs(self.cpus - float(service_limits["cpus"])) > 0.01:
+            problems.append(f"{service} may use {self.cpus} cores, wanted {service_limits['cpus']}")
         return problems
 
 
 def look_at_image(engine: Engine, name: str, build_s: float) -> Image:
-    found, base = image(engine, name), image(engine, BASE)
+    built, base = image(engine, name), image(engine, BASE)
     return Image(
         name=name,
-        size_mb=found["Size"] // 1_000_000,
-        added_mb=(found["Size"] - base["Size"]) // 1_000_000,
-        user=found["Config"]["User"],
+        size_mb=built["Size"] // 1_000_000,
+        added_mb=(built["Size"] - base["Size"]) // 1_000_000,
+        user=built["Config"]["User"],
         torch=ask_image(engine, name, "python3", "-c", _TORCH) == "True",
         build_s=round(build_s, 1),
     )

@@ -40,7 +40,7 @@ LEFT_OUT = {
     "inference-vllm": "needs a GPU, and an image of many gigabytes",
     "trainer-trinity": "needs GPUs, and an image of many gigabytes",
 }
-"""Of what is ours; the judge's image is built all the same."""
+"""Services of ours that are not started; the judge's image is built all the same."""
 RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OUT)]
 
 
@@ -84,10 +84,10 @@ def _play_stack(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     problems += [text for name, image in images.items() for text in image.shortfalls(name)]
     problems += [text for name, limit in limits.items() for text in limit.shortfalls(name, services(**values)[name])]
     problems += [f"container of {name} is still there" for name in RUNNING if project.container(name)]
-    return _told(engine, images, limits, report) | {"healthy_s": healthy_s, "shortfalls": problems}
+    return _figures(engine, images, limits, report) | {"healthy_s": healthy_s, "shortfalls": problems}
 
 
-def _told(engine: Engine, images: dict[str, Image], limits: dict[str, Limits], report: Report) -> dict[str, Any]:
+def _figures(engine: Engine, images: dict[str, Image], limits: dict[str, Limits], report: Report) -> dict[str, Any]:
     return {
         "engine": " ".join(engine.compose),
         "images": {name: asdict(image) for name, image in images.items()},
@@ -98,7 +98,7 @@ def _told(engine: Engine, images: dict[str, Image], limits: dict[str, Limits], r
 
 
 def _env_file(path: Path, key: str, ports: dict[str, int], seed: int) -> dict[str, str]:
-    """What a user would write, with keys and ports of our own."""
+    """Write a user's settings, with generated keys and ports."""
     values = env_example() | {
         "POSTGRES_PASSWORD": secrets.token_hex(16),
         "INTERNAL_KEY": secrets.token_hex(32),
@@ -141,9 +141,9 @@ async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -
     """The agent of the demo, at work through the published ports. The agent must have become better, if by little."""
     played = demo.read(ROOT / "examples/email_agent").model_copy(update={"environment": ("OPENAI_API_KEY",)})
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
-    place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
+    addresses = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())
-    report = await perform(played, Options(options.demo_seed, goal, out, out, out, {}), place, reporter)
+    report = await perform(played, Options(options.demo_seed, goal, out, out, out, {}), addresses, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")

@@ -1,7 +1,7 @@
 """AgentScope's Java agent, trained through the gateway.
 
-The stack is private, its base a tiny model of random weights: what is shown is which runs are trained, not that they
-get better. A local server stands for the production model.
+The stack is private, its base a tiny model of random weights: the lines show which runs are trained, not that they
+improve. A local server stands for the production model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUESTS = 4
 REPEAT = 4
 _TRAINED_S = 90.0
 _QUIET_S = 3.0
-"""How long nothing more may come before what there is counts as all."""
+"""Time without new runs after which the list counts as complete."""
 _JAVA_S = 60.0
 SUCCESS = {"status": "success"}
 
@@ -37,13 +37,13 @@ class Example:
 
     def __init__(self, stack: Stack, port: int, classes: Path) -> None:
         self.stack, self.classes = stack, classes
-        self.door = f"http://127.0.0.1:{port}"
+        self.address = f"http://127.0.0.1:{port}"
 
     def sampling(self) -> Iterator[Line]:
         """Every request is chosen, and played again four times."""
-        runs_by_task, refused, answers, asked = self._lived("sampling", lambda new: sum(map(len, new.values())))
+        runs_by_task, refused, answers, calls = self._lived("sampling", lambda new: sum(map(len, new.values())))
         yield equals("sampling: users are answered by the production model alone", answers, [ANSWER] * REQUESTS)
-        yield equals("sampling: calls of the production model", asked, REQUESTS)
+        yield equals("sampling: calls of the production model", calls, REQUESTS)
         yield equals("sampling: tasks that were trained", len(runs_by_task), REQUESTS)
         runs = sorted(sorted(runs) for runs in runs_by_task.values())
         yield equals("sampling: trained runs of each task", runs, [[str(run) for run in range(REPEAT)]] * REQUESTS)
@@ -60,7 +60,7 @@ class Example:
     def door_lines(self) -> Iterator[Line]:
         """The three pages, as a program sees them."""
         ask = {"model": self.stack.model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
-        with httpx.Client(base_url=self.door, timeout=60) as http:
+        with httpx.Client(base_url=self.address, timeout=60) as http:
             answer = http.post("/chat", json=ask)
             yield equals("/chat", answer.status_code, 200)
             feedback = {"msg_ids": [answer.json().get("id", "")], "reward": 0.5, "task_id": "by-hand", "run_id": "0"}
@@ -70,28 +70,29 @@ class Example:
         yield equals("runs that were trained and belong to no task", sorted(nothing), [])
 
     def _lived(self, mode: str, enough: Callable[[Runs], int]) -> tuple[Runs, str, list[str], int]:
-        """What was trained of one life, what its write was told, what its users read, calls of the production model."""
+        """Return the trained runs of one life, the refusal of its write, its users' answers, and the production model's
+        calls."""
         before = asyncio.run(trained_runs(self.stack.bus))
         with FakeLLM(say(ANSWER)) as production:
-            words = (mode, self.door, self.stack.model, production.base_url.removesuffix("/v1"), "production")
+            words = (mode, self.address, self.stack.model, production.base_url.removesuffix("/v1"), "production")
             with JavaAgent(self.classes, *words) as java:
                 refused = java.line("refused", _JAVA_S)
                 answers = [java.line("answer", _JAVA_S) for _ in range(REQUESTS)]
-                found = self._trained(before, enough)
-            return found, refused, answers, len(production.calls)
+                runs = self._trained(before, enough)
+            return runs, refused, answers, len(production.calls)
 
     def _trained(self, before: Runs, enough: Callable[[Runs], int]) -> Runs:
         """New runs: once there are as many as there should be, and none has come for a while."""
-        deadline, since, found = time.monotonic() + _TRAINED_S, time.monotonic(), Runs()
+        deadline, since, newest = time.monotonic() + _TRAINED_S, time.monotonic(), Runs()
         while time.monotonic() < deadline:
             now = asyncio.run(trained_runs(self.stack.bus))
             new = {task: runs for task, runs in now.items() if task not in before}
-            if new != found:
-                since, found = time.monotonic(), new
-            if enough(found) >= REQUESTS * REPEAT and time.monotonic() - since > _QUIET_S:
+            if new != newest:
+                since, newest = time.monotonic(), new
+            if enough(newest) >= REQUESTS * REPEAT and time.monotonic() - since > _QUIET_S:
                 break
             time.sleep(0.5)
-        return found
+        return newest
 
 
 def _status_and_body(answer: httpx.Response) -> tuple[int, object]:

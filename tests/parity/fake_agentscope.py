@@ -1,5 +1,4 @@
-"""As much of AgentScope as its ReAct agent needs here: the classes that a workflow touches, with a client to
-replace."""
+"""The part of AgentScope that its ReAct agent needs: the classes that a workflow uses, with a replaceable client."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ class OpenAIChatModel:
         self.client: Any = None
 
     async def __call__(self, messages: list[dict[str, Any]]) -> str:
-        options = {"max_tokens": 6, **{name: one for name, one in self.options.items() if name != "max_tokens"}}
-        found = await self.client.chat.completions.create(model=self.model_name, messages=messages, **options)
-        return found.choices[0].message.content or ""
+        options = {"max_tokens": 6, **{name: value for name, value in self.options.items() if name != "max_tokens"}}
+        completion = await self.client.chat.completions.create(model=self.model_name, messages=messages, **options)
+        return completion.choices[0].message.content or ""
 
 
 class ReActAgent:

@@ -1,4 +1,4 @@
-"""What programs and unit tests compare with, written by hand."""
+"""Values written by hand, for the comparison with programs and unit tests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CONVERTED = {
     "trainer.model": "Qwen3-tiny",
     "trainer.steps_per_version": 1,
 }
-"""What both come to."""
+"""Rewards of both records."""
 
 
 def hand_made_trajectory() -> Trajectory:
@@ -87,7 +87,7 @@ def hand_made_trajectory() -> Trajectory:
 
 
 def the_record() -> dict[str, Any]:
-    """What the article's record of it is."""
+    """The article's record of the trajectory."""
     return {
         "conversation_id": "conv_001",
         "messages": [

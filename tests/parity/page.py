@@ -17,18 +17,18 @@ _ROW = re.compile(r"^\| (S\d-\d\d) \| (.+) \| (.+) \| `([\w.]+)` \| (\w+) \| (sa
 
 @dataclass(frozen=True)
 class Item:
-    """A row: what the document has, what it is called here and where, the program that shows it, how equal it is."""
+    """A row: the document's item, its counterpart and its place here, the program that shows it, and its equality."""
 
     id: str
-    asked: str
-    here: str
+    request: str
+    counterpart: str
     where: str
     program: str
     verdict: str
 
 
 def items(text: str | None = None) -> list[Item]:
-    return [Item(*found) for found in _ROW.findall(PAGE.read_text(encoding="utf-8") if text is None else text)]
+    return [Item(*cells) for cells in _ROW.findall(PAGE.read_text(encoding="utf-8") if text is None else text)]
 
 
 def expected_ids() -> Iterator[str]:
@@ -36,18 +36,20 @@ def expected_ids() -> Iterator[str]:
         yield from (f"{seed}-{number:02}" for number in range(1, count + 1))
 
 
-def problems(found: list[Item], programs: set[str]) -> list[str]:
-    """What is wrong with the page."""
-    ids = [item.id for item in found]
-    wanted = list(expected_ids())
-    said = [f"{one} is missing" for one in wanted if one not in ids]
-    said += [
-        f"{one} is listed twice, or is none" for one in sorted(set(ids)) if ids.count(one) > 1 or one not in wanted
+def problems(listed: list[Item], programs: set[str]) -> list[str]:
+    """Return the errors of the page."""
+    ids = [item.id for item in listed]
+    expected = list(expected_ids())
+    sentences = [f"{item_id} is missing" for item_id in expected if item_id not in ids]
+    sentences += [
+        f"{item_id} is listed twice, or is none"
+        for item_id in sorted(set(ids))
+        if ids.count(item_id) > 1 or item_id not in expected
     ]
-    said += [f"{item.id}: there is no program {item.program}" for item in found if item.program not in programs]
-    said += [f"{item.id}: nothing is at {item.where}" for item in found if not exists(item.where)]
-    refused = sum(item.verdict == "not" for item in found)
-    return said + ([f"{refused} items are `not`; at most {NOT_MAX}"] if refused > NOT_MAX else [])
+    sentences += [f"{item.id}: there is no program {item.program}" for item in listed if item.program not in programs]
+    sentences += [f"{item.id}: nothing is at {item.where}" for item in listed if not exists(item.where)]
+    refused = sum(item.verdict == "not" for item in listed)
+    return sentences + ([f"{refused} items are `not`; at most {NOT_MAX}"] if refused > NOT_MAX else [])
 
 
 def exists(name: str) -> bool:

@@ -46,7 +46,7 @@ def play(run: Run) -> None:
     for item in rows:
         failure = outcomes[item.program][0]
         verdict = "refused by name" if item.verdict == "not" else "pass"
-        name = f"{item.id} {item.program}: {item.asked.replace('`', '')}"
+        name = f"{item.id} {item.program}: {item.request.replace('`', '')}"
         run.add(Line(name, failure or verdict, verdict, failure is None))
     run.add(no_problems("docs/parity.md", problems(items(), set(PROGRAMS))))
     run.figures["items"] = [

@@ -1,4 +1,4 @@
-"""What the programs play on: a tiny model, stacks of it, an agent."""
+"""Stage of the programs: a tiny model, stacks of it, an agent."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ LIVE: dict[str, object] = {
     "trainer.batch_experiences_min": 1,
     "trainer.batch_wait_s": 10.0,
 }
-"""Of the stack that most programs share. What one program leaves over does not keep the next one's runs waiting."""
+"""Settings of the shared stack. Remaining runs of one program delay no run of the next."""
 Program = Callable[["Stage"], None]
 PROGRAMS: dict[str, Program] = {}
 OWN: set[str] = set()
 """Programs that start stacks of their own, or none."""
 
 
-def program(name: str, *, own: bool = False) -> Callable[[Program], Program]:
-    """Announce a program. It raises where something is not as the documents have it."""
+def program(name: str, *, own_stack: bool = False) -> Callable[[Program], Program]:
+    """Announce a program. It raises where a result differs from the documents."""
 
     def keep(function: Program) -> Program:
         PROGRAMS[name] = function
-        if own:
+        if own_stack:
             OWN.add(name)
         return function
 
@@ -73,7 +73,7 @@ class Stage:
         wait_until(lambda: self.stack.serving() != version, 120.0, "another version serves")
 
     @contextlib.contextmanager
-    def place(self, name: str) -> Iterator[Path]:
+    def working_folder(self, name: str) -> Iterator[Path]:
         """A new folder, and the current one for the body."""
         folder = self.folder / name
         folder.mkdir()
@@ -81,34 +81,34 @@ class Stage:
             yield folder
 
     def headrace(self, *words: str) -> str:
-        """What the command prints. Raises with it when it fails."""
+        """Return the output of the command. Raises with the output when it fails."""
         environ = {**os.environ, "COLUMNS": "200"}
         command = [str(Path(sys.executable).with_name("headrace")), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
 
 class ChatAgent:
     """An agent as people have it: an OpenAI client, a model's name, `run(text)`."""
 
-    def __init__(self, said: Callable[[str, str], str] = lambda _question, answer: answer) -> None:
+    def __init__(self, reply: Callable[[str, str], str] = lambda _question, answer: answer) -> None:
         from openai import OpenAI
 
         self.client: Any = OpenAI(base_url="http://127.0.0.1:9/v1", api_key="-")
         self.model = "some-model"
         self.calls = 0
-        self._said = said
+        self._reply = reply
 
     def run(self, text: str) -> str:
         self.calls += 1
         messages: Any = [{"role": "user", "content": text}]
-        found = self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
-        return self._said(text, found.choices[0].message.content or "")
+        completion = self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
+        return self._reply(text, completion.choices[0].message.content or "")
 
 
 class AsyncAgent(ChatAgent):
-    """The same, for who awaits."""
+    """The same agent for async callers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class AsyncAgent(ChatAgent):
 
     async def run(self, text: str) -> str:  # type: ignore[override]
         messages: Any = [{"role": "user", "content": text}]
-        found = await self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
-        return found.choices[0].message.content or ""
+        completion = await self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
+        return completion.choices[0].message.content or ""
 
 
 def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:

@@ -1,1 +1,1 @@
-"""What is promised of the back end `ray`, shown with processes: `make test-ray`."""
+"""Promises of the back end `ray`, shown with processes."""

@@ -1,4 +1,4 @@
-"""Lineages that end somehow, and what an observer can know of them afterwards."""
+"""Ends of lineages, as an observer finds them afterwards."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _STARTS_MAX = 3
 
 @dataclass(frozen=True)
 class End:
-    """Of a lineage."""
+    """End of a lineage."""
 
-    told: Mapping[str, Any]
-    """What has to be the same however weights were computed."""
+    reports: Mapping[str, Any]
+    """Facts that must be equal however the weights were computed."""
     weights: Mapping[str, Any]
     digest: str
-    """Of weights and optimizer, as saved."""
+    """Weights and optimizer, as saved."""
     wrong: tuple[str, ...]
-    """What contradicts what in the accounts."""
+    """Contradictions in the accounts."""
     calls: tuple[str, ...] = ()
     lost_after_s: float = 0.0
     """From a kill to the end of the trainer that noticed."""
@@ -56,12 +56,12 @@ def live(folder: Path, settings: Mapping[str, Any], *, victim: str | None = None
     kill = [victim, str(point)] if victim else []
     while True:
         starts += 1
-        done, seconds = _process(folder, settings, kill)
-        if done.returncode == 0 and not (kill and not (folder / "killed").exists()):
+        process, seconds = _process(folder, settings, kill)
+        if process.returncode == 0 and not (kill and not (folder / "killed").exists()):
             break
         if not kill or not (folder / "killed").exists() or starts == _STARTS_MAX:
             raise AssertionError(
-                f"a trainer ended with {done.returncode}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+                f"a trainer ended with {process.returncode}: {process.stdout[-2000:]}\n{process.stderr[-4000:]}"
             )
         lost_after_s, kill = seconds, []
     return _end(folder, str(settings.get("lineage", "main")), lost_after_s, starts)
@@ -72,9 +72,9 @@ def _process(
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """How it ended, and how long after the kill."""
     command = [sys.executable, "-m", "tests.ray.player", str(folder), json.dumps(settings), *kill]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIFE_S)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIFE_S)
     killed = folder / "killed"
-    return done, time.time() - killed.stat().st_mtime if kill and killed.exists() else 0.0
+    return process, time.time() - killed.stat().st_mtime if kill and killed.exists() else 0.0
 
 
 def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
@@ -85,12 +85,12 @@ def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     with store.open_tensors(saved.present) as unpacked:
         weights = (unpacked / WEIGHTS).read_bytes()
     lines = (folder / SENT).read_text(encoding="utf-8").splitlines()
-    accounts = list({one.event_id: one for one in map(TrainingMetrics.model_validate_json, lines)}.values())
+    accounts = list({metrics.event_id: metrics for metrics in map(TrainingMetrics.model_validate_json, lines)}.values())
     fates, wrong = follow(accounts)
     numbers = {published.version: published.number for published in saved.versions}
     # What a replay trains was sampled by versions of another lineage.
     window = re.sub(r"m@[0-9a-f]{16}", lambda match: f"v{numbers.get(match[0], '?')}", repr(_window(saved.window)))
-    told = {
+    reports = {
         "steps": saved.steps,
         "offsets": saved.offsets,
         "fates": fates,
@@ -101,14 +101,14 @@ def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     }
     calls = json.loads((folder / COUNTED).read_text(encoding="utf-8"))
     digest = f"{saved.present.weights.sha256} {saved.present.optimizer.sha256}"
-    return End(told, load(weights), digest, tuple(wrong), tuple(calls), lost_after_s, starts)
+    return End(reports, load(weights), digest, tuple(wrong), tuple(calls), lost_after_s, starts)
 
 
 def _window(window: Mapping[str, Any]) -> dict[str, Any]:
     """Without the time, and without numbers that rounding reaches."""
-    found = {}
+    entries = {}
     for name, entry in window.items():
-        known = entry.model_dump(exclude={"touched_ms", "contributions"})
-        parts = [one.model_dump(exclude={"token_weight"}) for one in entry.contributions]
-        found[name] = (sorted(known.items()), parts)
-    return found
+        fields = entry.model_dump(exclude={"touched_ms", "contributions"})
+        parts = [contribution.model_dump(exclude={"token_weight"}) for contribution in entry.contributions]
+        entries[name] = (sorted(fields.items()), parts)
+    return entries

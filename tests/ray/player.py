@@ -1,8 +1,8 @@
 """A trainer's whole life in a process of its own: `python -m tests.ray.player FOLDER SETTINGS [VICTIM POINT]`.
 
-The bus is in memory and made anew by each process: a trainer goes on from what it has saved, so the records before that
-are not read again. Blobs, and what was announced, are files in FOLDER. With a VICTIM, that process is killed while the
-ranks answer call number POINT of those that the trainer makes once the lineage is open.
+The bus is in memory and new in each process: a trainer continues from its save, so it reads no earlier records. Blobs
+and announcements are files in FOLDER. With a VICTIM, that process is killed while the ranks answer call number POINT of
+the calls that the trainer makes once the lineage is open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIFE_S = 500
 
 @dataclass
 class TellingBus(Bus):
-    """Has its records from the moment on when the base has a name, and keeps what is announced."""
+    """Bus with its records from the first version on. It stores announcements."""
 
     folder: Path = Path()
     first: Callable[[], str] = str
@@ -47,12 +47,12 @@ class TellingBus(Bus):
 
 
 def story(bus: Bus, version: str) -> None:
-    """Rows of many lengths, redeliveries, and later words about what was trained already."""
-    made = [
+    """Return rows of many lengths, redeliveries, and later revisions of trained rows."""
+    events = [
         experience(n, version, reward=(n * 7) % 5 / 2, task=f"t{n % 3}", length=9 + 4 * (n % 5))
         for n in range(EXPERIENCES)
     ]
-    bus.produce(*made[:9], made[2], made[3], *made[9:])
+    bus.produce(*events[:9], events[2], events[3], *events[9:])
     bus.produce(experience(1, version, reward=-1.0, revision=1, task="t1", length=13))
     bus.produce(experience(4, version, reward=None, revision=1, task="t1", length=25))
     bus.produce(*(experience(n, version, reward=n % 2, task="t", length=12) for n in range(40, 42)))
@@ -118,16 +118,16 @@ class Killing:
 
 
 def pids_of(victim: str) -> list[int]:
-    """Of our own children and theirs: `raylet`, or `rank0`, `rank1`, in the order of their start."""
-    found = []
+    """Return the process ids of our children and theirs: `raylet`, or `rank0`, `rank1`, in the order of their start."""
+    pids = []
     for pid, name in descendants(os.getpid()):
         if (victim == "raylet" and "raylet/raylet" in name) or (
             victim.startswith("rank") and name.startswith("ray::Rank")
         ):
-            found.append(pid)
-    found.sort()
-    assert found, f"no process is {victim}"
-    return found if victim == "raylet" else [found[int(victim.removeprefix("rank"))]]
+            pids.append(pid)
+    pids.sort()
+    assert pids, f"no process is {victim}"
+    return pids if victim == "raylet" else [pids[int(victim.removeprefix("rank"))]]
 
 
 def descendants(root: int) -> list[tuple[int, str]]:

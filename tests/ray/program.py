@@ -23,7 +23,7 @@ from tests.system.program import Program, Run
 SAME = 1e-6
 SAME_MUON = 1e-3
 LOST_S_MAX = 30.0
-"""From a kill to the trainer's end, on a machine that does other things too."""
+"""Limit from a kill to the trainer's end, on a machine that others use."""
 VICTIMS = ("rank0", "rank1", "raylet", "trainer")
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"optimizer": {"learning_rate": 1e-3}},
@@ -80,18 +80,22 @@ def _pytest(path: str) -> float:
 
 
 def equal(bench: Bench) -> Iterator[Line]:
-    """Two ranks beside one process."""
+    """Compare two ranks with one process."""
     for kind in KINDS:
-        one = bench.one_process(kind)
+        reference = bench.one_process(kind)
         for shard in SHARDS:
             two = live(bench.folder / f"{kind} {shard}", bench.settings(kind, shard))
             name = f"two ranks, shard {shard}, {kind}"
-            yield line(f"{name}: weights from one process's", two.apart(one), SAME_MUON if kind == "Muon" else SAME)
-            yield _told(f"{name}: offsets, window, outcomes, versions and batches that differ", two, one)
+            yield line(
+                f"{name}: weights from one process's", two.apart(reference), SAME_MUON if kind == "Muon" else SAME
+            )
+            yield _differing_reports(
+                f"{name}: offsets, window, outcomes, versions and batches that differ", two, reference
+            )
 
 
 def repeated(bench: Bench) -> Iterator[Line]:
-    """The same again, in other processes."""
+    """Compare two equal runs in different processes."""
     for shard in SHARDS:
         ends = [live(bench.folder / f"again {shard} {turn}", bench.settings("AdamW", shard)) for turn in range(2)]
         yield line(
@@ -112,46 +116,48 @@ def moved(bench: Bench) -> Iterator[Line]:
     for table in lives:
         live(folder, table)
     end = live(folder, last)
-    one = bench.one_process(kind)
-    yield line("begun on two ranks, then one process, then two, then three: weights", end.apart(one), SAME)
-    yield _told("what else differs then, but for versions, which each end makes", end, one, but="versions")
+    reference = bench.one_process(kind)
+    yield line("begun on two ranks, then one process, then two, then three: weights", end.apart(reference), SAME)
+    yield _differing_reports(
+        "what else differs then, but for versions, which each end makes", end, reference, but="versions"
+    )
 
 
 def beside(bench: Bench) -> Iterator[Line]:
     """Steps that go on while ranks write, and a rank that dies then."""
     settings = bench.settings("AdamW", "full", save_beside=True)
     calm = live(bench.folder / "beside", settings)
-    one = bench.one_process("AdamW")
-    yield line("saved beside steps: weights from one process's", calm.apart(one), SAME)
-    yield _told("saved beside steps: what else differs", calm, one)
+    reference = bench.one_process("AdamW")
+    yield line("saved beside steps: weights from one process's", calm.apart(reference), SAME)
+    yield _differing_reports("saved beside steps: what else differs", calm, reference)
     point = calm.calls.index("write_copy", len(calm.calls) // 2) + 1
     killed = live(bench.folder / "beside, killed", settings, victim="rank1", point=point)
     yield line("a rank dies while it writes: weights from the calm run's", killed.apart(calm), SAME)
-    yield _told("a rank dies while it writes: what else differs", killed, calm)
+    yield _differing_reports("a rank dies while it writes: what else differs", killed, calm)
 
 
 def replays(bench: Bench) -> Iterator[Line]:
     """Two replays of a lineage of one process, at the same time, on one cluster."""
     original = bench.folder / "replayed"
-    one = live(original, bench.settings("AdamW"))
+    reference = live(original, bench.settings("AdamW"))
     cluster = Cluster(RaySettings(start_timeout_s=280), 2)
     try:
-        place = {"address": str(ray.get_runtime_context().gcs_address), "ranks": 1, "start_timeout_s": 280}
+        cluster_settings = {"address": str(ray.get_runtime_context().gcs_address), "ranks": 1, "start_timeout_s": 280}
 
         def replay(number: int) -> End:
             folder = bench.folder / f"replay {number}"
             shutil.copytree(original / "blobs", folder / "blobs")  # two trainers in one folder would share `SENT`
             more: dict[str, Any] = {"lineage": f"again-{number}", "replays": "main", "until_end": True}
-            return live(folder, bench.settings("AdamW") | more | {"backend": "ray", "ray": place})
+            return live(folder, bench.settings("AdamW") | more | {"backend": "ray", "ray": cluster_settings})
 
         with ThreadPoolExecutor(2) as both:
             ends = list(both.map(replay, range(2)))
     finally:
         cluster.leave()
     for number, end in enumerate(ends):
-        same = end.told["batches"] == one.told["batches"] and not end.wrong
+        same = end.reports["batches"] == reference.reports["batches"] and not end.wrong
         yield line(f"replay {number} of two on a cluster: batches are the original's", float(same), 1, 1)
-        yield line(f"replay {number} of two on a cluster: weights from the original's", end.apart(one), SAME)
+        yield line(f"replay {number} of two on a cluster: weights from the original's", end.apart(reference), SAME)
 
 
 def kills(bench: Bench) -> Iterator[Line]:
@@ -167,7 +173,7 @@ def kills(bench: Bench) -> Iterator[Line]:
             end = live(folder, bench.settings(kind, "none"), victim=victim, point=point)
             assert (folder / "killed").exists(), f"nothing was killed at point {point}"
             worst, slowest = max(worst, end.apart(calm)), max(slowest, end.lost_after_s)
-            differing += end.told != calm.told
+            differing += end.reports != calm.reports
             wrong += len(end.wrong)
         name = f"kill -9 of {victim} at {len(points)} points of {total}"
         yield line(f"{name}: weights from the calm run's", worst, SAME)
@@ -180,14 +186,14 @@ def planted(bench: Bench) -> Iterator[Line]:
     """The comparison can fail: another seed of adapters, and a step that never was."""
     kind = "AdamW"
     fewer = live(bench.folder / "fewer", bench.settings(kind, max_steps=2))
-    one = bench.one_process(kind)
-    yield line("a lineage that lacks steps: weights from one process's", fewer.apart(one), 1e9, 100 * SAME)
-    yield line("and what it tells differs", float(fewer.told != one.told), 1, 1)
+    reference = bench.one_process(kind)
+    yield line("a lineage that lacks steps: weights from one process's", fewer.apart(reference), 1e9, 100 * SAME)
+    yield line("and what it tells differs", float(fewer.reports != reference.reports), 1, 1)
 
 
-def _told(name: str, ours: End, other: End, but: str = "") -> Line:
-    differing = [what for what in other.told if what != but and ours.told[what] != other.told[what]]
-    return line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(ours.wrong)), 0)
+def _differing_reports(name: str, end: End, other: End, but: str = "") -> Line:
+    differing = [label for label in other.reports if label != but and end.reports[label] != other.reports[label]]
+    return line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(end.wrong)), 0)
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {

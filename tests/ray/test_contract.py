@@ -1,4 +1,4 @@
-"""What every learner promises, asked of two ranks: whole weights, weights in parts, and adapters."""
+"""The contract of learners for two ranks: complete weights, sharded weights, and adapters."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def settings_of(base: Path, lineage: str, more: dict[str, Any]) -> TrainerSettin
 def pool() -> Iterator[Pool]:
     """Three learners of two ranks need six places, so the cluster has as many, whatever this machine has."""
     cluster = Cluster(RaySettings(start_timeout_s=280), 8)
-    made = Pool()
+    created = Pool()
     try:
-        yield made
+        yield created
     finally:
-        made.close()
+        created.close()
         cluster.leave()
 
 
@@ -133,59 +133,59 @@ def test_ranks_write_what_one_process_writes(
 ) -> None:
     """State and version, byte for byte; and so they do where they do not see the trainer's folder."""
     more = KINDS.get(kind, {"ray": {"shard": "full"}, "optimizer": MUON})
-    ours = pool.open(rounded_base, "main", more)
-    ours.step(batch(0), GOING_ON)
-    copy = ours.copy(VERSION)
-    ours.step(batch(10), GOING_ON)
-    found = written(copy, tmp_path / "ranks")
-    assert set(found) == {WEIGHTS, OPTIMIZER, "version/model.safetensors"}
+    ranks = pool.open(rounded_base, "main", more)
+    ranks.step(batch(0), GOING_ON)
+    copy = ranks.copy(VERSION)
+    ranks.step(batch(10), GOING_ON)
+    by_ranks = written(copy, tmp_path / "ranks")
+    assert set(by_ranks) == {WEIGHTS, OPTIMIZER, "version/model.safetensors"}
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(copies, "marked", lambda folder: contextlib.nullcontext("another folder"))
-        assert written(copy, tmp_path / "fetched") == found
+        assert written(copy, tmp_path / "fetched") == by_ranks
     copy.drop()
     table = settings_of(rounded_base, "main", {**more, "backend": "torch"}).model_dump(exclude={"ray"})
     alone = TorchLearner.open(rounded_base, complete(TrainerSettings).model_validate(table))
     alone.restore(tmp_path / "ranks", with_random=True)
-    theirs = alone.copy(VERSION)
-    assert written(theirs, tmp_path / "alone") == found
-    theirs.drop()
+    by_one_process = alone.copy(VERSION)
+    assert written(by_one_process, tmp_path / "alone") == by_ranks
+    by_one_process.drop()
     assert copy.fingerprint is not None
-    assert theirs.fingerprint is not None
-    assert copy.fingerprint.logprobs == pytest.approx(theirs.fingerprint.logprobs, abs=1e-5)
-    ours.restore(tmp_path / "alone", with_random=True)
-    again = ours.copy(None)
-    assert written(again, tmp_path / "again") == {name: found[name] for name in (WEIGHTS, OPTIMIZER)}
+    assert by_one_process.fingerprint is not None
+    assert copy.fingerprint.logprobs == pytest.approx(by_one_process.fingerprint.logprobs, abs=1e-5)
+    ranks.restore(tmp_path / "alone", with_random=True)
+    again = ranks.copy(None)
+    assert written(again, tmp_path / "again") == {name: by_ranks[name] for name in (WEIGHTS, OPTIMIZER)}
     again.drop()
     pool.give_back()
 
 
 def test_steps_go_on_while_ranks_write(pool: Pool, base: Path, tmp_path: Path) -> None:
-    ours, calm = (pool.open(base, "main", KINDS["in parts"]) for _ in range(2))
-    found = []
-    for one, beside in ((ours, True), (calm, False)):
-        one.step(batch(0), GOING_ON)
-        copy = one.copy(VERSION)
+    busy, calm = (pool.open(base, "main", KINDS["in parts"]) for _ in range(2))
+    copies = []
+    for learner, beside in ((busy, True), (calm, False)):
+        learner.step(batch(0), GOING_ON)
+        copy = learner.copy(VERSION)
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(written, copy, tmp_path / f"then {beside}") if beside else None
             for first in (10, 20, 30):
-                one.step(batch(first), GOING_ON)
+                learner.step(batch(first), GOING_ON)
             then = writing.result() if writing is not None else written(copy, tmp_path / f"then {beside}")
         copy.drop()
-        end = one.copy(None)
-        found.append((then, written(end, tmp_path / f"end {beside}")))
+        end = learner.copy(None)
+        copies.append((then, written(end, tmp_path / f"end {beside}")))
         end.drop()
-    assert found[0] == found[1]
+    assert copies[0] == copies[1]
     pool.give_back()
 
 
 def test_a_disk_that_refuses_is_no_loss(pool: Pool, base: Path, tmp_path: Path) -> None:
-    ours = pool.open(base, "main", KINDS["in parts"])
-    copy = ours.copy(None)
+    ranks = pool.open(base, "main", KINDS["in parts"])
+    copy = ranks.copy(None)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / WEIGHTS).touch()
     with pytest.raises(OSError, match=WEIGHTS):
         copy.write(tmp_path / "there")
-    assert ours.failure is None
+    assert ranks.failure is None
     assert set(written(copy, tmp_path / "free")) == {WEIGHTS, OPTIMIZER}
     copy.drop()
     pool.give_back()
@@ -195,33 +195,33 @@ def test_a_disk_that_refuses_is_no_loss(pool: Pool, base: Path, tmp_path: Path) 
 def test_a_copy_of_which_a_part_is_missing_is_lost(fault: str, pool: Pool, base: Path, tmp_path: Path) -> None:
     import ray
 
-    ours = pool.open(base, "main", KINDS["in parts"])
-    assert isinstance(ours, RayLearner)
-    copy = ours.copy(None)
+    ranks = pool.open(base, "main", KINDS["in parts"])
+    assert isinstance(ranks, RayLearner)
+    copy = ranks.copy(None)
     if fault == "a rank has died":
-        ray.kill(ours._ranks._actors[1])
+        ray.kill(ranks._ranks._actors[1])
     else:
-        ours.copy(None)
+        ranks.copy(None)
     with pytest.raises(LearnerLost, match=r"rank 1 .* has died|copy 1 is asked for, and copy 2 is held"):
         copy.write(tmp_path)
-    assert ours.failure is not None
+    assert ranks.failure is not None
     copy.drop()
-    ours.close()
+    ranks.close()
     pool.give_back()
 
 
 def test_a_lost_rank_is_said_at_once_and_by_every_call(pool: Pool, base: Path) -> None:
     import ray
 
-    ours = pool.open(base, "main", {})
-    assert isinstance(ours, RayLearner)
-    assert ours.failure is None
-    ray.kill(ours._ranks._actors[1])
+    ranks = pool.open(base, "main", {})
+    assert isinstance(ranks, RayLearner)
+    assert ranks.failure is None
+    ray.kill(ranks._ranks._actors[1])
     with pytest.raises(LearnerLost, match="rank 1"):
-        ours.step(batch(0), GOING_ON)
-    assert "rank 1" in str(ours.failure)
+        ranks.step(batch(0), GOING_ON)
+    assert "rank 1" in str(ranks.failure)
     with pytest.raises(LearnerLost):
-        ours.copy(None)
-    ours.close()
-    ours.close()
+        ranks.copy(None)
+    ranks.close()
+    ranks.close()
     pool.give_back()

@@ -58,19 +58,19 @@ def gate(address: str, folder: Path) -> Gate:
 
 
 def programs(folder: Path) -> dict[int, int]:
-    """Of each copy, the process that has started it."""
+    """Return the parent process of each copy."""
     return {int(path.name): int(path.read_text()) for path in folder.glob("[0-9]*")}
 
 
 async def test_plays_outlive_a_worker_and_nothing_is_left(address: str, tmp_path: Path) -> None:
     async with gate(address, tmp_path).session() as session:
-        found = programs(tmp_path)
-        assert len(found) == len(set(found.values())) == 2
+        leftovers = programs(tmp_path)
+        assert len(leftovers) == len(set(leftovers.values())) == 2
         playing = [asyncio.create_task(session.play(VERSION, "a", seed)) for seed in range(30)]
         await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(next(iter(found.values())), signal.SIGKILL)
+        os.kill(next(iter(leftovers.values())), signal.SIGKILL)
         assert await asyncio.gather(*playing) == [seed / 100 for seed in range(30)]
-    await asyncio.to_thread(wait_until, lambda: not any(map(alive, found)), 30, "the programs have ended")
+    await asyncio.to_thread(wait_until, lambda: not any(map(alive, leftovers)), 30, "the programs have ended")
 
 
 async def test_a_program_that_fails_fails_the_run(address: str, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""`make test-rollouts`: processes that die in the middle of a rollout, and versions that are not what they say."""
+"""Processes that die in the middle of a rollout, and versions whose content differs from their manifest."""

@@ -1,5 +1,7 @@
-"""What has to hold of a rollout whoever dies: of each routing, of all of them together, of the decisions, of the calls,
-and of the bus beside the database. Each function returns what does not hold."""
+"""Conditions of a rollout, whichever process dies: of each routing, of their sequence, of the decisions, of the calls,
+and
+of the bus compared with the database. Each function returns the violations.
+"""
 
 from __future__ import annotations
 
@@ -17,115 +19,130 @@ from headrace_schemas.events.routing import TrafficSplit
 from tests.rollouts.visitors import Call, key_of
 
 SOON_S = 10.0
-"""After so long everybody has heard of a decision, on a machine that does other things beside."""
+"""Limit within which every process has received a decision, on a machine that others use."""
 
 
-def whole(routing: Routing) -> list[str]:
+def contradictions(routing: Routing) -> list[str]:
     """Champion, arms, withdrawn and served versions of one record fit together."""
     arms = [arm.version for arm in routing.split.arms] if routing.split else []
-    served = {one.version for one in routing.serve}
+    served = {routed.version for routed in routing.serve}
     canary = routing.aliases.get("canary")
-    found: dict[str, set[str | None]] = {
+    by_problem: dict[str, set[str | None]] = {
         "an arm or an alias is withdrawn": {
-            one for one in (*arms, *routing.aliases.values()) if one in routing.withdrawn
+            routed for routed in (*arms, *routing.aliases.values()) if routed in routing.withdrawn
         },
         "the champion is an arm": {routing.champion} & set(arms),
         "somebody who has users is not served": {
-            one for one in (*arms, *routing.aliases.values()) if one not in served
+            routed for routed in (*arms, *routing.aliases.values()) if routed not in served
         },
-        "a name is of somebody who is not served": {one for one in routing.names.values() if one not in served},
-        "arms without a canary": {one for one in arms if canary is None},
+        "a name is of somebody who is not served": {
+            routed for routed in routing.names.values() if routed not in served
+        },
+        "arms without a canary": {routed for routed in arms if canary is None},
         "the canary is the champion": {routing.champion} & {canary or ""},
-        "the canary has no arm": {one for one in (canary,) if arms and canary not in arms},
+        "the canary has no arm": {routed for routed in (canary,) if arms and canary not in arms},
     }
-    return [f"revision {routing.revision}: {what}: {sorted(map(str, who))}" for what, who in found.items() if who]
+    return [
+        f"revision {routing.revision}: {problem}: {sorted(map(str, versions))}"
+        for problem, versions in by_problem.items()
+        if versions
+    ]
 
 
 def in_a_row(seen: Sequence[Routing]) -> list[str]:
-    """The records of one model, as they came: revisions grow, a champion was on trial before, who is out stays out."""
-    found = [problem for one in seen for problem in whole(one)]
-    known: dict[int, Routing] = {}
-    for one in seen:
-        before = known.setdefault(one.revision, one)
-        if before != one:
-            found.append(f"revision {one.revision} was said twice and differently")
-    distinct = list(known.values())
-    for one, then in pairwise(distinct):
-        if then.revision <= one.revision:
-            found.append(f"revision {then.revision} came after {one.revision}")
-        if one.champion and then.champion != one.champion and then.champion != one.aliases.get("canary"):
-            found.append(f"revision {then.revision}: {then.champion} is champion and was not on trial")
-        back = set(one.withdrawn) - set(then.withdrawn)
+    """Check the routings of one model in their order: revisions grow, a champion was on trial before, a withdrawal is
+    final."""
+    problems = [problem for routing in seen for problem in contradictions(routing)]
+    by_revision: dict[int, Routing] = {}
+    for routing in seen:
+        before = by_revision.setdefault(routing.revision, routing)
+        if before != routing:
+            problems.append(f"revision {routing.revision} was said twice and differently")
+    distinct = list(by_revision.values())
+    for routing, then in pairwise(distinct):
+        if then.revision <= routing.revision:
+            problems.append(f"revision {then.revision} came after {routing.revision}")
+        if routing.champion and then.champion != routing.champion and then.champion != routing.aliases.get("canary"):
+            problems.append(f"revision {then.revision}: {then.champion} is champion and was not on trial")
+        back = set(routing.withdrawn) - set(then.withdrawn)
         if back:
-            found.append(f"revision {then.revision}: {sorted(back)} were withdrawn and are back")
-        found += _moved(one, then)
-    return found
+            problems.append(f"revision {then.revision}: {sorted(back)} were withdrawn and are back")
+        problems += _moved(routing, then)
+    return problems
 
 
-def _moved(one: Routing, then: Routing) -> list[str]:
-    """Whom a candidate has must not change while it is under way: salt and slot stay, its share does not shrink."""
-    before = {arm.version: arm for arm in one.split.arms} if one.split else {}
+def _moved(later: Routing, then: Routing) -> list[str]:
+    """Check that a candidate keeps its sessions under way: salt and slot stay, its share does not shrink."""
+    before = {arm.version: arm for arm in later.split.arms} if later.split else {}
     after = {arm.version: arm for arm in then.split.arms} if then.split else {}
     return [
         f"revision {then.revision}: {version} has other users"
         for version in before.keys() & after.keys()
-        if one.split is not None
+        if later.split is not None
         and then.split is not None
-        and (one.split.salt, before[version].slot) != (then.split.salt, after[version].slot)
+        and (later.split.salt, before[version].slot) != (then.split.salt, after[version].slot)
     ]
 
 
-def once(told: Sequence[ModelEvent]) -> list[str]:
-    """`told` are the distinct decisions: no two of them are the same step."""
-    steps = Counter((one.version, one.rollout.kind, one.rollout.stage) for one in told if one.rollout)
-    plain = Counter((one.version, one.decision) for one in told if not one.rollout and one.decision != "evaluated")
-    return [f"{number} times: {what}" for counts in (steps, plain) for what, number in counts.items() if number > 1]
+def once(decisions: Sequence[ModelEvent]) -> list[str]:
+    """Check that no two of the distinct decisions are the same step."""
+    steps = Counter(
+        (decision.version, decision.rollout.kind, decision.rollout.stage) for decision in decisions if decision.rollout
+    )
+    plain = Counter(
+        (decision.version, decision.decision)
+        for decision in decisions
+        if not decision.rollout and decision.decision != "evaluated"
+    )
+    return [f"{number} times: {action}" for counts in (steps, plain) for action, number in counts.items() if number > 1]
 
 
-def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, gone: str, told_s: float) -> float | None:
-    """When the gateway is seen to have the decision: a session whom the split would have given the version `gone` began
-    after it was told, and was answered by another one. Sessions from before the rollout are no part of it."""
-    known: set[str] = set()
-    heard = []
+def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, withdrawn: str, told_s: float) -> float | None:
+    """Return the seconds until the gateway has the decision: until a session that the split would have given the
+    withdrawn
+    version began and was answered by another one. Sessions from before the rollout do not count.
+    """
+    sessions: set[str] = set()
+    delays_s = []
     for call in calls:
-        fresh = call.session not in known and call.began_s > told_s
-        if fresh and call.version != gone and assign_unit(split, champion, key_of(call.session))[0] == gone:
-            heard.append(call.ended_s)
-        known.add(call.session)
-    return min(heard, default=None)
+        fresh = call.session not in sessions and call.began_s > told_s
+        if fresh and call.version != withdrawn and assign_unit(split, champion, key_of(call.session))[0] == withdrawn:
+            delays_s.append(call.ended_s)
+        sessions.add(call.session)
+    return min(delays_s, default=None)
 
 
-def answered_by(calls: Iterable[Call], gone: str, heard_s: float) -> list[str]:
+def answered_by(calls: Iterable[Call], withdrawn: str, heard_s: float) -> list[str]:
     """Calls that a version answered that was out."""
-    late = [call for call in calls if call.version == gone and call.began_s > heard_s]
-    return [f"{call.session} was answered by {gone} {call.began_s - heard_s:.1f} s after" for call in late]
+    late = [call for call in calls if call.version == withdrawn and call.began_s > heard_s]
+    return [f"{call.session} was answered by {withdrawn} {call.began_s - heard_s:.1f} s after" for call in late]
 
 
 async def as_stored(
-    database: Database, model: str, ended: str, shown: Routing | None, told: Sequence[ModelEvent]
+    database: Database, model: str, ended: str, routing: Routing | None, decisions: Sequence[ModelEvent]
 ) -> list[str]:
-    """The bus says in the end what the database says, and the rollout of `ended` is over."""
-    if not told:
+    """Check that bus and database agree in the end, and that the rollout of `ended` is over."""
+    if not decisions:
         return [f"nothing was decided about {model}"]
     async with database.transaction() as tx:
         record = await store.model(tx, model)
-        versions = [one for one in await store.every(tx) if one.model == model]
+        versions = [version for version in await store.every(tx) if version.model == model]
         under_way = await kept.under_way(tx, model)
-        decided = await store.decisions(tx, [one.version for one in versions])
-        wanted = await routings._wanted(tx, told[-1].time, record) if record else None
-    if record is None or shown is None or wanted is None:
+        decided = await store.decisions(tx, [version.version for version in versions])
+        expected = await routings._wanted(tx, decisions[-1].time, record) if record else None
+    if record is None or routing is None or expected is None:
         return [f"nothing is known of {model}"]
-    found = []
-    if routings._content(shown) != routings._content(wanted):
-        found.append(f"the bus has {shown}, the tables say {wanted}")
-    if {one.decision_id for one in decided} != {one.decision_id for one in told}:
-        found.append(f"{len(decided)} decisions are stored, {len(told)} were told")
-    if ended in {one.version for one in under_way}:
-        found.append(f"{ended} is still under way")
-    promoted = [one.version for one in told if one.decision == "promoted"]
+    problems = []
+    if routings._content(routing) != routings._content(expected):
+        problems.append(f"the bus has {routing}, the tables say {expected}")
+    if {version.decision_id for version in decided} != {version.decision_id for version in decisions}:
+        problems.append(f"{len(decided)} decisions are stored, {len(decisions)} were told")
+    if ended in {version.version for version in under_way}:
+        problems.append(f"{ended} is still under way")
+    promoted = [version.version for version in decisions if version.decision == "promoted"]
     if promoted and promoted[-1] != record.champion:
-        found.append(f"{promoted[-1]} was promoted last, and {record.champion} is champion")
-    out = {one.version for one in versions if one.state == "withdrawn"}
-    if out != set(shown.withdrawn):
-        found.append(f"withdrawn are {sorted(out)}, the bus says {sorted(shown.withdrawn)}")
-    return found
+        problems.append(f"{promoted[-1]} was promoted last, and {record.champion} is champion")
+    out = {version.version for version in versions if version.state == "withdrawn"}
+    if out != set(routing.withdrawn):
+        problems.append(f"withdrawn are {sorted(out)}, the bus says {sorted(routing.withdrawn)}")
+    return problems

@@ -1,4 +1,4 @@
-"""1,000 versions that are not what they say, given to a replica with real weights; and checks that are left out."""
+"""1,000 versions whose content differs from their manifest, given to a replica with weights; omitted checks."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Inspected:
         await self._fleet.close()
         await self._engine.stop()
 
-    async def serves(self, served: ServedVersion, *others: ServedVersion) -> str | None:
-        """None when it is ready and found, else why it is not. It is gone afterwards."""
+    async def serves(self, served: ServedVersion, *dependencies: ServedVersion) -> str | None:
+        """Return None when the version becomes ready, else the reason. The version is removed afterwards."""
         try:
-            self._route(self._models.first.served, *others, served)
+            self._route(self._models.first.served, *dependencies, served)
             await self._until(lambda: self._state(served) in ("ready", "failed"))
             if self._state(served) == "ready":
                 self._fleet.find(served.version)
@@ -68,13 +68,13 @@ class Inspected:
             with contextlib.suppress(UnknownVersion):
                 self._fleet.find(served.version)
                 return None
-            held = served.version in self._engine._models
-            assert not held, f"{served.version} was refused, and the engine holds it"
-            return next(one.error or "" for one in self._fleet.versions() if one.version == served.version)
+            loaded_before = served.version in self._engine._models
+            assert not loaded_before, f"{served.version} was refused, and the engine holds it"
+            return next(version.error or "" for version in self._fleet.versions() if version.version == served.version)
         finally:
             await self._alone()
-            for one in (served, *others):  # what was once whole here needs no store
-                await asyncio.to_thread(shutil.rmtree, self._cache / one.version, ignore_errors=True)
+            for version in (served, *dependencies):  # what was once whole here needs no store
+                await asyncio.to_thread(shutil.rmtree, self._cache / version.version, ignore_errors=True)
 
     async def _alone(self) -> None:
         only = [self._models.first.version]
@@ -87,7 +87,7 @@ class Inspected:
         self._fleet.follow([Routing.model_validate(about)])
 
     def _states(self) -> dict[str, str]:
-        return {one.version: one.state for one in self._fleet.versions()}
+        return {version.version: version.state for version in self._fleet.versions()}
 
     def _state(self, served: ServedVersion) -> str | None:
         return self._states().get(served.version)

@@ -1,4 +1,4 @@
-"""A process that somebody starts again whenever it dies, as a supervisor does."""
+"""A process that is restarted after each death, as by a supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.service_process import LoggedProcess
 
 
 class KeptProcess(LoggedProcess):
-    """`start`, `kill` (SIGKILL), and `keep` again and again: it starts who is dead."""
+    """`start`, `kill` (SIGKILL), and repeated calls of `keep`, which restarts a dead process."""
 
     def __init__(self, name: str, module: str, folder: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
         super().__init__(name, module, folder / f"{name}.log", port, arguments)

@@ -1,8 +1,8 @@
-"""A registry that dies where it is told to, as by kill -9: `python -m tests.rollouts.mortal`.
+"""A registry that dies at given points, as by kill -9: `python -m tests.rollouts.mortal`.
 
-`deaths` in the folder `$MORTAL_FOLDER` has a line for each death to come, for example `promote committed`: which step
-of a rollout, and how far it has come by then. The leader that comes to the first line crosses it out and dies.
-`$MORTAL_FAULT` names a fault that is planted besides.
+`deaths` in the folder `$MORTAL_FOLDER` has a line for each death to come, for example `promote committed`: the step
+of a rollout and the point within it. The leader that reaches the first line removes it and dies.
+`$MORTAL_FAULT` names a planted fault.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"
 MOMENTS = ("before commit", "committed", "half sent", "sent")
-"""Of a step: in its transaction, behind it, with the decision on the bus and the routing not, and with both on it."""
+"""Points of a step: in its transaction, after it, with the decision on the bus but no routing, and with both on it."""
 _MOVES_AFTER_S = 0.5
 
 
 def sentence(folder: Path, deaths: Iterable[str]) -> None:
-    """Who leads from now on dies at these, one after the other."""
+    """Points at which later leaders die, one after the other."""
     draft = folder / "deaths.draft"
-    draft.write_text("".join(f"{one}\n" for one in deaths), encoding="utf-8")
+    draft.write_text("".join(f"{death}\n" for death in deaths), encoding="utf-8")
     draft.rename(folder / "deaths")
 
 
@@ -45,15 +45,17 @@ def sentenced(folder: Path) -> list[str]:
 
 
 def _steps(records: Sequence[Outgoing]) -> set[str]:
-    """The steps of rollouts that the records tell of."""
-    told = [ModelEvent.from_json(one.value) for one in records if one.topic == ModelEvent.topic and one.value]
-    return {event.rollout.kind for event in told if event.rollout is not None}
+    """Return the steps of rollouts in the records."""
+    decisions = [
+        ModelEvent.from_json(record.value) for record in records if record.topic == ModelEvent.topic and record.value
+    ]
+    return {event.rollout.kind for event in decisions if event.rollout is not None}
 
 
-def _due(folder: Path, kinds: set[str], moment: str) -> bool:
+def _is_death_due(folder: Path, kinds: set[str], point: str) -> bool:
     """Whether the next death is here; it is crossed out."""
     first, *rest = sentenced(folder) or [""]
-    if first not in {f"{kind} {moment}" for kind in kinds}:
+    if first not in {f"{kind} {point}" for kind in kinds}:
         return False
     sentence(folder, rest)
     return True
@@ -69,19 +71,19 @@ def make_mortal(folder: Path) -> None:
 
     async def adding(self: Outbox, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
         await add(self, tx, records)
-        if _due(folder, _steps(records), "before commit"):
+        if _is_death_due(folder, _steps(records), "before commit"):
             _die()
 
     async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
-        given = list(records)
-        kinds = _steps(given)
-        if _due(folder, kinds, "committed"):
+        batch = list(records)
+        kinds = _steps(batch)
+        if _is_death_due(folder, kinds, "committed"):
             _die()
-        if _due(folder, kinds, "half sent"):
-            await send(self, [one for one in given if one.topic == ModelEvent.topic])
+        if _is_death_due(folder, kinds, "half sent"):
+            await send(self, [record for record in batch if record.topic == ModelEvent.topic])
             _die()
-        await send(self, given)
-        if _due(folder, kinds, "sent"):
+        await send(self, batch)
+        if _is_death_due(folder, kinds, "sent"):
             _die()
 
     Outbox.add = adding  # type: ignore[method-assign]
@@ -137,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "an alias moves outside the transaction": (_alias_outside_the_transaction, "was promoted last, and"),
     "a routing goes out in halves": (_half_a_routing, "an arm or an alias is withdrawn"),
 }
-"""How each is planted, and what is said of it."""
+"""Function that plants each fault, and the text of the violation that it must cause."""
 
 if __name__ == "__main__":
     if os.environ[FAULT]:

@@ -79,9 +79,9 @@ def database_of(group: Group, folder: Path) -> Iterator[str]:
 async def play_group(group: Group, folder: Path, url: str, draw: random.Random, base: Path | None) -> list[Played]:
     """Play the cells of a group one after the other."""
     outcomes = []
-    async with running(folder, url, group.fault) as place:
+    async with running(folder, url, group.fault) as rig:
         for cell in group.cells:
-            story = Story(place, cell, draw, base, _FAULT_WAIT_S if group.fault else WAIT_S)
+            story = Story(rig, cell, draw, base, _FAULT_WAIT_S if group.fault else WAIT_S)
             outcomes.append(await story.play())
             print(f"  {cell.name}: {outcomes[-1].seconds} s, {outcomes[-1].steps}", flush=True)
     return outcomes
@@ -118,9 +118,9 @@ def play(run: Run) -> None:
             if group.database == "postgres" and (reason := missing()):
                 run.skip(f"{len(group.cells)} cells on {group.database}", reason)
                 continue
-            place = run.folder / str(number)
-            with database_of(group, place / "postgres") as url:
-                outcomes = asyncio.run(play_group(group, place / "processes", url, run.draw, base))
+            group_folder = run.folder / str(number)
+            with database_of(group, group_folder / "postgres") as url:
+                outcomes = asyncio.run(play_group(group, group_folder / "processes", url, run.draw, base))
             run.add_all(lines_of(group, outcomes))
     run.figures["kills"] = sum(
         len(cast("list[object]", line.details.get(kind, ()))) for line in run.lines for kind in ("kills", "deaths")

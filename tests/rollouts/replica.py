@@ -1,7 +1,7 @@
 """A replica without weights that follows routing: `python -m tests.rollouts.replica FOLDER BUS PORT`.
 
-What routing serves is loaded, announced as probed, and answered. While `FOLDER/loading` names a version, no other one
-of its model gets past its probe.
+It loads the routed versions, announces them as probed and answers with them. While `FOLDER/loading` names a version, no
+other version of its model passes its probe.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.fake_replica import FakeReplica
 LOADING = "loading"
 _HEARTBEAT_S = 0.2
 _TTL_S = 20.0
-"""Long, for a machine that does other things beside; gateways notice by themselves when nobody listens."""
+"""A long interval for a machine that others use; gateways detect by themselves that the replica is gone."""
 _DRAIN_BEATS = 15
 _PROBE = Probe(max_abs_delta=0.0, passed=True)
 
 
 class Fleet:
-    """What is loaded, by what routing wants."""
+    """Versions that are loaded, as routing requires."""
 
     def __init__(self, folder: Path, replica: FakeReplica) -> None:
         self._hold = folder / LOADING
@@ -38,19 +38,21 @@ class Fleet:
         self._ready: dict[str, int] = {}
         """With the beats that a version has been unwanted for."""
 
-    def beat(self, wanted: set[str]) -> tuple[LoadedVersion, ...]:
+    def beat(self, routed: set[str]) -> tuple[LoadedVersion, ...]:
         """One step of loading and unloading, and how far each is."""
         for version in list(self._ready):
-            self._ready[version] = 0 if version in wanted else self._ready[version] + 1
+            self._ready[version] = 0 if version in routed else self._ready[version] + 1
             if self._ready[version] > _DRAIN_BEATS:
                 del self._ready[version]
-        known = self._hold.read_text(encoding="utf-8") if self._hold.exists() else ""
-        new = wanted - self._ready.keys()
-        waiting = {one for one in new if known and _model(one) == _model(known) and one != known}
+        held_version = self._hold.read_text(encoding="utf-8") if self._hold.exists() else ""
+        new = routed - self._ready.keys()
+        waiting = {
+            name for name in new if held_version and _model(name) == _model(held_version) and name != held_version
+        }
         self._ready |= dict.fromkeys(new - waiting, 0)
         self._replica.versions = tuple(self._ready)
-        ready = [LoadedVersion(version=one, state="ready", probe=_PROBE) for one in sorted(self._ready)]
-        return (*ready, *(LoadedVersion(version=one, state="loading") for one in sorted(waiting)))
+        ready = [LoadedVersion(version=name, state="ready", probe=_PROBE) for name in sorted(self._ready)]
+        return (*ready, *(LoadedVersion(version=name, state="loading") for name in sorted(waiting)))
 
 
 def _model(version: str) -> str:
@@ -78,13 +80,13 @@ async def serve(folder: Path, bus: str, port: int) -> None:
         await table.loaded.wait()
         fleet = Fleet(folder, replica)
         while True:
-            wanted = {one.version for row in rows.values() for one in row.serve}
+            routed_versions = {served.version for row in rows.values() for served in row.serve}
             beat = Replica(
                 time=utcnow(),
                 replica_id=replica.replica_id,
                 url=replica.url,
                 engine="fake",
-                versions=fleet.beat(wanted),
+                versions=fleet.beat(routed_versions),
                 capacity=replica.capacity,
                 ttl_s=_TTL_S,
                 resumes=replica.resumes,

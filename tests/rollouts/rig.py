@@ -1,4 +1,4 @@
-"""Two registries, a gateway, a replica and a broker as processes, on one database; and what was said on their bus."""
+"""Two registries, a gateway, a replica and a broker as processes, on one database; and the events on their bus."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.support import weightless
 from tests.support.ports import free_port, wait_open
 
 WAIT_S = 240.0
-"""Bound on each wait, for a machine with many other things to do; usually a second or two."""
+"""Limit of each wait, for a busy machine; usually a second or two pass."""
 _KEEP_S = 0.1
 _LEASE_S = 30
-"""Of a leader that lives and gets no time; of one that died nobody waits for the end."""
+"""Lease of a leader that lives without CPU time; the end of a dead leader is noticed at once."""
 ROLLOUT = {
     "KIND": "canary",
     "SHADOW_UNITS": 6,
@@ -101,19 +101,19 @@ class RolloutRig:
             "REGISTRY__GATE__BASE_URL": f"{self.gateway.url}/v1",
             **{f"REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()},
         }
-        for one in self.registries:
-            one.start({**registry, "REGISTRY__PORT": one.port}, {FOLDER: str(self.folder), FAULT: self._fault})
+        for process in self.registries:
+            process.start({**registry, "REGISTRY__PORT": process.port}, {FOLDER: str(self.folder), FAULT: self._fault})
 
     def start_trainer(self, model: str, base: Path) -> KeptProcess:
         """One that learns a model from scratch, a version of every four experiences."""
         self.trainer = KeptProcess(f"trainer-{model}", "headrace_trainer", self.folder, free_port())
-        own = {
+        trainer_settings = {
             "BASE": str(base), "MODEL": model, "PORT": self.trainer.port, "BATCH_EXPERIENCES": 4,
             "BATCH_EXPERIENCES_MIN": 1, "BATCH_WAIT_S": 0.5, "STEPS_PER_VERSION": 1, "MAX_STALENESS": 9,
             "SAVE_INTERVAL_S": 0.5,
         }  # fmt: skip
         common = {"DATA_DIR": str(self.common.data_dir), "BUS__ADDRESS": self.bus}
-        self.trainer.start({**common, **{f"TRAINER__{name}": value for name, value in own.items()}})
+        self.trainer.start({**common, **{f"TRAINER__{name}": value for name, value in trainer_settings.items()}})
         return self.trainer
 
     def stop_trainer(self) -> None:
@@ -122,55 +122,59 @@ class RolloutRig:
             trainer.stop()
 
     async def leader(self) -> KeptProcess:
-        """Whoever has the lease and is alive; waited for."""
+        """Wait for the process that holds the lease and lives."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             async with self.database.transaction() as tx:
                 holder = (await tx.execute(select(LEASE.c.holder))).scalar_one_or_none()
             pid = int(holder.split("|")[3]) if holder else 0
-            found = [one for one in self.registries if one.pid == pid and one.running()]
-            if found:
-                return found[0]
+            leaders = [process for process in self.registries if process.pid == pid and process.running()]
+            if leaders:
+                return leaders[0]
             await asyncio.sleep(0.02)
         raise TimeoutError(f"no registry leads after {WAIT_S:g} s")
 
     async def publish(self, model: str, step: int, parent: str | None = None) -> str:
-        """A version whose weights nobody looks at."""
+        """Publish a version whose weights no test reads."""
         manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
         await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     def routing(self, model: str) -> Routing | None:
-        """What holds by the bus: the highest revision, the last of them."""
-        found = [one for one in self.routings if one.model == model]
-        return max(reversed(found), key=lambda one: one.revision, default=None)
+        """Return the valid routing: the highest revision, the last of them."""
+        candidates = [routing for routing in self.routings if routing.model == model]
+        return max(reversed(candidates), key=lambda routing: routing.revision, default=None)
 
     def champion(self, model: str) -> str | None:
-        found = self.routing(model)
-        return found.champion if found else None
+        routing = self.routing(model)
+        return routing.champion if routing else None
 
-    def told(self, model: str) -> list[ModelEvent]:
+    def decisions_about(self, model: str) -> list[ModelEvent]:
         """The decisions about a model, each once."""
-        return list({one.decision_id: one for one in self.decisions if one.model == model}.values())
+        return list({decision.decision_id: decision for decision in self.decisions if decision.model == model}.values())
 
     def steps(self, version: str) -> list[str]:
         """The steps of a version's rollout, in order, with the stage that it was in afterwards."""
-        told = self.told(version.partition("@")[0])
-        return [f"{one.rollout.kind} {one.rollout.stage}" for one in told if one.rollout and one.version == version]
+        decisions = self.decisions_about(version.partition("@")[0])
+        return [
+            f"{decision.rollout.kind} {decision.rollout.stage}"
+            for decision in decisions
+            if decision.rollout and decision.version == version
+        ]
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    async def until(self, condition: Callable[[], object], label: str, timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                said = "\n".join(f"{one.name}: {one.last_words[-600:]}" for one in self.processes)
-                raise TimeoutError(f"{what}: not after {timeout_s:g} s\n{said}")
+                last_words = "\n".join(f"{process.name}: {process.last_words[-600:]}" for process in self.processes)
+                raise TimeoutError(f"{label}: not after {timeout_s:g} s\n{last_words}")
             await asyncio.sleep(0.02)
 
     async def keep(self) -> None:
         """Until cancelled."""
         while True:
-            for one in self.processes:
-                one.keep()
+            for process in self.processes:
+                process.keep()
             await asyncio.sleep(_KEEP_S)
 
     def _routed(self, _key: str, event: Routing | None) -> None:
@@ -197,8 +201,8 @@ class RolloutRig:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for one in self.processes:
-                await asyncio.to_thread(one.end)
+            for process in self.processes:
+                await asyncio.to_thread(process.end)
             await self.database.close()
             await self.producer.stop()
 
@@ -211,8 +215,8 @@ async def running(folder: Path, database_url: str, fault: str = "") -> AsyncIter
     broker.start(settings)
     try:
         await asyncio.to_thread(wait_open, broker.port, WAIT_S)
-        made = RolloutRig(folder, f"127.0.0.1:{broker.port}", database_url, fault)
-        async with made.following():
-            yield made
+        rig = RolloutRig(folder, f"127.0.0.1:{broker.port}", database_url, fault)
+        async with rig.following():
+            yield rig
     finally:
         broker.stop()

@@ -1,4 +1,4 @@
-"""Versions that are not what they say, in six forms: made of real ones, each with a manifest of its own."""
+"""Versions in six forms of damage: made of real ones, each with a manifest of its own."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.unit.inference.importing.test_faults import damaged, damages
 _WEIGHTS, _ADAPTER, _CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _FELT = ("embed_tokens.weight", "v_proj.weight", "o_proj.weight", "down_proj.weight")
-"""What no answer of so small a model is indifferent to; of others one alone may move less than the tolerance."""
+"""Share of weights that changes every answer of so small a model; a single weight may move less than the tolerance."""
 
 
 @dataclass(frozen=True)
 class Spoiled:
-    """Serve it while `planted` is entered, beside `needs`."""
+    """Damaged version, to be served while `planted` is entered, together with `needs`."""
 
     served: ServedVersion
     about: str
@@ -53,9 +53,9 @@ class Workshop:
 
     def flipped(self) -> Spoiled:
         """A bit in the store, of the manifest or of any file."""
-        stored, (blob, place, bit) = next(self._sides), next(self._damages)
-        where = f"{stored.version}: bit {bit} of byte {place} of {blob.sha256}"
-        return Spoiled(stored.served, where, planted=lambda: damaged(self._models.blobs, blob, place, bit))
+        stored, (blob, position, bit) = next(self._sides), next(self._damages)
+        where = f"{stored.version}: bit {bit} of byte {position} of {blob.sha256}"
+        return Spoiled(stored.served, where, planted=lambda: damaged(self._models.blobs, blob, position, bit))
 
     def tokenizer(self) -> Spoiled:
         """Another tokenizer: by its digest alone, by its file, or by both."""
@@ -82,7 +82,7 @@ class Workshop:
             config = json.loads(self._bytes(adapter, _CONFIG))
             config["lora_alpha"] = self._draw.choice((1, 2, 16, 32, 64))  # it is 8
             return Spoiled(self._version(adapter, {_CONFIG: json.dumps(config).encode()}), "another strength")
-        drawn = {name: (rand_like(one) - 0.5) * 0.7 for name, one in self._tensors(adapter, _ADAPTER).items()}
+        drawn = {name: (rand_like(tensor) - 0.5) * 0.7 for name, tensor in self._tensors(adapter, _ADAPTER).items()}
         return Spoiled(self._version(adapter, {_ADAPTER: _saved(drawn)}), "the weights are another adapter's")
 
     def not_applied(self) -> Spoiled:
@@ -109,7 +109,7 @@ class Workshop:
             fingerprint = {"fingerprint": first.manifest.fingerprint}
             return Spoiled(self._version(second, files, **fingerprint), "the parent's weights with its fingerprint")
         stale = self._some(sorted(new), *_FELT)
-        mixed = {name: old[name] if name in stale else one for name, one in new.items()}
+        mixed = {name: old[name] if name in stale else tensor for name, tensor in new.items()}
         return Spoiled(self._version(second, {_WEIGHTS: _saved(mixed)}), f"{len(stale)} of {len(new)} tensors are old")
 
     def _some(self, names: list[str], *felt: str) -> set[str]:
@@ -126,9 +126,9 @@ class Workshop:
     def _version(self, stored: Stored, files: Mapping[str, bytes] | None = None, /, **fields: object) -> ServedVersion:
         """The version with other files under the same manifest, but for its number."""
         blobs = {path: self._models.blobs.put(content) for path, content in (files or {}).items()}
-        named = tuple(File(path=one.path, blob=blobs.get(one.path, one.blob)) for one in stored.manifest.files)
-        own = {"step": next(self._number), "files": named, **fields}
-        manifest = Manifest.model_validate({**dict(stored.manifest), **own})
+        named = tuple(File(path=file.path, blob=blobs.get(file.path, file.blob)) for file in stored.manifest.files)
+        fields_of_version = {"step": next(self._number), "files": named, **fields}
+        manifest = Manifest.model_validate({**dict(stored.manifest), **fields_of_version})
         return ServedVersion(version=manifest.version, manifest=self._models.blobs.put(manifest.canonical_json()))
 
 
@@ -152,6 +152,6 @@ FORMS: Mapping[str, tuple[Callable[[Workshop], Spoiled], float]] = {
 
 
 def sound(models: Models) -> Iterator[ServedVersion]:
-    """What has to be served by the same replica."""
+    """Versions that the same replica has to serve."""
     yield models.second.served
     yield models.adapter.served

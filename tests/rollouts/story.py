@@ -20,16 +20,16 @@ from tests.rollouts.visitors import Visitors
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
 """Shares of right sessions."""
 STEPS = ["begin 0", "advance 0", "advance 1", "promote 1"]
-"""Of a better version whom nobody disturbs. A worse one may be found out sooner or later: only its end is fixed."""
+"""Steps of an undisturbed better version. A worse one may be detected sooner or later: only its end is fixed."""
 _AGREE_S = 15.0
-"""How long bus and database may take to say the same; a registry that finds them different waits for five seconds."""
+"""Limit until bus and database agree; a registry that sees a difference waits for five seconds."""
 _PAUSE_S_MAX = 0.3
 _EXPERIENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is played: on which database, who dies, and whether the candidate is better or worse."""
+    """Parameters of a story: the database, the victim, and whether the candidate is better or worse."""
 
     database: str
     victim: str
@@ -42,11 +42,11 @@ class Cell:
 
 @dataclass(slots=True)
 class Played:
-    """What came of it."""
+    """Outcome of a story."""
 
     kills: list[dict[str, object]] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
-    """Of registries within a step: which step, and how far it had come."""
+    """Deaths of registries within a step: the step, and the point in it."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     calls: int = 0
@@ -55,7 +55,7 @@ class Played:
 
 
 class Story:
-    """`play` once. Who dies is found by the cell's victim."""
+    """Story of one rollout. Call `play` once. The cell's victim determines the process that dies."""
 
     def __init__(self, rig: RolloutRig, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
         self._rig = rig
@@ -67,14 +67,14 @@ class Story:
         self._out = Played()
         self._first = self._second = ""
         self._count = 0
-        self._given: dict[str, str] = {}
-        """Experiences that the trainer got, and who answered them."""
+        self._arms: dict[str, str] = {}
+        """Experiences of the trainer, with the answering version of each."""
 
     async def play(self) -> Played:
         began_s = time.monotonic()
         visitors = Visitors(self._rig, self._model, self._right)
         try:
-            await self._whole(visitors)
+            await self._check_contradictions(visitors)
         except TimeoutError as error:
             self._out.problems.append(str(error))
         finally:
@@ -83,23 +83,23 @@ class Story:
             for name in (LOADING, "hold"):
                 (self._rig.folder / name).unlink(missing_ok=True)
             await asyncio.to_thread(self._rig.stop_trainer)
-        self._out.problems += [f"a call failed: {one}" for one in visitors.failed]
-        seen = [one for one in self._rig.routings if one.model == self._model]
-        told = self._rig.told(self._model)
-        self._out.problems += [*checks.in_a_row(seen), *checks.once(told), *await self._apart()]
+        self._out.problems += [f"a call failed: {item}" for item in visitors.failed]
+        seen = [item for item in self._rig.routings if item.model == self._model]
+        decisions = self._rig.decisions_about(self._model)
+        self._out.problems += [*checks.in_a_row(seen), *checks.once(decisions), *await self._apart()]
         self._out.steps = self._rig.steps(self._second)
         self._out.seconds = round(time.monotonic() - began_s, 1)
         self._out.calls, self._out.tried_again = len(visitors.calls), visitors.tried_again
         return self._out
 
     async def _apart(self) -> list[str]:
-        """What bus and database do not agree on, however long one waits."""
+        """Return the facts on which bus and database disagree after the wait."""
         deadline = time.monotonic() + _AGREE_S
         while True:
-            told, shown = self._rig.told(self._model), self._rig.routing(self._model)
-            found = await checks.as_stored(self._rig.database, self._model, self._second, shown, told)
-            if not found or time.monotonic() > deadline:
-                return found
+            decisions, routing = self._rig.decisions_about(self._model), self._rig.routing(self._model)
+            problems = await checks.as_stored(self._rig.database, self._model, self._second, routing, decisions)
+            if not problems or time.monotonic() > deadline:
+                return problems
             await asyncio.sleep(0.2)
 
     def _right(self, version: str) -> float:
@@ -107,7 +107,7 @@ class Story:
             return CHAMPION
         return BETTER if self._cell.end == "better" else WORSE
 
-    async def _whole(self, visitors: Visitors) -> None:
+    async def _check_contradictions(self, visitors: Visitors) -> None:
         folder = self._rig.folder
         self._first = await self._champion()
         async with visitors.visiting():
@@ -152,30 +152,36 @@ class Story:
 
         for _ in range(_EXPERIENCES):
             self._count += 1
-            self._given[f"e{self._count}"] = version
+            self._arms[f"e{self._count}"] = version
             await self._rig.producer.send(experience(self._count, version, float(self._count % 3), model=self._model))
 
     def _children(self, version: str) -> set[str]:
-        told = self._rig.told(self._model)
-        return {one.version for one in told if one.decision == "registered" and one.previous == version}
+        decisions = self._rig.decisions_about(self._model)
+        return {
+            decision.version
+            for decision in decisions
+            if decision.decision == "registered" and decision.previous == version
+        }
 
     def _learned_of(self, version: str) -> list[str]:
-        """Experiences that the version answered, and whose lesson the saved weights still have."""
+        """Return the experiences that the version answered and whose lesson is in the saved weights."""
         from headrace_trainer.experiences.history import History
         from headrace_trainer.lineage.store import LineageStore
 
         saved = LineageStore(self._rig.blobs, "main").read()
         if saved is None:
             return ["the lineage is not there"]
-        entries = {name: saved.window.get(name) for name, answered in self._given.items() if answered == version}
+        entries = {name: saved.window.get(name) for name, answered in self._arms.items() if answered == version}
         history = History(saved.versions, saved.head, saved.head_step)
-        return [name for name, one in entries.items() if one is not None and one.holds(history, saved.steps)]
+        return [name for name, entry in entries.items() if entry is not None and entry.holds(history, saved.steps)]
 
     def _registered(self) -> list[str]:
-        return [one.version for one in self._rig.told(self._model) if one.decision == "registered"]
+        return [
+            decision.version for decision in self._rig.decisions_about(self._model) if decision.decision == "registered"
+        ]
 
     async def _on_trial(self) -> None:
-        """Until the last step; who is to die dies once in each state."""
+        """Play until the last step; the victim dies once in each state."""
         states = ("shadow", "canary, first share", "canary, last share")
         for number, state in enumerate(states):
             await self._until(lambda number=number: len(self._steps) > number or self._over, state)  # type: ignore[misc]
@@ -210,16 +216,16 @@ class Story:
     async def _answers(self, visitors: Visitors, champion: str) -> None:
         count = len(visitors.calls)
         await self._until(
-            lambda: any(one.version == champion for one in visitors.calls[count:]), "the champion's first answer"
+            lambda: any(call.version == champion for call in visitors.calls[count:]), "the champion's first answer"
         )
 
     async def _out_for_good(self, visitors: Visitors, told_s: float) -> None:
-        """Nobody is answered by it from when the gateway has heard; its children never serve."""
-        splits = [one.split for one in self._rig.routings if one.model == self._model and one.split]
+        """Check that no call is answered by the version once the gateway knows, and that its children never serve."""
+        splits = [item.split for item in self._rig.routings if item.model == self._model and item.split]
         if splits:
-            found = (splits[-1], self._first, self._second, told_s)
-            await self._until(lambda: checks.heard_by(visitors.calls, *found), "a call that shows the decision")
-            heard_s = checks.heard_by(visitors.calls, *found)
+            arguments = (splits[-1], self._first, self._second, told_s)
+            await self._until(lambda: checks.heard_by(visitors.calls, *arguments), "a call that shows the decision")
+            heard_s = checks.heard_by(visitors.calls, *arguments)
             assert heard_s is not None
             count = len(visitors.calls)
             await self._until(lambda: len(visitors.calls) > count + 20, "calls after it")
@@ -233,8 +239,8 @@ class Story:
         else:
             child = await self._rig.publish(self._model, 2, self._second)
             await self._until(lambda: child in self._withdrawn, "its child barred")
-        answered = {one.version for one in visitors.calls} & self._children(self._second)
-        self._out.problems += [f"{one} answered, a child of what was taken back" for one in sorted(answered)]
+        answered = {item.version for item in visitors.calls} & self._children(self._second)
+        self._out.problems += [f"{item} answered, a child of what was taken back" for item in sorted(answered)]
 
     # What is seen
 
@@ -248,37 +254,41 @@ class Story:
 
     @property
     def _measured(self) -> bool:
-        told = self._rig.told(self._model)
-        return any(one.decision == "evaluated" and one.version == self._first for one in told)
+        decisions = self._rig.decisions_about(self._model)
+        return any(decision.decision == "evaluated" and decision.version == self._first for decision in decisions)
 
     @property
     def _shown_ended(self) -> bool:
-        shown = self._rig.routing(self._model)
-        return shown is not None and shown.split is None and "canary" not in shown.aliases
+        routing = self._rig.routing(self._model)
+        return routing is not None and routing.split is None and "canary" not in routing.aliases
 
     @property
     def _withdrawn(self) -> set[str]:
-        shown = self._rig.routing(self._model)
-        return set(shown.withdrawn) if shown else set()
+        routing = self._rig.routing(self._model)
+        return set(routing.withdrawn) if routing else set()
 
     @property
     def _deaths(self) -> list[str]:
         return sentenced(self._rig.folder)
 
     def _served(self, version: str) -> bool:
-        shown = self._rig.routing(self._model)
-        return shown is not None and version in {one.version for one in shown.serve}
+        routing = self._rig.routing(self._model)
+        return routing is not None and version in {served.version for served in routing.serve}
 
     def _plays(self, version: str) -> bool:
         path = self._rig.folder / "runs"
         return path.exists() and version in path.read_text(encoding="utf-8").split()
 
     def _reason(self) -> str:
-        told = [one for one in self._rig.told(self._model) if one.version == self._second and one.rollout]
-        return json.dumps([told[-1].reason, told[-1].statistics]) if told else ""
+        decisions = [
+            decision
+            for decision in self._rig.decisions_about(self._model)
+            if decision.version == self._second and decision.rollout
+        ]
+        return json.dumps([decisions[-1].reason, decisions[-1].statistics]) if decisions else ""
 
-    async def _until(self, condition: Callable[[], object], what: str, wait_s: float = WAIT_S) -> None:
-        await self._rig.until(condition, f"{self._cell.name}: {what}", wait_s)
+    async def _until(self, condition: Callable[[], object], label: str, wait_s: float = WAIT_S) -> None:
+        await self._rig.until(condition, f"{self._cell.name}: {label}", wait_s)
 
     # Who dies
 
@@ -287,32 +297,32 @@ class Story:
         if self._cell.victim != "registry":
             return
         last = "promote" if self._cell.end == "better" else "roll_back"
-        deaths = ["begin half sent", *(f"{last} {moment}" for moment in MOMENTS)]
+        deaths = ["begin half sent", *(f"{last} {point}" for point in MOMENTS)]
         sentence(self._rig.folder, deaths)
         self._out.deaths = deaths
 
     async def _kill(self, state: str) -> None:
-        """Kill and wait until somebody is back; which moment of the state it is, is drawn."""
+        """Kill the victim and wait for its successor. The point within the state is drawn."""
         if self._cell.victim == "nobody":
             return
         await asyncio.sleep(self._draw.random() * _PAUSE_S_MAX)
         before = len(self._steps)
-        killed = [one.name for one in await self._dying()]
+        killed = [process.name for process in await self._dying()]
         self._out.kills.append({"state": state, "killed": killed, "steps": before})
         await self._until(self._all_alive, f"{killed} back")
 
     async def _dying(self) -> list[KeptProcess]:
-        known: dict[str, list[KeptProcess | None]] = {
+        processes_of: dict[str, list[KeptProcess | None]] = {
             "gateway": [self._rig.gateway],
             "replica": [self._rig.replica],
             "trainer": [self._rig.trainer],
             "registries": [*self._rig.registries],
         }
-        dying = known.get(self._cell.victim) or [await self._rig.leader()]
-        found = [one for one in dying if one is not None]
-        for one in found:
-            await asyncio.to_thread(one.kill)
-        return found
+        dying = processes_of.get(self._cell.victim) or [await self._rig.leader()]
+        victims = [process for process in dying if process is not None]
+        for process in victims:
+            await asyncio.to_thread(process.kill)
+        return victims
 
     def _all_alive(self) -> bool:
-        return all(one.running() for one in self._rig.processes)
+        return all(process.running() for process in self._rig.processes)

@@ -1,4 +1,4 @@
-"""Users of a model: new sessions and regulars, and what they think of each, by the version that answered."""
+"""Users of a model: new sessions and regular ones, and their feedback, by the answering version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REGULARS = 4
 _PAUSE_S = 0.05
 _AGAIN_S = 0.2
 _PATIENCE_S = 120.0
-"""A client tries again where nobody listens or a connection breaks, as every client of such a gateway does."""
+"""Retries of a client after a refused or broken connection, as every client of such a gateway makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Visitors:
         self._begun = False
         self.calls: list[Call] = []
         self.failed: list[str] = []
-        """What was said to those who were not answered."""
+        """Errors of failed calls."""
         self.tried_again = 0
         self.turns: dict[str, Turn] = {}
         """The first captured one of each session, shadows' as well."""
@@ -76,8 +76,8 @@ class Visitors:
 
     async def _regular(self, http: httpx2.AsyncClient, number: int) -> None:
         while self._open:
-            shown = self._rig.routing(self._model)
-            self._begun = self._begun or bool(shown and shown.split)
+            routing = self._rig.routing(self._model)
+            self._begun = self._begun or bool(routing and routing.split)
             if self._begun:
                 await self._call(http, f"{self._model}-regular-{number}")
             await asyncio.sleep(4 * _PAUSE_S)
@@ -125,5 +125,5 @@ class Visitors:
 
 
 def key_of(session: str) -> str:
-    """As the gateway names it."""
+    """Session key, as the gateway names it."""
     return ids.session_key("default", session)

@@ -1,1 +1,1 @@
-"""What is promised of the back end `trinity`: `make test-trinity` reads our rows with Trinity's own reader."""
+"""Promises of the back end `trinity`: Trinity's own reader reads our rows."""

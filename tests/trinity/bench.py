@@ -42,7 +42,7 @@ start_timeout_s = {_START_S}
 
 
 async def lines(folder: Path) -> list[Line]:
-    """Of a bench of two versions, and of one that cannot be."""
+    """Return the lines of a bench of two versions, and of one with an unknown version."""
     os.environ.update(OPENAI_API_KEY=_KEY, PYTHONPATH=os.pathsep.join(map(str, (ROOT / "examples", ROOT))))
     with tempfile.TemporaryDirectory(prefix="hr-") as temporary:  # the path of a socket has 107 bytes
         return await _lines(folder, Path(temporary))
@@ -59,7 +59,7 @@ async def _lines(folder: Path, temporary: Path) -> list[Line]:
         gate = Gate(GateSettings(command=command + python, base_url=url, environment=environment, silence_s=_START_S))
         async with gate.session() as court:
             plays = [Play(version=v, task=t, seed=_SEED) for v in (stack.version, other) for t in court.tasks.gate]
-            scores = await asyncio.gather(*(court.play(one.version, one.task, one.seed) for one in plays))
+            scores = await asyncio.gather(*(court.play(play.version, play.task, play.seed) for play in plays))
         turns = await view.read(Turn)
         try:
             async with gate.session() as court:
@@ -84,34 +84,34 @@ def _row(question: str) -> str:
 
 
 async def _second(stack: Serving, view: BusView, folder: Path) -> str:
-    """Another version of the same model, which the replica serves beside the champion."""
+    """Register another version of the same model, which the replica serves beside the champion."""
     blobs = BlobStore(f"file://{stack.gateway.folder}/blobs")
-    made = tiny_model.perturbed(folder / "stack/tiny", folder / "second", seed=1)
-    second = tiny_model.publish(blobs, made, parent=stack.version)
+    path = tiny_model.perturbed(folder / "stack/tiny", folder / "second", seed=1)
+    second = tiny_model.publish(blobs, path, parent=stack.version)
     (first,) = (await view.read(Routing))[-1].serve
     serve = {"aliases": {"champion": stack.version}, "serve": [first, second]}
     await view.producer.send(Routing.model_validate({"time": utcnow(), "model": MODEL, "revision": 1, **serve}))
 
     def listed() -> bool:
-        found = httpx.get(f"{stack.replica.url}/v1/models", timeout=60).json()["data"]
-        return second.version in {one["id"] for one in found}
+        models = httpx.get(f"{stack.replica.url}/v1/models", timeout=60).json()["data"]
+        return second.version in {entry["id"] for entry in models}
 
     await asyncio.to_thread(wait_until, listed, 300, "both versions are loaded")
     return second.version
 
 
-def _compared(found: Mapping[Play, float], turns: list[Turn]) -> Iterator[Line]:
-    """Scores with what the gateway has captured. One turn for each play, since the workflow asks once."""
-    said = {(turn.version, turn.messages[-1].text): turn for turn in turns}
-    pairs = [(score, said.get((play.version, play.task))) for play, score in found.items()]
+def _compared(scores: Mapping[Play, float], turns: list[Turn]) -> Iterator[Line]:
+    """Compare the scores with the captured turns. Each play has one turn, since the workflow asks once."""
+    turns_by_prompt = {(turn.version, turn.messages[-1].text): turn for turn in turns}
+    pairs = [(score, turns_by_prompt.get((play.version, play.task))) for play, score in scores.items()]
     wrong = sum(turn is None or score != share_of_vowels(turn.choices[0].message.text) for score, turn in pairs)
-    yield at_most(f"bench: scores of {len(found)} plays that are not those of their exact version's answers", wrong, 0)
-    foreign = len(turns) - len(found) + sum(turn.purpose != "eval" for turn in turns)
+    yield at_most(f"bench: scores of {len(scores)} plays that are not those of their exact version's answers", wrong, 0)
+    foreign = len(turns) - len(scores) + sum(turn.purpose != "eval" for turn in turns)
     yield at_most("bench: turns that no play requested, or that training would take", foreign, 0)
     other_seeds = sum(turn.sampling.seed != _SEED * _TURNS_MAX for turn in turns)
     yield at_most("bench: turns with another seed", other_seeds, 0)
     texts = {turn.choices[0].message.text for turn in turns}
-    yield at_most("bench: pairs of versions whose answers are equal throughout", int(len(texts) < len(found)), 0)
+    yield at_most("bench: pairs of versions whose answers are equal throughout", int(len(texts) < len(scores)), 0)
 
 
 def _refusal(refused: str) -> Line:

@@ -1,4 +1,4 @@
-"""Run by Trinity's own Python, as a user's reward function is. Nothing of Headrace is imported here."""
+"""Reward function for Trinity's own Python. It imports no package of Headrace."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def batch_of(draw: random.Random) -> Batch:
     rows = []
     for number in range(draw.randint(1, 40)):
         length, spans = draw.randint(12, 400), draw.randint(1, 4)
-        made = experience(number, _VERSION, length=length, prompt=draw.randint(1, 8), versions=[_VERSION] * spans)
+        drawn = experience(number, _VERSION, length=length, prompt=draw.randint(1, 8), versions=[_VERSION] * spans)
         weight = draw.uniform(1e-4, 1) if draw.random() < 0.3 else None
-        rows.append(Row.of(made, draw.uniform(-9, 9), _VERSION, weight))
+        rows.append(Row.of(drawn, draw.uniform(-9, 9), _VERSION, weight))
     return Batch(tuple(rows), full_rows=draw.randint(1, 64))
 
 
@@ -60,10 +60,10 @@ def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:
     again = buffer.hand_over(handed)
     yield at_most(f"seed {seed}: rows that a second hand-over has added", int(again), 0)
     command = [str(_THEIRS), str(ROOT / "tests/trinity/reads.py"), str(database), job.buffer_name, str(size), str(yaml)]
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, cwd=folder)
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        yield at_most(f"seed {seed}: Trinity's reader and its check of our YAML end with {done.returncode}", 1, 0)
+    process = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, cwd=folder)
+    if process.returncode:
+        print(process.stderr[-3000:], file=sys.stderr)
+        yield at_most(f"seed {seed}: Trinity's reader and its check of our YAML end with {process.returncode}", 1, 0)
         return
     about = json.loads((folder / "read.json").read_text())
     with np.load(folder / "read.npz") as arrays:
@@ -72,25 +72,25 @@ def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:
 
 def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: dict[str, Any]) -> Iterator[Line]:
     """Its reader is newest first: each row is found by its name."""
-    places = {one["suffix"]: number for number, one in enumerate(about["rows"])}
-    missing = [one for one in handed if one.msg_id not in places]
+    positions = {entry["suffix"]: number for number, entry in enumerate(about["rows"])}
+    missing = [entry for entry in handed if entry.msg_id not in positions]
     yield at_most(f"seed {seed}: rows of {len(handed)} that Trinity's reader has not", len(missing), 0)
     differing = loss = 0
     tokens = sum(int(arrays[f"{number}:action_mask"].sum()) for number in range(len(handed)))
     for row, sent in zip(batch.rows, handed, strict=False):
-        number = places[sent.msg_id]
-        one = about["rows"][number]
-        prompt = one["prompt_length"]
+        number = positions[sent.msg_id]
+        entry = about["rows"][number]
+        prompt = entry["prompt_length"]
         weight = batch.weighted(row).token_weight * tokens
-        wanted = np.where(row.loss_mask_T[prompt:], np.float32(float(row.advantage) * weight), np.float32(0))
+        expected = np.where(row.loss_mask_T[prompt:], np.float32(float(row.advantage) * weight), np.float32(0))
         same = (
             arrays[f"{number}:tokens"].tobytes() == row.token_ids_T.tobytes()
             and arrays[f"{number}:logprobs"].tobytes() == row.behaviour_T[prompt:].tobytes()
             and arrays[f"{number}:action_mask"].tobytes() == row.loss_mask_T[prompt:].tobytes()
-            and arrays[f"{number}:advantages"].tobytes() == wanted.tobytes()
-            and one["task"] == row.experience_id
-            and one["kind"] == "multi_turn"
-            and one["version"] == seed
+            and arrays[f"{number}:advantages"].tobytes() == expected.tobytes()
+            and entry["task"] == row.experience_id
+            and entry["kind"] == "multi_turn"
+            and entry["version"] == seed
         )
         differing += not same
         mask = arrays["proto:loss"][number].astype(bool)
@@ -99,8 +99,8 @@ def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: di
     yield at_most(f"seed {seed}: rows whose tokens, masks, logprobs or advantages are other bits", differing, 0)
     yield at_most(f"seed {seed}: rows whose trained tokens are others, as its trainer sees them", loss, 0)
     config = about["config"]
-    kept = config["mode"] == "train" and config["save_interval"] == 1 and config["train_batch_size"] == len(handed)
-    yield at_most(f"seed {seed}: Trinity's own check has changed what our YAML says", int(not kept), 0)
+    unchanged = config["mode"] == "train" and config["save_interval"] == 1 and config["train_batch_size"] == len(handed)
+    yield at_most(f"seed {seed}: Trinity's own check has changed what our YAML says", int(not unchanged), 0)
 
 
 def play(run: Run) -> None:

@@ -1,7 +1,7 @@
-"""Run by Trinity's own Python (`make test-trinity`): `reads.py DATABASE TABLE ROWS YAML OUT`.
+"""Program for Trinity's own Python: `reads.py DATABASE TABLE ROWS YAML OUT`.
 
-Reads our rows with Trinity's own reader, makes of them what its trainer trains on, and lets Trinity check our YAML.
-What came of it is written as it is; who started us compares. Nothing of Headrace is imported here.
+It reads our rows with Trinity's own reader, builds its trainer's input of them, and lets Trinity check our YAML. It
+writes the results for the comparison in our process, and imports no package of Headrace.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ async def _read(database: str, table: str, rows: int) -> list[Any]:
         wrap_in_ray=False,
     )
     reader = SQLReader(config)
-    found: list[Any] = await reader.read()
+    experiences: list[Any] = await reader.read()
     try:
         again = len(await reader.read())
     except StopAsyncIteration:
         again = 0
     assert again == 0, "what was read once is there no more"
-    return found
+    return experiences
 
 
 def main(database: str, table: str, rows: str, yaml: str, out: str) -> None:
-    found = asyncio.run(_read(database, table, int(rows)))
+    experiences = asyncio.run(_read(database, table, int(rows)))
     arrays, about = {}, []
-    for number, one in enumerate(found):
+    for number, experience in enumerate(experiences):
         for name in ("tokens", "logprobs", "advantages", "returns", "action_mask"):
-            arrays[f"{number}:{name}"] = getattr(one, name).numpy()
+            arrays[f"{number}:{name}"] = getattr(experience, name).numpy()
         about.append(
             {
-                "task": one.eid.task,
-                "suffix": one.eid.suffix,
-                "prompt_length": one.prompt_length,
-                "reward": one.reward,
-                "kind": one.experience_type,
-                "version": one.info["model_version"],
+                "task": experience.eid.task,
+                "suffix": experience.eid.suffix,
+                "prompt_length": experience.prompt_length,
+                "reward": experience.reward,
+                "kind": experience.experience_type,
+                "version": experience.info["model_version"],
             }
         )
-    proto = to_data_proto(found, 0, None, logging.getLogger("trinity"))
+    proto = to_data_proto(experiences, 0, None, logging.getLogger("trinity"))
     arrays["proto:loss"] = proto.batch["response_mask"].numpy()
     arrays["proto:ids"] = proto.batch["responses"].numpy()
     arrays["proto:advantages"] = proto.batch["advantages"].numpy()

@@ -1,8 +1,8 @@
-"""Stands in for `trinity run --config FILE`: no GPU, the same files, the same bad manners.
+"""Stand-in for `trinity run --config FILE` without a GPU, with the same files and the same faults.
 
-It reads the newest rows first, and only a full batch; it marks them as read before it trains them; it takes any
-exception for an end, saves what it has under the number that it had already counted up to, and exits with 0.
-`STAND_IN_DIES` names a point at which it dies once, and `STAND_IN_DIED` the file that says that it did.
+It reads the newest rows first, and only a full batch; it marks them as read before it trains them; it treats any
+exception as an end, saves its state under the number that it had already counted up to, and exits with 0.
+`STAND_IN_DIES` names a point at which it dies once, and `STAND_IN_DIED` the file that records the death.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Job:
         self.weights = load_file(weights / "model.safetensors")
 
     def read(self) -> list[dict[str, Any]]:
-        """Empty until there is a full batch. Whoever is handed to is gone for everybody else."""
+        """Return a full batch, else an empty list. Returned rows are marked as read."""
         with sqlite3.connect(self.database, timeout=30) as connection:
             try:
                 rows = connection.execute(
@@ -73,7 +73,7 @@ class Job:
     def train(self, rows: Sequence[dict[str, Any]]) -> None:
         self.step += 1
         die("raised")
-        for row in sorted(rows, key=lambda one: one["msg_id"]):
+        for row in sorted(rows, key=lambda entry: entry["msg_id"]):
             tokens = row["tensors"]["tokens"].astype(np.int64)
             signal_of = float((row["tensors"]["advantages"] * row["tensors"]["action_mask"]).sum())
             self.momentum += signal_of * (1 + int(tokens.sum()) % 97)
@@ -106,7 +106,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 def die(point: str) -> None:
-    """Once, where we were told to."""
+    """Die once, at the requested point."""
     died = os.environ.get("STAND_IN_DIED")
     if os.environ.get("STAND_IN_DIES") != point or died is None or Path(died).exists():
         return
@@ -135,7 +135,7 @@ def main(path: str) -> None:
 
 
 def digest_of(folder: Path) -> str:
-    """Of a folder's weights, for tests."""
+    """Return the weights of a folder, for tests."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 

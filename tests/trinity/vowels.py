@@ -1,4 +1,4 @@
-"""What a bench of our test scores answers by: a number that anybody finds again from the answer's text."""
+"""Score of the test's bench: a number that follows from the answer's text."""
 
 from __future__ import annotations
 

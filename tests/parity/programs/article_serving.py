@@ -40,8 +40,8 @@ def updates(stage: Stage) -> None:
         trained(stage, agent)
         assert updater.has_new_model(), states(stage)
         assert stage.stack.serving() == before, "a paused model waits for the program"
-        found = updater.test_canary(["Who?", {"question": "When?", "check": lambda answer: len(answer) >= 0}])
-        assert 0.0 <= found["success_rate"] <= 1.0
+        report = updater.test_canary(["Who?", {"question": "When?", "check": lambda answer: len(answer) >= 0}])
+        assert 0.0 <= report["success_rate"] <= 1.0
         assert updater.rollout_update() == stage.stack.serving() != before
         assert updater.rollback() is not None
         blocking(until(lambda: stage.stack.serving() == before))
@@ -82,23 +82,23 @@ def ab(stage: Stage) -> None:
     stage.stack.registry.pause(stage.stack.model)
     try:
         test = ABTestFramework(model_a="v1.0", model_b="v1.1", traffic={"a": 0.5, "b": 0.5}, metrics=metrics)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         waiting = threading.Thread(
-            target=lambda: found.update(on(stage, lambda: test.run(test_duration_days=30 / 86_400)))
+            target=lambda: results.update(on(stage, lambda: test.run(test_duration_days=30 / 86_400)))
         )
         waiting.start()
         agent = ChatAgent()
         while waiting.is_alive():
             run_and_collect(agent, "Who?", user_feedback={"rating": 4})
         waiting.join()
-        assert set(found) == {"a", "b"}
-        assert set(found["a"]) == set(metrics)
-        arms = [arm for arm in ("a", "b") if found[arm]["accuracy"] is not None]
+        assert set(results) == {"a", "b"}
+        assert set(results["a"]) == set(metrics)
+        arms = [arm for arm in ("a", "b") if results[arm]["accuracy"] is not None]
         assert arms, "sessions were in an arm"
         for arm in arms:
-            assert 0.0 <= found[arm]["accuracy"] <= 1.0
-            assert found[arm]["latency"] > 0
-        winner = "b" if (found["b"]["accuracy"] or 0) > (found["a"]["accuracy"] or 0) + 0.05 else "a"
+            assert 0.0 <= results[arm]["accuracy"] <= 1.0
+            assert results[arm]["latency"] > 0
+        winner = "b" if (results["b"]["accuracy"] or 0) > (results["a"]["accuracy"] or 0) + 0.05 else "a"
         assert test.switch_traffic(winner, 1.0) == (test.b if winner == "b" else test.a) == stage.stack.serving()
     finally:
         stage.stack.registry.resume(stage.stack.model)
@@ -106,16 +106,16 @@ def ab(stage: Stage) -> None:
     blocking(until(lambda: stage.stack.registry.versions(stage.stack.model, limit=1)[0].id == stage.stack.serving()))
 
 
-@program("isolation", own=True)
+@program("isolation", own_stack=True)
 def isolation(stage: Stage) -> None:
-    found = installed()
-    modules = {found[name].module for name in ("gateway", "inference", "collector", "trainer")}
+    distributions = installed()
+    modules = {distributions[name].module for name in ("gateway", "inference", "collector", "trainer")}
     assert len(modules) == 4, "each is a process of its own, with resources of its own in deploy/"
 
 
 @program("wire")
 def wire(stage: Stage) -> None:
-    """What the Java client sends: chat with an offered upgrade, feedback with text ids, a commit of nulls."""
+    """Send the requests of the Java client: chat with an offered upgrade, feedback with text ids, a commit of nulls."""
     root = stage.stack.addresses.gateway
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     answers: list[str] = []
@@ -128,11 +128,11 @@ def wire(stage: Stage) -> None:
                     "stream": False,
                 }
                 headers = {"Authorization": "Bearer dummy", **upgrade}
-                found = http.post("/v1/chat/completions", json={**body, "max_tokens": 6}, headers=headers)
-                assert found.status_code == 200, found.text
-                answers.append(found.json()["id"])
-                said = {"msg_ids": [answers[-1]], "reward": float(run == "0"), "task_id": task, "run_id": run}
-                assert http.post("/feedback", json=said).json() == {"status": "success"}
+                answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 6}, headers=headers)
+                assert answer.status_code == 200, answer.text
+                answers.append(answer.json()["id"])
+                feedback = {"msg_ids": [answers[-1]], "reward": float(run == "0"), "task_id": task, "run_id": run}
+                assert http.post("/feedback", json=feedback).json() == {"status": "success"}
         nothing = {"task_id": None, "run_id": None, "time_threshold": None}
         assert http.post("/commit", json=nothing).json() == {"status": "success"}
         assert http.post("/feedback", json={"msg_ids": ["unknown"], "reward": 1.0}).status_code == 200
@@ -140,26 +140,28 @@ def wire(stage: Stage) -> None:
 
 
 def states(stage: Stage) -> str:
-    """What the registry says of every version."""
+    """Return the registry's state of every version."""
     model = stage.stack.registry.model(stage.stack.model)
-    known = stage.stack.registry.versions(stage.stack.model, limit=100)
-    return f"{model.champion} serves, paused {model.paused}; " + ", ".join(f"{one.id} {one.state}" for one in known)
+    versions = stage.stack.registry.versions(stage.stack.model, limit=100)
+    return f"{model.champion} serves, paused {model.paused}; " + ", ".join(
+        f"{version.id} {version.state}" for version in versions
+    )
 
 
 async def until_trained(stage: Stage, answers: set[str]) -> None:
     left = set(answers)
 
-    async def gone() -> bool:
+    async def withdrawn() -> bool:
         async with connected(stage.stack.bus) as topics:
             async for entry in topics.read(Range(TrainingMetrics.topic)):
                 if isinstance(entry.event, TrainingMetrics):
-                    for one in entry.event.verdicts:
-                        if one.dropped is None:
-                            left.difference_update(one.turn_ids)
+                    for outcome in entry.event.verdicts:
+                        if outcome.dropped is None:
+                            left.difference_update(outcome.turn_ids)
         return not left
 
     for _ in range(600):
-        if await gone():
+        if await withdrawn():
             return
         await asyncio.sleep(0.2)
     raise AssertionError(f"{len(left)} answers were not trained")

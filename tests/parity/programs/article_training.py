@@ -30,7 +30,7 @@ from tests.support.processes import wait_until
 
 
 def framework(stage: Stage) -> TrinityRFT:
-    """As the article makes one, on the shared stack: 2 times 2 runs are a step."""
+    """Return a trainer as the article builds it, on the shared stack: 2 times 2 runs are a step."""
     return TrinityRFT(
         algorithm=str(LIVE["trainer.algorithm"]),
         model_config={"base_model": str(stage.base)},
@@ -44,7 +44,7 @@ def by_turns() -> Callable[[dict[str, Any]], dict[str, float]]:
     return lambda _record: {"task_completion": next(turns), "efficiency": 0.5}
 
 
-@program("imports", own=True)
+@program("imports", own_stack=True)
 def imports(stage: Stage) -> None:
     import headrace.rl
 
@@ -73,13 +73,17 @@ def loop(stage: Stage) -> None:
     assert agent.model == "some-model", "the agent's own settings are back"
 
 
-@program("runtime", own=True)
+@program("runtime", own_stack=True)
 def runtime(stage: Stage) -> None:
-    kept = stage.folder / "checkpoints"
+    checkpoints = stage.folder / "checkpoints"
     agent = AsyncAgent()
     config = {"algorithm": LIVE["trainer.algorithm"], "train_interval": 2, "update_interval": 1}
-    own = {"checkpoint_dir": str(kept), "model_config": {"base_model": str(stage.base)}, "settings": SMALL}
-    started = RLRuntime(agent, {**config, **own, "reward_function": by_turns()}).start()
+    runtime_settings = {
+        "checkpoint_dir": str(checkpoints),
+        "model_config": {"base_model": str(stage.base)},
+        "settings": SMALL,
+    }
+    started = RLRuntime(agent, {**config, **runtime_settings, "reward_function": by_turns()}).start()
     try:
         assert started.trainer is not None
         before = started.trainer.version
@@ -89,35 +93,35 @@ def runtime(stage: Stage) -> None:
         assert started.trainer.update_agent_model() != before
     finally:
         started.stop()
-    assert Path(kept).is_dir()
+    assert Path(checkpoints).is_dir()
 
 
 @program("collection")
 def collection(stage: Stage) -> None:
     fields = {"messages": True, "thoughts": True, "tool_calls": True, "rewards": True, "user_feedback": True}
     collector = DataCollector(collect_fields=fields, reward_function=lambda _record: {"task_completion": 0.8})
-    found = collector.collect(ChatAgent(), "Find the invoice.", {"rating": 4, "comment": "good"})
-    assert list(found) == ["conversation_id", "messages", "thoughts", "tool_calls", "rewards", "total_reward"]
-    assert found["rewards"] == {"task_completion": 0.8, "user_satisfaction": 0.8}
-    assert found["total_reward"] == 1.6
-    assert [one["role"] for one in found["messages"]] == ["user", "assistant"]
-    json.dumps(found)
+    collected = collector.collect(ChatAgent(), "Find the invoice.", {"rating": 4, "comment": "good"})
+    assert list(collected) == ["conversation_id", "messages", "thoughts", "tool_calls", "rewards", "total_reward"]
+    assert collected["rewards"] == {"task_completion": 0.8, "user_satisfaction": 0.8}
+    assert collected["total_reward"] == 1.6
+    assert [message["role"] for message in collected["messages"]] == ["user", "assistant"]
+    json.dumps(collected)
     unrewarded = DataCollector({"rewards": False, "thoughts": False}).collect(ChatAgent(), "Again.")
     assert {"rewards", "thoughts"}.isdisjoint(unrewarded)
     assert unrewarded["total_reward"] is None, "nobody said anything, and that is no 0"
     raises(UsageError, "collect_fields.mood: has no effect here", lambda: DataCollector({"mood": True}))
 
 
-@program("records", own=True)
+@program("records", own_stack=True)
 def records(stage: Stage) -> None:
     assert record_of(hand_made_trajectory()) == the_record()
 
 
-@program("algorithms", own=True)
+@program("algorithms", own_stack=True)
 def algorithms(stage: Stage) -> None:
-    there = set(ALGORITHMS.names())
-    wanted = {"ppo", "dpo", "rft", "sft", "grpo", "multi_step_grpo", "on_policy_distill", "reinforce++"}
-    assert wanted <= there, f"the trainer has no {', '.join(sorted(wanted - there))}"
+    installed = set(ALGORITHMS.names())
+    expected = {"ppo", "dpo", "rft", "sft", "grpo", "multi_step_grpo", "on_policy_distill", "reinforce++"}
+    assert expected <= installed, f"the trainer has no {', '.join(sorted(expected - installed))}"
     for name in ("ppo", "dpo", "rft"):
         assert TrinityRFT(name, {"base_model": "models/base"}).settings["trainer.algorithm"] == name
 
@@ -131,7 +135,7 @@ class Article(RewardFunction):
         return 2.0 * completion_score + 1.0 * efficiency + 1.5 * self.check_accuracy(trajectory)
 
 
-@program("signals", own=True)
+@program("signals", own_stack=True)
 def signals(stage: Stage) -> None:
     record = {**the_record(), "expected": "Ada"}
     assert Article()(record) == 2.0 + 0.5 + 1.5
@@ -152,11 +156,11 @@ def signals(stage: Stage) -> None:
 def preferences(stage: Stage) -> None:
     agent = ChatAgent()
     trainer = OnlineTrainer(agent, framework(stage))
-    asked: list[str] = []
+    questions: list[str] = []
 
     def prefer(question: str, _a: str, _b: str) -> str | None:
-        asked.append(question)
-        return "a" if len(asked) < 3 else None
+        questions.append(question)
+        return "a" if len(questions) < 3 else None
 
     collector, dpo = HumanPreferenceCollector(ask=prefer), DPOTrainer()
     for question in ("Who?", "When?"):

@@ -1,4 +1,4 @@
-"""AgentScope Java's training extension as Python agents have it: what copies play again, and what is trained."""
+"""AgentScope Java's training extension as Python agents have it: replayed calls of copies, and their training."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def cancel(order: str) -> str:
 
 
 def make_agent(copy: TrainingCopy) -> Callable[[str], str]:
-    """Looks the order up, and asks the model. It cancels what it is asked to cancel."""
+    """Look the order up, ask the model, and cancel the order if asked to."""
     client, tools = copy.openai(blocking=True), copy.tools({"look_up": look_up, "cancel": cancel})
 
     def ask(text: str) -> str:
         tools["cancel" if "cancel" in text else "look_up"](text)
         messages: Any = [{"role": "user", "content": text}]
-        found = client.chat.completions.create(model=copy.model, messages=messages, max_tokens=6)
-        return found.choices[0].message.content or ""
+        completion = client.chat.completions.create(model=copy.model, messages=messages, max_tokens=6)
+        return completion.choices[0].message.content or ""
 
     return ask
 
@@ -50,7 +50,7 @@ def make_agent(copy: TrainingCopy) -> Callable[[str], str]:
 def run_requests(
     sink: TrajectorySink, selection: SelectionStrategy, repeat: int, requests: dict[str, str | None]
 ) -> TrainingRunner:
-    """Users ask, some of them in a marked task. They are answered by what is no model of ours."""
+    """Play users, some of them in a marked task. A production model outside the stack answers them."""
     runner = TrainingRunner(sink, make_agent, lambda copy: len(copy.answer) / 10, selection=selection, repeat=repeat)
     with runner:
         ask = runner.watched(lambda text: f"served {text}")
@@ -72,14 +72,14 @@ def copies(stage: Stage) -> None:
     marks = {"order 3?": "marked-3", "order 4?": None}
     assert run_requests(HeadraceSink(stack), ExplicitMarkingStrategy("user-feedback"), 1, marks).counts.selected == 1
     run_requests(TrinitySink(stack), everything, 2, {"order 5?": "trinity-5"})
-    wanted = {"sampled-0": 4, "sampled-1": 4, "marked-3": 1, "trinity-5": 2}
+    expected = {"sampled-0": 4, "sampled-1": 4, "marked-3": 1, "trinity-5": 2}
     deadline = time.monotonic() + _TRAINED_S
     while True:
         runs = blocking(trained_runs(stack.bus))
-        found = {task: len(runs.get(task, {})) for task in wanted}
-        if found == wanted:
+        counts = {task: len(runs.get(task, {})) for task in expected}
+        if counts == expected:
             break
-        assert time.monotonic() < deadline, f"{found} in place of {wanted}"
+        assert time.monotonic() < deadline, f"{counts} in place of {expected}"
         time.sleep(0.3)
     assert sorted(runs["trinity-5"]) == ["0", "1"]
     assert "written" not in runs

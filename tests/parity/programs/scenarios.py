@@ -46,19 +46,21 @@ def maths(stage: Stage) -> None:
 @program("tools")
 def tools(stage: Stage) -> None:
     worth = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
-    wanted = {"tool": "search", "args": {"query": "invoice"}}
-    trainer = ToolUseTrainer("dpo", {"base_model": str(stage.base)}, worth, tools=["search"], expected=lambda _: wanted)
+    expected_call = {"tool": "search", "args": {"query": "invoice"}}
+    trainer = ToolUseTrainer(
+        "dpo", {"base_model": str(stage.base)}, worth, tools=["search"], expected=lambda _: expected_call
+    )
     good, bad = the_record(), {**the_record(), "tool_calls": [{"tool": "delete", "args": {}, "result": "gone"}]}
     assert sum(trainer.parts(good).values()) == 2.5
     assert sum(trainer.parts(bad).values()) == -2.0
-    found = pairs([{**good, "total_reward": 2.5}, {**bad, "total_reward": -2.0}])
-    assert len(found) == 1
+    preference_pairs = pairs([{**good, "total_reward": 2.5}, {**bad, "total_reward": -2.0}])
+    assert len(preference_pairs) == 1
     raises(UsageError, "no two runs", lambda: pairs([{**good, "total_reward": 2.5}]))
     agent = ChatAgent()
     trainer.connect(agent)
     agents_own = trainer.parts
-    told = iter([2.0, -2.0])
-    trainer.parts = lambda record: {**agents_own(record), "correct_tool": next(told)}  # type: ignore[method-assign]
+    rewards = iter([2.0, -2.0])
+    trainer.parts = lambda record: {**agents_own(record), "correct_tool": next(rewards)}  # type: ignore[method-assign]
     for email in ({"subject": "invoice"}, {"subject": "invoice"}):
         trainer.add_trajectory(agent.run_and_collect(f"search: {email['subject']}"))  # type: ignore[attr-defined]
     assert trainer.train() == stage.stack.serving()
@@ -76,7 +78,7 @@ def games(stage: Stage) -> None:
         return "villager_2" if "Vote" in text else "hm"
 
     names = {"werewolf_1": wolf, "villager_1": villager, "villager_2": villager, "villager_3": villager}
-    agents = {name: ChatAgent(said) for name, said in names.items()}
+    agents = {name: ChatAgent(reply) for name, reply in names.items()}
     game = MultiAgentGame(roles={"werewolf": 1, "villager": 3}, agents=agents)
     result = game.run_episode()
     assert result["winner"] == "werewolf"

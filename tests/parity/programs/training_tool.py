@@ -30,19 +30,19 @@ ZERO = {
 
 def near(completions: list[str], **kwargs: Any) -> list[float]:
     """A reward of one's own, by the document's rules."""
-    found = []
-    for said, truth in zip(completions, kwargs.get("ground_truth", []), strict=False):
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", said)
+    scores = []
+    for completion, truth in zip(completions, kwargs.get("ground_truth", []), strict=False):
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
         if not numbers:
-            found.append(0.0)
+            scores.append(0.0)
             continue
         away = abs(float(numbers[-1]) - float(truth))
         base = 1.0 if away < 0.01 else 0.8 if away < 1.0 else 0.5 if away < 5.0 else 0.0
-        found.append(min(1.0, base + (0.1 if "step" in said.lower() or "=" in said else 0.0)))
-    return found
+        scores.append(min(1.0, base + (0.1 if "step" in completion.lower() or "=" in completion else 0.0)))
+    return scores
 
 
-@program("rewards", own=True)
+@program("rewards", own_stack=True)
 def rewards(stage: Stage) -> None:
     truth = {"ground_truth": ["4", "4", "x"]}
     assert accuracy(["it is 4", "it is 5", "x"], **truth) == [1.0, 0.0, 1.0]
@@ -56,8 +56,8 @@ def rewards(stage: Stage) -> None:
     tool = RLTrainingTool()
     tool.register_dataset("sums", ROWS)
     tool.register_reward_function("sums", near)
-    said = json.loads(tool.run({"action": "create_reward", "reward_type": "step", "step_bonus": 0.1}))
-    assert (said["status"], said["reward_type"], said["step_bonus"]) == ("success", "step", 0.1)
+    result = json.loads(tool.run({"action": "create_reward", "reward_type": "step", "step_bonus": 0.1}))
+    assert (result["status"], result["reward_type"], result["step_bonus"]) == ("success", "step", 0.1)
     for form, keys in (
         ("sft", ["prompt", "completion", "text"]),
         ("rl", ["prompt", "ground_truth", "question", "full_answer"]),
@@ -69,25 +69,25 @@ def rewards(stage: Stage) -> None:
     raises(UsageError, "answer is empty", lambda: check_rows([{"question": "?", "answer": " "}]))
 
 
-@program("tool", own=True)
+@program("tool", own_stack=True)
 def tool(stage: Stage) -> None:
-    with stage.place("tool"):
+    with stage.working_folder("tool"):
         tool = RLTrainingTool(settings=SMALL)
         tool.register_dataset("sums", ROWS)
         tool.register_reward_function("sums", near)
         common = {"dataset": "sums", "use_lora": True, "num_epochs": 1, "batch_size": 2}
-        sft = asked(tool, {
+        sft = run_tool(tool, {
             **common, "action": "train", "algorithm": "sft", "model_name": str(stage.base), "max_samples": 2,
             "output_dir": "./models/quick_test_sft",
         })  # fmt: skip
         assert (sft["algorithm"], sft["dataset_size"]) == ("SFT", 2)
         same_as_peft(stage.base, Path(sft["output_dir"]))
-        grpo = asked(tool, {
+        grpo = run_tool(tool, {
             **common, "action": "train", "algorithm": "grpo", "model_name": sft["output_dir"], "max_samples": 2,
             "output_dir": "./models/quick_test_grpo",
         })  # fmt: skip
         assert grpo["algorithm"] == "GRPO"
-        found = asked(
+        result = run_tool(
             tool,
             {
                 "action": "evaluate",
@@ -97,27 +97,27 @@ def tool(stage: Stage) -> None:
                 "use_lora": True,
             },
         )
-        assert found["num_samples"] == 2
-        assert found["accuracy"].endswith("%")
-        assert 0.0 <= float(found["average_reward"]) <= 1.0
+        assert result["num_samples"] == 2
+        assert result["accuracy"].endswith("%")
+        assert 0.0 <= float(result["average_reward"]) <= 1.0
 
 
-@program("pipeline", own=True)
+@program("pipeline", own_stack=True)
 def pipeline(stage: Stage) -> None:
-    """The order and the parameters; what each action does is the program `tool`."""
+    """Check the order and the parameters; the program `tool` shows each action."""
 
     class Noting(RLTrainingTool):
         """Answers at once."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.asked: list[dict[str, Any]] = []
+            self.run_tool: list[dict[str, Any]] = []
 
         def run(self, parameters: Any) -> str:
-            self.asked.append(dict(parameters))
+            self.run_tool.append(dict(parameters))
             return json.dumps({"status": "success", "output_dir": parameters.get("output_dir"), "accuracy": "50.00%"})
 
-    with stage.place("pipeline") as folder:
+    with stage.working_folder("pipeline") as folder:
         config = folder / "config.json"
         training = {"num_epochs": 1, "batch_size": 2}
         sft, grpo = {"output_dir": "./models/sft", **training}, {"output_dir": "./models/grpo", **training}
@@ -125,17 +125,17 @@ def pipeline(stage: Stage) -> None:
             json.dumps({"model": {"base_model": "base"}, "sft": sft, "grpo": grpo, "eval": {"max_samples": 3}})
         )
         noting = Noting()
-        made = AgenticRLPipeline(str(config), rl_tool=noting)
-        made.run()
-    trained = [one for one in noting.asked if one["action"] == "train"]
-    assert [(one["algorithm"], one["model_name"]) for one in trained] == [("sft", "base"), ("grpo", "./models/sft")]
-    assert all(one["use_lora"] for one in trained)
-    evaluated = [one["model_path"] for one in noting.asked if one["action"] == "evaluate"]
+        pipeline_under_test = AgenticRLPipeline(str(config), rl_tool=noting)
+        pipeline_under_test.run()
+    trained = [call for call in noting.run_tool if call["action"] == "train"]
+    assert [(call["algorithm"], call["model_name"]) for call in trained] == [("sft", "base"), ("grpo", "./models/sft")]
+    assert all(call["use_lora"] for call in trained)
+    evaluated = [call["model_path"] for call in noting.run_tool if call["action"] == "evaluate"]
     assert evaluated == ["./models/sft", "./models/grpo"]
-    assert set(made.results) >= {"sft_training", "sft_evaluation", "grpo_training", "grpo_evaluation"}
+    assert set(pipeline_under_test.results) >= {"sft_training", "sft_evaluation", "grpo_training", "grpo_evaluation"}
 
 
-@program("accelerate", own=True)
+@program("accelerate", own_stack=True)
 def accelerate(stage: Stage) -> None:
     ranks = {"trainer.backend": "ray", "trainer.ray.ranks": 4, "trainer.compute.dtype": "auto"}
     assert settings_of_accelerate(DDP) == ranks
@@ -146,10 +146,10 @@ def accelerate(stage: Stage) -> None:
     raises(UsageError, "offload_param_device = 'cpu'", lambda: settings_of_accelerate({**ZERO, **inner}))
 
 
-def asked(tool: RLTrainingTool, parameters: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(tool.run(parameters))
-    assert found["status"] == "success", found.get("traceback")
-    return found
+def run_tool(tool: RLTrainingTool, parameters: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(tool.run(parameters))
+    assert result["status"] == "success", result.get("traceback")
+    return result
 
 
 def same_as_peft(base: Path, folder: Path) -> None:
@@ -159,9 +159,9 @@ def same_as_peft(base: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(loaded, str(folder)).merge_and_unload()
-    ours = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    merged_by_peft = PeftModel.from_pretrained(loaded, str(folder)).merge_and_unload()
+    merged_here = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
     tokens = torch.arange(9, 41)[None]
     with torch.no_grad():
-        apart = (theirs(tokens).logits - ours(tokens).logits).abs().max().item()
+        apart = (merged_by_peft(tokens).logits - merged_here(tokens).logits).abs().max().item()
     assert apart < 1e-4, f"merged by PEFT and by us differ by {apart}"

@@ -22,16 +22,16 @@ KEPT: list[list[Experience]] = []
 
 
 class Rewarded(AgentScopeReActWorkflow):
-    """As in the document: only the reward is one's own."""
+    """Workflow of the document with a reward of its own."""
 
     async def calculate_reward(self, response: Any) -> dict[str, float]:
         text = response.get_text_content()
         return {"right": float(self.task.raw_task["answer"] in text), "length": len(text) / 100}
 
     def construct_experiences(self, reward: float, metrics: Any = None) -> list[Experience]:
-        found = super().construct_experiences(reward, metrics)
-        KEPT.append(found)
-        return found
+        experiences = super().construct_experiences(reward, metrics)
+        KEPT.append(experiences)
+        return experiences
 
 
 class Blocking(Workflow):
@@ -45,10 +45,10 @@ class Blocking(Workflow):
         messages: Any = [{"role": "user", "content": self.task.task_desc}]
         for client in (self.client, *self.auxiliary_models):
             client.chat.completions.create(model=client.model_path, messages=messages, max_tokens=6)
-        found = self.model.extract_experience_from_history()
-        for one in found:
-            one.reward = 0.5
-        return found
+        experiences = self.model.extract_experience_from_history()
+        for experience in experiences:
+            experience.reward = 0.5
+        return experiences
 
 
 @program("workflow")
@@ -62,11 +62,11 @@ def workflow(stage: Stage) -> None:
     assert len(KEPT) == 4
     for run in KEPT:
         assert len(run) == 2, "both calls of the run were recorded"
-        assert len({one.reward for one in run}) == 1, "one reward on every call"
-        for place, one in enumerate(run):
-            assert one.eid.step == place
-            assert len(one.logprobs) == len(one.tokens) - one.prompt_length > 0
-            assert one.eid.suffix.startswith("chatcmpl-")
+        assert len({experience.reward for experience in run}) == 1, "one reward on every call"
+        for number, experience in enumerate(run):
+            assert experience.eid.step == number
+            assert len(experience.logprobs) == len(experience.tokens) - experience.prompt_length > 0
+            assert experience.eid.suffix.startswith("chatcmpl-")
     assert set(steps[0].run_metrics) == {"right", "length"}
     partner = [stage.stack.model]
     steps = blocking(all_steps(stage, Blocking, FormatArgs("question", "answer"), partner))
@@ -83,35 +83,35 @@ def workflow(stage: Stage) -> None:
 KEPT_RUN: list[Any] = []
 
 
-async def all_steps(stage: Stage, made: Any, columns: FormatArgs, partners: Any = ()) -> list[Step]:
+async def all_steps(stage: Stage, workflow_class: Any, columns: FormatArgs, partners: Any = ()) -> list[Step]:
     sizes: dict[str, Any] = {"repeat_times": 2, "batch_size": 2, "steps": 1}
-    steps = run_workflow(stage.stack, made, ROWS, format_args=columns, auxiliary_models=partners, **sizes)
-    found = [step async for step in steps]
-    KEPT_RUN[:] = list(found[0].runs)
-    return found
+    steps = run_workflow(stage.stack, workflow_class, ROWS, format_args=columns, auxiliary_models=partners, **sizes)
+    played = [step async for step in steps]
+    KEPT_RUN[:] = list(played[0].runs)
+    return played
 
 
-@program("convert", own=True)
+@program("convert", own_stack=True)
 def converting(stage: Stage) -> None:
-    found = convert(EXPLORER, TRAINER)
-    assert found.refused == []
-    assert found.settings == CONVERTED
-    assert {key for key, _ in found.lines} == set(flat(EXPLORER)) | set(flat(TRAINER)), "a line for each key"
-    with stage.place("converted") as folder:
+    conversion = convert(EXPLORER, TRAINER)
+    assert conversion.refused == []
+    assert conversion.settings == CONVERTED
+    assert {key for key, _ in conversion.lines} == set(flat(EXPLORER)) | set(flat(TRAINER)), "a line for each key"
+    with stage.working_folder("converted") as folder:
         (folder / "explorer.yaml").write_text(yaml.safe_dump(EXPLORER))
         (folder / "trainer.yaml").write_text(yaml.safe_dump(TRAINER))
-        said = stage.headrace("trinity", "convert", "explorer.yaml", "trainer.yaml")
-        assert "explorer.proxy_port" in said
+        output = stage.headrace("trinity", "convert", "explorer.yaml", "trainer.yaml")
+        assert "explorer.proxy_port" in output
         check((folder / "headrace.toml").read_text(), folder)
     nccl = {**TRAINER, "synchronizer": {"sync_method": "nccl", "sync_interval": 1}, "surprise": {"key": 1}}
     refused = convert(nccl).refused
     assert len(refused) == 2
-    assert any("sync_method" in one for one in refused)
-    assert any("surprise.key" in one for one in refused)
-    assert any("have to agree" in one for one in convert(EXPLORER, {**TRAINER, "project": "other"}).refused)
+    assert any("sync_method" in refusal for refusal in refused)
+    assert any("surprise.key" in refusal for refusal in refused)
+    assert any("have to agree" in refusal for refusal in convert(EXPLORER, {**TRAINER, "project": "other"}).refused)
 
 
-@program("keys", own=True)
+@program("keys", own_stack=True)
 def keys(stage: Stage) -> None:
     rollout = {"enable_openai_client": True, "enable_history": True, "enable_auto_tool_choice": True,
                "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1", "enable_thinking": True}  # fmt: skip
@@ -121,12 +121,12 @@ def keys(stage: Stage) -> None:
         "synchronizer": {"sync_style": "dynamic_by_explorer", "sync_interval": 2},
         "buffer": {"batch_size": 4, "explorer_input": {"taskset": {"path": "openai/gsm8k", "split": "train"}}},
     }
-    found = convert(config)
-    assert found.refused == []
-    assert found.settings == {
+    conversion = convert(config)
+    assert conversion.refused == []
+    assert conversion.settings == {
         "trainer.algorithm": "multi_step_grpo", "trainer.group_size": 8, "trainer.batch_experiences": 32,
         "inference.tool_parser": "hermes", "inference.reasoning_parser": "think", "trainer.steps_per_version": 2,
     }  # fmt: skip
     data = {"data.tasks_per_step": 4, "data.path": "openai/gsm8k", "data.split": "train", "data.enable_thinking": True}
-    assert found.data == data
+    assert conversion.data == data
     assert {"explorer.rollout_model.enable_openai_api", "explorer.rollout_model.enable_openai_client"} <= set(KEYS)

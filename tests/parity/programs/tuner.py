@@ -32,7 +32,7 @@ from tests.parity.stage import Stage, program, raises
 
 
 class Scripted:
-    """A chat model that always says the same, at a price."""
+    """A chat model that always gives the same answer, at a price."""
 
     def __init__(self, text: str, tokens: int) -> None:
         self.model_name, self._text, self._tokens = text, text, tokens
@@ -69,14 +69,14 @@ def written(folder: Path) -> Path:
     return folder / "my_dataset"
 
 
-@program("objects", own=True)
+@program("objects", own_stack=True)
 def objects(stage: Stage) -> None:
-    with stage.place("objects") as folder:
+    with stage.working_folder("objects") as folder:
         data = written(folder)
         assert DatasetConfig(path=str(data)).preview(n=1) == [{"question": "123 + 456", "answer": "579"}]
         task = {"question": "123 + 456", "answer": "579"}
-        found = blocking(workflow(task, Scripted("it is 579", 3)))
-        assert blocking(judge(task, found.response)).reward == 1.0
+        output = blocking(workflow(task, Scripted("it is 579", 3)))
+        assert blocking(judge(task, output.response)).reward == 1.0
         check_workflow_function(workflow)
         check_judge_function(judge)
         raises(UsageError, "has a parameter 'more'", lambda: check_workflow_function(takes_more))
@@ -101,9 +101,9 @@ def objects(stage: Stage) -> None:
         )
 
 
-@program("tune", own=True)
+@program("tune", own_stack=True)
 def tuning(stage: Stage) -> None:
-    with stage.place("tune") as folder:
+    with stage.working_folder("tune") as folder:
         data = written(folder)
         tune(
             workflow_func=workflow,
@@ -117,15 +117,15 @@ def tuning(stage: Stage) -> None:
         (experiment,) = (folder / "checkpoints" / "AgentScope").iterdir()
         assert experiment.name.startswith("Experiment-2")
         assert list((experiment / "monitor" / "tensorboard").rglob("*tfevents*"))
-        said = json.loads((experiment / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])
-        assert said["step"] == 1
-        assert {"rollout/reward", "rollout/length", "eval/reward"} <= set(said)
+        last_metrics = json.loads((experiment / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last_metrics["step"] == 1
+        assert {"rollout/reward", "rollout/length", "eval/reward"} <= set(last_metrics)
         assert (experiment / "global_step_1" / "actor" / "huggingface" / "config.json").is_file()
 
 
-@program("choosing", own=True)
+@program("choosing", own_stack=True)
 def choosing(stage: Stage) -> None:
-    with stage.place("choosing") as folder:
+    with stage.working_folder("choosing") as folder:
         data = DatasetConfig(path=str(written(folder)))
         dear, cheap = Scripted("579 or 2", 100), Scripted("579, 2", 3)
         best, means = blocking(
@@ -166,5 +166,7 @@ async def with_metrics(task: dict[str, Any], response: Any) -> JudgeOutput:
         async def __call__(self, _response: Any) -> Any:
             return SimpleNamespace(name=self.name, result=self._value)
 
-    found = [await metric(response) for metric in (Metric("right", 1.0), Metric("short", 0.5))]
-    return JudgeOutput(reward=sum(one.result for one in found) / 2, metrics={found[1].name: found[1].result})
+    results = [await metric(response) for metric in (Metric("right", 1.0), Metric("short", 0.5))]
+    return JudgeOutput(
+        reward=sum(result.result for result in results) / 2, metrics={results[1].name: results[1].result}
+    )
