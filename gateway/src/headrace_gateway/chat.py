@@ -179,9 +179,14 @@ class Chat:
             await self._fail(client, streamed, error)
         except ApiError as error:
             await self._fail(client, streamed, error)
+        except asyncio.CancelledError:  # the server stops, and its time for open requests is over
+            if client.gone:
+                raise
+            refusal = overloaded("the gateway stops before the answer is complete; send the request again", 1)
+            await self._fail(client, streamed, refusal)
 
     def _hurry(self, deadline: asyncio.Timeout) -> None:
-        """The client has gone: capture the answer if it ends soon, else cancel it."""
+        """Shorten the deadline of a call whose client has gone: an answer that ends soon is captured, else dropped."""
         soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))

@@ -8,8 +8,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
+from headrace_gateway.body_encoding import SUPPORTED, decoded
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
+from headrace_runtime.aside import beside_loop
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas.text import closest, printable
 
@@ -39,10 +41,22 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
-    """The whole body. Raises `ApiError` 413 as soon as it is known to be too large, 415 when it is compressed."""
-    encoding = headers.get(b"content-encoding", b"identity")
-    if encoding != b"identity":
-        raise ApiError(415, "unsupported_encoding", "compressed request bodies are not read; send it as it is")
+    """Return the whole body, decompressed.
+
+    Raises:
+        ApiError: 413 as soon as the body is known to be too large, compressed or not, 415 for an unknown compression.
+    """
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower().removeprefix("x-")
+    if encoding in ("identity", ""):
+        return await _received(headers, receive, bytes_max)
+    if encoding not in SUPPORTED:
+        message = f"content-encoding {printable(encoding)!r}: not supported; use {', '.join(SUPPORTED)}, or none"
+        raise ApiError(415, "unsupported_encoding", message)
+    body = await _received(headers, receive, bytes_max)
+    return await beside_loop(bytes_max, lambda: decoded(body, encoding, bytes_max))
+
+
+async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > bytes_max:
         raise _too_large(bytes_max)

@@ -6,6 +6,8 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-inte
 from __future__ import annotations
 
 DONE = b"[DONE]"
+_SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+"""U+2028, U+2029 and U+0085 in UTF-8, and as JSON escapes them."""
 
 
 class EventTooLarge(Exception):
@@ -38,6 +40,12 @@ def _data(event: bytes) -> bytes | None:
 
 
 def encode(data: bytes, kind: str = "") -> bytes:
-    """One event, of a kind where its readers tell them apart. `data` holds no newline: JSON as we write it has none."""
+    """Return one event, with its `kind` where readers tell kinds apart. `data` is JSON without newlines.
+
+    Line separators of Unicode are escaped: some clients split an event at them. They stand inside of JSON strings only.
+    """
+    for separator, escaped in _SEPARATORS:
+        if separator in data:
+            data = data.replace(separator, escaped)
     named = b"event: %b\n" % kind.encode() if kind else b""
     return named + b"data: " + data + b"\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Turn
 from tests.support.fake_replica import FakeReplica, Fault
-from tests.support.gateway import gateway
+from tests.support.gateway import gateway, until
 from tests.unit.gateway.test_messages_api import ASKED, served, streamed
 
 
@@ -114,3 +115,20 @@ async def test_the_root_answers_a_client_that_looks_for_the_server(tmp_path: Pat
     async with gateway(tmp_path) as running:
         answer = await running.client.head("/")
     assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "status"), [("/v1/messages", 529), ("/v1/chat/completions", 503)])
+async def test_a_call_that_the_end_of_the_server_cuts_may_be_sent_again(
+    tmp_path: Path, route: str, status: int, *, stream: bool
+) -> None:
+    replica = FakeReplica(faults=[Fault(stall_after=0)])
+    async with replica.running(), gateway(tmp_path, replica) as running:
+        calling = asyncio.create_task(running.client.post(route, json={**ASKED, "stream": stream}))
+        await until(lambda: replica.requests)
+        for task in asyncio.all_tasks():
+            if "run_asgi" in repr(task.get_coro()):
+                task.cancel()
+        answer = await calling
+    assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
+    assert "send the request again" in answer.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from headrace_gateway.sse import EventTooLarge, Splitter, encode
 
-PAYLOADS = st.lists(st.binary(min_size=1, max_size=40).filter(lambda data: not {10, 13} & set(data)), max_size=8)
+PAYLOADS = st.lists(
+    st.binary(min_size=1, max_size=40).filter(lambda data: not {10, 13, 0xC2, 0xE2} & set(data)), max_size=8
+)
 
 
 @given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
@@ -30,3 +33,10 @@ def test_comments_other_fields_and_carriage_returns_are_no_data() -> None:
 def test_an_event_without_an_end_is_bounded() -> None:
     with pytest.raises(EventTooLarge):
         Splitter(10).feed(b"data: 0123456789")
+
+
+def test_line_separators_inside_of_json_are_escaped() -> None:
+    data = '{"a":"x\u2028y\u2029z\u0085"}'
+    event = encode(data.encode(), "kind").decode()
+    assert event.splitlines() == ["event: kind", r'data: {"a":"x\u2028y\u2029z\u0085"}', ""]
+    assert json.loads(event.split("data: ")[1]) == json.loads(data)
