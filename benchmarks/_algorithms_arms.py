@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from benchmarks._algorithms_results import Arm, Stage
 from benchmarks._algorithms_shuffled import shuffle_edits, shuffle_preference_sides
-from headrace_cli.controls import kinds
+from headrace_operations.controls import kinds
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 
 _RATE, _BATCH = "optimizer.learning_rate", "batch_experiences"

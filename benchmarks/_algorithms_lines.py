@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace_statistics import student_t
-
 from benchmarks._algorithms_arms import PER_TURN, RL_ALONE, SFT_RL, TERMINAL, base
 from benchmarks._algorithms_results import Arm, RunResult
-from headrace_cli.controls.statistics import difference, mean
+from headrace_operations.controls.statistics import difference, mean
+from headrace_statistics import student_t
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from headrace_cli.controls.kinds import TRUE, Change
-from headrace_cli.controls.statistics import Score
+from headrace_operations.controls.kinds import TRUE, Change
+from headrace_operations.controls.statistics import Score
 
 EPISODES = 64
 """Number of episodes that a version plays at a time."""

@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks._numbers import Summary
-from headrace_cli.supervisor import Supervisor
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.supervisor import Supervisor
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.wire import decode

@@ -20,7 +20,6 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from example_parts.react import Agent, Episode, Tools
-from headrace_cli.controls.statistics import Score
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -31,6 +30,7 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_operations.controls.statistics import Score
 from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks._learning_results import RunResult
-from headrace_cli import guard
-from headrace_cli.controls import kinds
-from headrace_cli.controls.statistics import Mean, difference, mean
+from headrace_operations import guard
+from headrace_operations.controls import kinds
+from headrace_operations.controls.statistics import Mean, difference, mean
 
 LAG_LOSS_MAX = 0.02
 GAIN_MIN = 0.2

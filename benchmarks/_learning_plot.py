@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._learning_lines import FORMAT, Table
-from headrace_cli.controls import kinds
-from headrace_cli.controls.statistics import mean
-from headrace_cli.drawing import FAINT, INK, LINE, WRONG, pyplot, save
+from headrace_operations.controls import kinds
+from headrace_operations.controls.statistics import mean
+from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 
 
 def draw(table: Table, path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from headrace_cli.controls.kinds import Control
-from headrace_cli.controls.statistics import Score
+from headrace_operations.controls.kinds import Control
+from headrace_operations.controls.statistics import Score
 
 
 @dataclass(frozen=True)

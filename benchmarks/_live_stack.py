@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_cli.supervisor import Supervisor
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.supervisor import Supervisor
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common

@@ -25,8 +25,8 @@ from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import in_a_line
-from headrace_cli.rollouts import chart
-from headrace_cli.supervisor import Supervisor
+from headrace_operations.rollouts import chart
+from headrace_operations.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._rollout_worlds import Sessions, World, draw_sessions
-from headrace_cli import drawing
+from headrace_operations import drawing
 from headrace_registry.rollouts.evidence import Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading
 from headrace_registry.rollouts.plan import RolloutPlan

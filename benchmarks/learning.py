@@ -32,7 +32,7 @@ from benchmarks import _learning_plot
 from benchmarks._learning_lines import Table, lines, markdown
 from benchmarks._learning_results import Arm, Plan, RunResult
 from benchmarks._run_processes import play, quietly
-from headrace_cli.controls import kinds
+from headrace_operations.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)

@@ -28,12 +28,12 @@ from pathlib import Path
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range
 from headrace_cli.progress import ProgressDisplay
-from headrace_cli.replay import copying, runner
-from headrace_cli.replay.journal import Journal
-from headrace_cli.replay.partition_merge import opened
-from headrace_cli.replay.report import Report
-from headrace_cli.replay.request import Request, make
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.replay import copying, runner
+from headrace_operations.replay.journal import Journal
+from headrace_operations.replay.partition_merge import opened
+from headrace_operations.replay.report import Report
+from headrace_operations.replay.request import Request, make
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime import topics
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Span, Trajectory

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.site.pages import ROOT
-from headrace_cli.toml_text import key, toml
+from headrace_operations.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
 PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md")

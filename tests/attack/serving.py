@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from headrace_cli.toml_text import toml
+from headrace_operations.toml_text import toml
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Routing
 from headrace_schemas.base import utcnow

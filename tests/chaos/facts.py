@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from headrace_cli import turn_account
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations import turn_account
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.wire import decode

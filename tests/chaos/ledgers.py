@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_cli.turn_account import TurnAccount
+from headrace_operations.turn_account import TurnAccount
 from tests.chaos.client import ClientLedger
 from tests.chaos.facts import Facts
 

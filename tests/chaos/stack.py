@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from headrace_cli.supervisor import Limits, Supervisor
+from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_trainer.lineage.store import LineageStore
 from tests.chaos import settings

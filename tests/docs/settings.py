@@ -6,7 +6,7 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
-from headrace_cli.supervisor.plan import installed
+from headrace_operations.supervisor.plan import installed
 from headrace_runtime.main import Service
 from headrace_runtime.settings import ServiceSettings, load
 

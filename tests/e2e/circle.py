@@ -20,8 +20,8 @@ from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS
 from headrace.registry import ModelRegistry
 from headrace.topics import Range, connected
-from headrace_cli.from_topics import read_turn_account
-from headrace_cli.turn_account import TurnAccount
+from headrace_operations.from_topics import read_turn_account
+from headrace_operations.turn_account import TurnAccount
 from headrace_runtime.settings import load
 from headrace_schemas import (
     Checkpoint,

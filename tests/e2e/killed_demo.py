@@ -19,8 +19,8 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.registry import ModelRegistry
 from headrace.topics import connected
-from headrace_cli.supervisor import RunState, read
-from headrace_cli.toml_text import toml
+from headrace_operations.supervisor import RunState, read
+from headrace_operations.toml_text import toml
 from tests.support.headrace_up import HEADRACE, as_setting
 from tests.support.processes import naming
 

@@ -19,8 +19,8 @@ import pytest
 from email_agent.mailbox import generate
 from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS, Mailtools
-from headrace_cli.from_topics import read_turn_account
-from headrace_cli.turn_account import TurnAccount
+from headrace_operations.from_topics import read_turn_account
+from headrace_operations.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn
 from headrace_schemas.stack_access import login_for
 from tests.e2e import circle

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.repo.compose_files import ROOT
 from tests.repo.duplicates import LINES, blocks
 
-MEMBERS = ("packages/cli", "packages/sdk", "packages/runtime", "packages/statistics")
+MEMBERS = ("packages/cli", "packages/operations", "packages/sdk", "packages/runtime", "packages/statistics")
 MIRRORED = {frozenset({"async_client.py", "client.py"})}
 """What a caller passes to a client is spelt out in both, with and without asyncio, for whoever reads its signature."""
 

@@ -19,7 +19,7 @@ SEED = 20261126
 NOT_OUTSIDE = ("tests/", "docs/site/", "benchmarks/", "deploy/")
 """These read our own pages, sources and figures."""
 PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
-    ("packages/cli/src/headrace_cli/evaluation/measures.py", "_mentions"): (
+    ("packages/operations/src/headrace_operations/evaluation/measures.py", "_mentions"): (
         r"(?<!\w)m1(?!\w)",
         r"(?<!\w)a\-a\ a(?!\w)",
     ),

@@ -6,7 +6,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from headrace_cli.supervisor.plan import installed
+from headrace_operations.supervisor.plan import installed
 from headrace_runtime.reference import describe
 from headrace_runtime.settings import Common, complete
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.settings_reference import Described, as_toml, ask
-from headrace_cli.supervisor.plan import installed
+from headrace_operations.settings_reference import Described, as_toml, ask
+from headrace_operations.supervisor.plan import installed
 from tests.repo.compose_files import ROOT
 
 COMMON_MAX = 40

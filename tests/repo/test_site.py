@@ -65,8 +65,8 @@ def test_what_the_tests_read_of_a_fence_the_site_does_not_show() -> None:
 
 
 def test_a_link_to_code_leads_to_a_page_that_shows_it() -> None:
-    text = page_text("docs/gate.md", "[it](../packages/cli/src/headrace_cli/guard.py) and [all](decisions)")
-    assert text == "[it](../packages/cli/src/headrace_cli/guard_py.md) and [all](decisions/index.md)"
+    text = page_text("docs/gate.md", "[it](../gateway/src/headrace_gateway/app.py) and [all](decisions)")
+    assert text == "[it](../gateway/src/headrace_gateway/app_py.md) and [all](decisions/index.md)"
     assert shown_as(".env.example") == "_env_example.md"
 
 

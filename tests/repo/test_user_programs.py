@@ -15,7 +15,7 @@ import pytest
 from headrace_cli.demo import checks, performance
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
-from headrace_cli.jobs.held_out import tasks_of_gate
+from headrace_operations.jobs.held_out import tasks_of_gate
 from headrace_registry.gate import Gate
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_registry.shadow.settings import ShadowSettings
@@ -151,10 +151,10 @@ async def test_a_users_program_sees_no_secret(start: Start, tmp_path: Path, monk
 
 OURS = {
     "packages/cli/src/headrace_cli/commands/trinity_config.py",  # the trainer's converter
-    "packages/cli/src/headrace_cli/replay/program.py",  # services that read standard input
-    "packages/cli/src/headrace_cli/replay/training.py",  # the trainer
-    "packages/cli/src/headrace_cli/settings_reference.py",  # services that check their settings
-    "packages/cli/src/headrace_cli/supervisor/process.py",  # services
+    "packages/operations/src/headrace_operations/replay/program.py",  # services that read standard input
+    "packages/operations/src/headrace_operations/replay/training.py",  # the trainer
+    "packages/operations/src/headrace_operations/settings_reference.py",  # services that check their settings
+    "packages/operations/src/headrace_operations/supervisor/process.py",  # services
     "packages/runtime/src/headrace_runtime/watchdog.py",  # the service in a container
 }
 """Files that start programs of ours alone."""

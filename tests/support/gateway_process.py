@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from aiokafka import TopicPartition
 
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of

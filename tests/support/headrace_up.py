@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace_cli.supervisor import NotRunning, RunState, read
-from headrace_cli.toml_text import toml
+from headrace_operations.supervisor import NotRunning, RunState, read
+from headrace_operations.toml_text import toml
 from tests.support.processes import wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from headrace.topics import Entry, Range
-from headrace_cli.lineage.sessions import where
-from headrace_cli.lineage.versions import Why, why
+from headrace_operations.lineage.sessions import where
+from headrace_operations.lineage.versions import Why, why
 from headrace_schemas import Checkpoint, Event, Experience, TrainingMetrics, Trajectory
 from tests.support.account_events import START
 from tests.support.training_history import History, Name, fate

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from headrace.topics import connected
-from headrace_cli.dead_letters import Selection, actions
+from headrace_operations.dead_letters import Selection, actions
 from headrace_schemas import DeadLetter, Trajectory
 from tests.attack.small_stack import SmallStack, small_stack
 from tests.support.service_process import ServiceProcess

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from headrace_cli.toml_text import toml
+from headrace_operations.toml_text import toml
 from headrace_schemas import Feedback, SessionEnd, Turn, ids
 from tests.support import session_names
 from tests.support.broker_process import BrokerProcess

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace_cli.supervisor import Limits, Supervisor
+from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
 from tests.support.fake_replica import FakeReplica

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace_cli.supervisor import ServiceState, Supervisor, read
+from headrace_operations.supervisor import ServiceState, Supervisor, read
 from headrace_schemas.stack_access import key_for
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict

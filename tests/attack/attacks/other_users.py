@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
-from headrace_cli.supervisor import Supervisor
+from headrace_operations.supervisor import Supervisor
 from tests.system.line import Line, none_of
 
 TITLE = "another user of the machine: the broker, the files and the pages"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace_cli.supervisor import Supervisor
+from headrace_operations.supervisor import Supervisor
 from headrace_schemas import Trajectory
 from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until

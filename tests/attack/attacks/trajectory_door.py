@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from headrace_cli.from_topics import read_turn_account
+from headrace_operations.from_topics import read_turn_account
 from headrace_schemas import DeadLetter, Experience, Routing, ids
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import ServedVersion

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.supervisor import Supervisor
+from headrace_operations.supervisor import Supervisor
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.system.line import Line, at_least, none_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.settings import BusSettings
 from tests.contract.bus import clients
 from tests.contract.used.ground import Scenario

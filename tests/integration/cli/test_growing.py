@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg  # type: ignore[import-untyped]
 import pytest
 
-from headrace_cli.mirror import mirror
+from headrace_operations.mirror import mirror
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.producing import Outgoing, producing
 from headrace.topics import Entry, Range, connected
-from headrace_cli.lineage.sessions import where
-from headrace_cli.lineage.versions import why
+from headrace_operations.lineage.sessions import where
+from headrace_operations.lineage.versions import why
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.topics import ensure
 from headrace_schemas import Experience

@@ -16,9 +16,9 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from headrace.errors import UsageError
-from headrace_cli.mirror import Mirrored, mirror
-from headrace_cli.mirror.logs import PADDING
-from headrace_cli.mirror.side import NotACopy
+from headrace_operations.mirror import Mirrored, mirror
+from headrace_operations.mirror.logs import PADDING
+from headrace_operations.mirror.side import NotACopy
 from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace import Client
-from headrace_cli.supervisor import NotRunning, RunState, read
+from headrace_operations.supervisor import NotRunning, RunState, read
 from tests.support.processes import alive, wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))

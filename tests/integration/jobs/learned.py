@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.jobs.checking import CheckedRow
-from headrace_cli.jobs.journal import JobJournal
+from headrace_operations.jobs.checking import CheckedRow
+from headrace_operations.jobs.journal import JobJournal
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas.written import WrittenBranch

@@ -13,11 +13,11 @@ import pytest
 from headrace.errors import HeadraceError
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range, connected
-from headrace_cli.jobs.checking import CheckedRow
-from headrace_cli.jobs.filling import PLACE_HEADER, fill
-from headrace_cli.jobs.job import Job, PreparedJob, prepare
-from headrace_cli.jobs.journal import JobJournal
-from headrace_cli.replay import copying
+from headrace_operations.jobs.checking import CheckedRow
+from headrace_operations.jobs.filling import PLACE_HEADER, fill
+from headrace_operations.jobs.job import Job, PreparedJob, prepare
+from headrace_operations.jobs.journal import JobJournal
+from headrace_operations.replay import copying
 from headrace_schemas import Experience
 from headrace_schemas.base import utcnow
 from headrace_schemas.written import WrittenBranch, WrittenSpan

@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 
 from headrace.errors import Unreachable, UsageError
 from headrace.topics import Entry, Progress, Range, connected
-from headrace_cli.from_topics import read_turn_account
+from headrace_operations.from_topics import read_turn_account
 from headrace_runtime import topics as catalogue
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms, from_epoch_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_cli.turn_account import TurnAccountBuilder
+from headrace_operations.turn_account import TurnAccountBuilder
 from headrace_schemas import DeadLetter, Experience, TrainingMetrics, Trajectory, Turn
 from tests.support.fates import follow
 

@@ -20,7 +20,7 @@ from benchmarks._algorithms_shuffled import (
     shuffle_replies,
     shuffle_turn_rewards,
 )
-from headrace_cli.controls.statistics import Score
+from headrace_operations.controls.statistics import Score
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 from tests.unit.trainer.world import experience

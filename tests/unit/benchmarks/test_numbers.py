@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 from benchmarks._numbers import Summary
-from headrace_cli.jobs.check_report import CheckReport
+from headrace_operations.jobs.check_report import CheckReport
 
 
 def test_quantile_is_the_smallest_value_that_the_share_does_not_exceed() -> None:

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from headrace.topics import Entry, Progress, Range
-from headrace_cli.supervisor.state import Lock, RunState, ServiceState
+from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_schemas import EVENTS
 from headrace_schemas.catalog import AuditList, GarbageReport, NoteList
 from headrace_schemas.registry_api import ModelList, ModelState, VersionList
@@ -187,7 +187,7 @@ class HostileStack:
             yield HostileTopics(text)
 
         for name, module in list(sys.modules.items()):
-            if name.startswith(("headrace_cli", "headrace.")) and hasattr(module, "connected"):
+            if name.startswith(("headrace_cli", "headrace_operations", "headrace.")) and hasattr(module, "connected"):
                 self._patch.setattr(module, "connected", connected)
 
     def close(self) -> None:

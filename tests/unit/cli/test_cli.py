@@ -16,7 +16,7 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_cli.supervisor.state import Lock, RunState, ServiceState
+from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_runtime.services import SERVICES
 from headrace_schemas import ModelEvent
 from headrace_schemas.registry_api import ModelList, ModelState, VersionList, VersionState
@@ -324,7 +324,7 @@ def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
 
 def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three = {name: SERVICES.get(name) for name in ("registry", "gateway", "judge")}
-    monkeypatch.setattr("headrace_cli.supervisor.plan.installed", lambda: three)
+    monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: three)
     path = tmp_path / "c.toml"
     path.write_text("[registry]\nprot = 1\n")
     status, text = headrace("config", "check", str(path))
@@ -356,7 +356,7 @@ gate = {{ command = ["{{python}}", "{folder}/gate.py"] }}
 
 def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {name: SERVICES.get(name) for name in ("broker", "scorer", "registry")}
-    monkeypatch.setattr("headrace_cli.supervisor.plan.installed", lambda: chosen)
+    monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: chosen)
     ports = [free_port() for _ in range(4)]
     path = tmp_path / "c.toml"
     path.write_text(CHECKED.format(folder=tmp_path, ports=ports))
@@ -382,7 +382,7 @@ def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pyte
 def test_config_check_says_what_a_gate_of_the_former_kind_is_to_become(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_cli.supervisor.plan.installed", lambda: {"registry": SERVICES.get("registry")})
+    monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: {"registry": SERVICES.get("registry")})
     path = tmp_path / "c.toml"
     path.write_text('[registry.gate]\ncommand = ["{python}", "gate.py", "{model}", "{base_url}"]\n')
     status, text = headrace("config", "check", str(path))

@@ -23,7 +23,7 @@ from headrace_cli.demo.rows import Row, RowsRecipe, row_lines
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.demo.settled import Settling
 from headrace_cli.demo.watch import Watch
-from headrace_cli.errors import StartFailed
+from headrace_operations.errors import StartFailed
 from headrace_schemas import Experience, TrainingMetrics
 from tests.unit.cli.test_demo_measures import report
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace_cli.catalog import importing
 from headrace_cli.demo import opponents
-from headrace_cli.errors import StartFailed
+from headrace_operations.catalog import importing
+from headrace_operations.errors import StartFailed
 
 VERSION = "villager@0123456789abcdef"
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_cli.demo import performance
 from headrace_cli.demo.performance import Performance, Place
 from headrace_cli.demo.watch import Watch
-from headrace_cli.errors import StartFailed
+from headrace_operations.errors import StartFailed
 
 
 @pytest.fixture

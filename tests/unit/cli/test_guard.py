@@ -12,7 +12,19 @@ from typing import cast
 import pytest
 
 from headrace.topics import Topics
-from headrace_cli.guard import ALPHA, GAIN, WINDOW, Finding, Point, Record, Warner, findings, gained, judge, rising
+from headrace_operations.guard import (
+    ALPHA,
+    GAIN,
+    WINDOW,
+    Finding,
+    Point,
+    Record,
+    Warner,
+    findings,
+    gained,
+    judge,
+    rising,
+)
 from headrace_schemas import Event, ModelEvent, TrainingMetrics
 
 TASKS = 100
@@ -189,7 +201,7 @@ async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.Monke
     async def read(_topics: object) -> tuple[Finding, ...]:
         return next(looks)
 
-    monkeypatch.setattr("headrace_cli.guard.read", read)
+    monkeypatch.setattr("headrace_operations.guard.read", read)
     said: list[str] = []
     warner = Warner(said.append)
     for _ in range(4):

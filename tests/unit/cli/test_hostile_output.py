@@ -55,13 +55,14 @@ COMMANDS = commands()
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileStack]:
-    import headrace_cli.dead_letters.actions
-    import headrace_cli.from_topics
-    import headrace_cli.lineage.sessions
-    import headrace_cli.lineage.versions  # noqa: F401 (their `connected` is replaced, too)
+    import headrace_operations.dead_letters.actions
+    import headrace_operations.from_topics
+    import headrace_operations.lineage.sessions
+    import headrace_operations.lineage.versions  # noqa: F401 (their `connected` is replaced, too)
 
     server = HostileServer()
-    monkeypatch.setattr("headrace_cli.supervisor.plan.installed", dict)  # each would be asked in a process of its own
+    # Each service would be asked in a process of its own.
+    monkeypatch.setattr("headrace_operations.supervisor.plan.installed", dict)
     monkeypatch.chdir(tmp_path)
     made = HostileStack(tmp_path, server, monkeypatch)
     yield made

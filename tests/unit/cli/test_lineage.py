@@ -7,8 +7,8 @@ import random
 import pytest
 
 from headrace.errors import UsageError
-from headrace_cli.lineage.sessions import where
-from headrace_cli.lineage.versions import why
+from headrace_operations.lineage.sessions import where
+from headrace_operations.lineage.versions import why
 from headrace_schemas import Trajectory
 from tests.support.lineage_questions import agrees, in_memory, made_up
 from tests.support.training_history import History

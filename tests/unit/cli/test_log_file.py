@@ -7,8 +7,8 @@ import io
 from pathlib import Path
 from unittest import mock
 
-from headrace_cli.supervisor.health import lacking
-from headrace_cli.supervisor.log_file import LogFile
+from headrace_operations.supervisor.health import lacking
+from headrace_operations.supervisor.log_file import LogFile
 
 
 def test_what_a_full_disk_did_not_take_is_counted(tmp_path: Path) -> None:

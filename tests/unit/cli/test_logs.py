@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from headrace_cli.commands.logs import Tail
-from headrace_cli.supervisor.log_file import LogFile
+from headrace_operations.supervisor.log_file import LogFile
 from tests.unit.cli.test_cli import headrace
 
 

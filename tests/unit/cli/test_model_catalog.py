@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.catalog import comparing, exporting, importing
+from headrace_operations.catalog import comparing, exporting, importing
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas.blobs import BlobRef

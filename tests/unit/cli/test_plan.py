@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace_cli.supervisor import plan as planning
-from headrace_cli.supervisor.overrides import Overrides, parse_assignments
+from headrace_operations.supervisor import plan as planning
+from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 from headrace_runtime.errors import SettingError
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings_table import override

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace import topics
-from headrace_cli.turn_account import TurnAccountBuilder
+from headrace_operations.turn_account import TurnAccountBuilder
 from tests.support.turns import ask, user
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace_cli.commands.rollouts import in_a_line
-from headrace_cli.rollouts import chart, shadow
+from headrace_operations.rollouts import chart, shadow
 from headrace_runtime import rollout_picture
 from headrace_schemas.rollout_api import ChartPoint, RolloutState, ShadowState
 from tests.unit.sdk.test_rollouts import rollout

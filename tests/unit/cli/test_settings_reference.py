@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.settings_reference import as_toml
-from headrace_cli.supervisor.plan import installed
-from headrace_cli.toml_text import toml
+from headrace_operations.settings_reference import as_toml
+from headrace_operations.supervisor.plan import installed
+from headrace_operations.toml_text import toml
 from headrace_runtime.main import Service
 from headrace_runtime.reference import SettingDoc, describe
 from headrace_runtime.settings import Common, complete, load

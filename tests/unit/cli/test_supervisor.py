@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace_cli.errors import NotRunning
-from headrace_cli.supervisor import Limits, StartFailed, Supervisor, read
-from headrace_cli.supervisor.state import unwatched_s
+from headrace_operations.errors import NotRunning
+from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
+from headrace_operations.supervisor.state import unwatched_s
 from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
 from tests.unit.cli.dummies import Dummies
@@ -196,7 +196,7 @@ def test_a_second_one_is_refused(make: Make, data_dir: Path) -> None:
 
 OWNER = """
 import sys, pathlib
-from headrace_cli.supervisor import Supervisor
+from headrace_operations.supervisor import Supervisor
 from headrace_runtime.services import ServiceInfo
 services = {"alpha": ServiceInfo(module="dummy_alpha", summary="")}
 supervisor = Supervisor(pathlib.Path(sys.argv[1]), services=services, auto_ports=True)

@@ -13,9 +13,10 @@ import pytest
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
 
-from headrace_cli import drawing, terminal
+from headrace_cli import terminal
 from headrace_cli.commands.shared import table
 from headrace_cli.progress import ProgressDisplay
+from headrace_operations import drawing
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.text import printable
 from tests.unit.cli.hostile_stack import HOSTILE, hidden
@@ -28,13 +29,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_only_the_terminal_module_writes_output() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "packages/cli/src"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    folders = ("packages/cli/src/headrace_cli/", "packages/operations/src/headrace_operations/")
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     programs = {"evaluation/gate_program.py", "jobs/playing.py"}  # their standard output is read by a program
     writers = set()
     for path in listed.split():
-        name = path.removeprefix("packages/cli/src/headrace_cli/")
+        name = path.removeprefix(folders[0]).removeprefix(folders[1])
         if not path.endswith(".py") or name == "terminal.py" or name in programs:
             continue
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

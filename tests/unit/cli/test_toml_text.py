@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.toml_text import key, toml
+from headrace_operations.toml_text import key, toml
 
 
 def read(value: object) -> object:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace_cli.turn_account import TurnAccount, turn_account_of
+from headrace_operations.turn_account import TurnAccount, turn_account_of
 from headrace_schemas import Event, TrainingOutcome
 from tests.support.account_events import (
     CLOSED,

@@ -7,7 +7,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_cli.turn_account import turn_account_of
+from headrace_operations.turn_account import turn_account_of
 from headrace_schemas import Feedback
 from tests.support.account_events import KEY, START, trajectory, turn
 from tests.unit.cli.http_fake import HttpFake

@@ -15,14 +15,14 @@ import pytest
 from headrace.hello_agents import AgenticRLPipeline
 from headrace.practice.data_sets import rows_of
 from headrace_cli.accelerate_yaml import settings_of_accelerate
-from headrace_cli.controls.recording import from_file
 from headrace_cli.demo import recipe as demo_recipe
-from headrace_cli.evaluation import tasks
-from headrace_cli.jobs import recipe as job_recipe
-from headrace_cli.jobs.sources import RowFile
 from headrace_cli.trinity_yaml.conversion import read as read_trinity
 from headrace_gateway.access import _read_file as read_keys
 from headrace_judge import agreement, rubric
+from headrace_operations.controls.recording import from_file
+from headrace_operations.evaluation import tasks
+from headrace_operations.jobs import recipe as job_recipe
+from headrace_operations.jobs.sources import RowFile
 from headrace_runtime.settings_table import read as read_settings
 from headrace_schemas.user_text import decode_text
 from trinity_bench import settings as bench
@@ -121,7 +121,8 @@ def test_the_line_of_a_wrong_byte_is_counted() -> None:
 
 
 OWN = {
-    "packages/cli/src/headrace_cli/supervisor/state.py", "packages/cli/src/headrace_cli/replay/runner.py",
+    "packages/operations/src/headrace_operations/supervisor/state.py",
+    "packages/operations/src/headrace_operations/replay/runner.py",
     "packages/cli/src/headrace_cli/demo/performance.py", "services/trainer/src/headrace_trainer/ray_learner/cluster.py",
     "services/trainer/src/headrace_trainer/ray_learner/rank.py",
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",

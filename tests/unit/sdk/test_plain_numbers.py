@@ -25,8 +25,8 @@ from headrace.stack import offline
 from headrace.trinity.react import AgentScopeReActWorkflow
 from headrace.trinity.workflows import metrics_of, reward_of
 from headrace.tuner import DatasetConfig, WorkflowOutput, avg_time_judge, avg_token_consumption_judge, select_model
-from headrace_cli.jobs.formats import RowReader
-from headrace_cli.jobs.rows import BadRow
+from headrace_operations.jobs.formats import RowReader
+from headrace_operations.jobs.rows import BadRow
 from tests.unit.sdk.adapter_rig import NotingStack
 from tests.unit.sdk.argument_rig import write_rows
 

@@ -82,7 +82,7 @@ def test_tables_are_flat_by_dotted_names() -> None:
 
 def test_a_package_that_is_missing_is_named() -> None:
     with pytest.raises(UsageError, match="pip install headrace-nothing"):
-        support("headrace_nothing.at_all", "headrace-nothing")
+        support("nothing_at_all", "headrace-nothing")
 
 
 def test_a_decision_counts_when_clients_see_it(monkeypatch: pytest.MonkeyPatch) -> None:

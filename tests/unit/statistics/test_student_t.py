@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import mpmath
 import pytest
+
 from headrace_statistics.student_t import lower_bound, mean_margin, quantile
 
 TOLERANCE = 1e-10

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from headrace_statistics import student_t
 
+from headrace_statistics import student_t
 from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettings, refusal
 from headrace_trainer.algorithms.gap import BLOCK, PERMUTATIONS, GapEstimate, ReplyBlock
 

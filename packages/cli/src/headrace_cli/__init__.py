@@ -1,1 +1,1 @@
-"""The `headrace` command, and the supervisor behind `headrace up`: what operates a Headrace on one machine or many."""
+"""The `headrace` command. `headrace_operations` does the work; commands parse options and print."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from headrace_cli.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, alone, sources_of
+from headrace_operations.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, alone, sources_of
 from tests.unit.cli.controls.made import experience, rewards
 
 GIVEN = [experience(number, reward) for number, reward in enumerate((0.0, 0.2, 1.0, 0.2))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace_cli.controls.recording import from_file, usable
+from headrace_operations.controls.recording import from_file, usable
 from tests.unit.cli.controls.made import experience
 
 

@@ -6,9 +6,9 @@ import random
 from datetime import UTC, datetime
 from hashlib import sha256
 
-from headrace_cli.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, Control, alone
-from headrace_cli.controls.report import Report, Run
-from headrace_cli.controls.statistics import Score
+from headrace_operations.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, Control, alone
+from headrace_operations.controls.report import Report, Run
+from headrace_operations.controls.statistics import Score
 from headrace_schemas import Checkpoint
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.controls import ShortRun

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from headrace_cli.controls.statistics import Score, difference, mean
+from headrace_operations.controls.statistics import Score, difference, mean
 
 
 def test_by_hand() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from headrace_statistics.intervals import wilson
 
-from headrace_cli.evaluation.intervals import bootstrap, measured
+from headrace_operations.evaluation.intervals import bootstrap, measured
+from headrace_statistics.intervals import wilson
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from headrace.errors import HeadraceError, UsageError
-from headrace_cli.evaluation import measures
-from headrace_cli.evaluation.asking import Playthrough
-from headrace_cli.evaluation.task_metrics import TaskMetric, chosen, fitting, value_of
-from headrace_cli.evaluation.tasks import EvaluationTask, read, splits
+from headrace_operations.evaluation import measures
+from headrace_operations.evaluation.asking import Playthrough
+from headrace_operations.evaluation.task_metrics import TaskMetric, chosen, fitting, value_of
+from headrace_operations.evaluation.tasks import EvaluationTask, read, splits
 
 SEARCH = {"type": "function", "function": {"name": "search"}}
 
 
 def task(**fields: Any) -> EvaluationTask:
-    from headrace_cli.jobs.messages import said, tools
+    from headrace_operations.jobs.messages import said, tools
 
     return EvaluationTask("t", said("q", "user", "q"), tools(fields.get("tools")), fields, "gate")
 

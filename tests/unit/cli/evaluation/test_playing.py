@@ -12,9 +12,9 @@ import httpx2
 import pytest
 
 from headrace.errors import HeadraceError, Unreachable, UsageError
-from headrace_cli.evaluation import asking, gate_program, runner
-from headrace_cli.evaluation.runner import EvaluationOptions, evaluate
-from headrace_cli.evaluation.tasks import EvaluationTask, read
+from headrace_operations.evaluation import asking, gate_program, runner
+from headrace_operations.evaluation.runner import EvaluationOptions, evaluate
+from headrace_operations.evaluation.tasks import EvaluationTask, read
 from headrace_schemas.gate import Played, Tasks
 
 VERSION = "m@0123456789abcdef"

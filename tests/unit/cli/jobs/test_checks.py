@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.jobs.checks import Repeats, check
-from headrace_cli.jobs.formats import RowReader
-from headrace_cli.jobs.held_out import HeldOut
-from headrace_cli.jobs.rows import BadRow, DataRow
+from headrace_operations.jobs.checks import Repeats, check
+from headrace_operations.jobs.formats import RowReader
+from headrace_operations.jobs.held_out import HeldOut
+from headrace_operations.jobs.rows import BadRow, DataRow
 
 READER = RowReader({})
 CALL = {"role": "assistant", "tool_calls": [{"name": "search", "arguments": {}}]}

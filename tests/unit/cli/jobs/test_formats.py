@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_cli.jobs.formats import ROW_FORMATS, RowReader
-from headrace_cli.jobs.rows import BadRow, DataRow
+from headrace_operations.jobs.formats import ROW_FORMATS, RowReader
+from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_schemas import Message
 
 READER = RowReader({})

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import UsageError
-from headrace_cli.jobs.from_topics import request_of, topic_of
-from headrace_cli.jobs.job import Job, RowOptions, prepare
-from headrace_cli.jobs.journal import JobJournal, held
-from headrace_cli.jobs.recipe import flat, read
+from headrace_operations.jobs.from_topics import request_of, topic_of
+from headrace_operations.jobs.job import Job, RowOptions, prepare
+from headrace_operations.jobs.journal import JobJournal, held
+from headrace_operations.jobs.recipe import flat, read
 from headrace_schemas.base import utcnow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
-from headrace_cli.jobs.rows import BadRow
-from headrace_cli.jobs.sources import RowFile, files_of
+from headrace_operations.jobs.rows import BadRow
+from headrace_operations.jobs.sources import RowFile, files_of
 
 
 def rows(path: Path) -> list[tuple[int, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from headrace_cli.jobs.checking import CheckedRow
-from headrace_cli.jobs.written_experiences import experiences, order
+from headrace_operations.jobs.checking import CheckedRow
+from headrace_operations.jobs.written_experiences import experiences, order
 from headrace_schemas import Experience
 from headrace_schemas.written import WrittenBranch, WrittenSpan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_cli.replay.journal import Stretch, keep
+from headrace_operations.replay.journal import Stretch, keep
 from headrace_schemas import BatchRecord, Read, TrainingMetrics, TrainingOutcome
 from tests.support.account_events import START
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.topics import Progress
-from headrace_cli.replay.journal import Stretch
-from headrace_cli.replay.partition_merge import PartitionMerge, PartitionReader
+from headrace_operations.replay.journal import Stretch
+from headrace_operations.replay.partition_merge import PartitionMerge, PartitionReader
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 
 from headrace.topics import Progress, Range
-from headrace_cli.replay.journal import Journal, Stretch
-from headrace_cli.replay.partition_merge import PartitionMerge, PartitionReader
-from headrace_cli.replay.pipeline import Item, Pipeline
-from headrace_cli.replay.program import Program
-from headrace_cli.replay.report import Report
-from headrace_cli.replay.request import make
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.replay.journal import Journal, Stretch
+from headrace_operations.replay.partition_merge import PartitionMerge, PartitionReader
+from headrace_operations.replay.pipeline import Item, Pipeline
+from headrace_operations.replay.program import Program
+from headrace_operations.replay.report import Report
+from headrace_operations.replay.request import make
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_schemas import Experience
 from headrace_schemas.envelope import Envelope
 from tests.support.account_events import experience

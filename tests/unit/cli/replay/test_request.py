@@ -11,10 +11,10 @@ import pytest
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Range
-from headrace_cli.replay.program import reason_of, started
-from headrace_cli.replay.report import Report
-from headrace_cli.replay.request import Request, make
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.replay.program import reason_of, started
+from headrace_operations.replay.report import Report
+from headrace_operations.replay.request import Request, make
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.services import ServiceInfo
 from headrace_schemas.replay import DryRunBatch, DryRunLine
 
@@ -72,16 +72,15 @@ async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").touch()
     (tmp_path / "broken" / "replay.py").write_text("import sys; sys.exit('headrace scorer: the remedy')")
-    monkeypatch.setattr(
-        "headrace_cli.replay.program.installed", lambda: {"scorer": ServiceInfo(module="broken", summary="Fails.")}
-    )
+    services = {"scorer": ServiceInfo(module="broken", summary="Fails.")}
+    monkeypatch.setattr("headrace_operations.replay.program.installed", lambda: services)
     async with started("scorer", {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}) as program:
         with pytest.raises(HeadraceError, match="scorer: the remedy"):
             await anext(program.lines())
 
 
 async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_cli.replay.program.installed", dict)
+    monkeypatch.setattr("headrace_operations.replay.program.installed", dict)
     with pytest.raises(UsageError, match=r"the judge is not installed here.*pip install headrace-judge"):
         async with started("judge", {}):
             pytest.fail("there is nothing to start")

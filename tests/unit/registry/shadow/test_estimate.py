@@ -8,7 +8,6 @@ import random
 
 import numpy as np
 import pytest
-from headrace_statistics import student_t
 from numpy.typing import NDArray
 
 from benchmarks._shadow_worlds import far, near, sample
@@ -19,6 +18,7 @@ from headrace_registry.shadow.calibration import Line, fit
 from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estimate
 from headrace_registry.shadow.overlap import Overlap, overlap, weight
+from headrace_statistics import student_t
 
 ANY = Demands.model_construct(pairs_min=1, spoke_min=1, effective_min=1.0, effective_share_min=0.01)
 

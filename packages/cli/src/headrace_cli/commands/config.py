@@ -27,9 +27,9 @@ def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).")])
 
     from rich.markup import escape
 
-    from headrace_cli.settings_reference import refusals
-    from headrace_cli.supervisor.overrides import Overrides
-    from headrace_cli.supervisor.plan import installed, why_not
+    from headrace_operations.settings_reference import refusals
+    from headrace_operations.supervisor.overrides import Overrides
+    from headrace_operations.supervisor.plan import installed, why_not
 
     services = installed()
     overrides = Overrides(file, {}, os.environ)
@@ -63,10 +63,10 @@ def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
     import os
 
     from headrace.errors import UsageError
-    from headrace_cli.errors import NotRunning
-    from headrace_cli.supervisor.overrides import Overrides
-    from headrace_cli.supervisor.plan import data_dir_of, make
-    from headrace_cli.supervisor.state import read
+    from headrace_operations.errors import NotRunning
+    from headrace_operations.supervisor.overrides import Overrides
+    from headrace_operations.supervisor.plan import data_dir_of, make
+    from headrace_operations.supervisor.state import read
 
     overrides = Overrides(file, {}, os.environ)
     try:
@@ -91,8 +91,8 @@ def reference(
     In each table come first those that users set (common), then what tunes, then what limits.
     """
     from headrace.errors import UsageError
-    from headrace_cli.settings_reference import TIERS, as_toml, ask
-    from headrace_cli.supervisor.plan import installed
+    from headrace_operations.settings_reference import TIERS, as_toml, ask
+    from headrace_operations.supervisor.plan import installed
 
     if tier not in (None, *TIERS):
         raise UsageError(f"no tier {tier!r}; there are {', '.join(TIERS)}")
@@ -114,8 +114,8 @@ def init(
 ) -> None:
     """Write a settings file to begin with: what users set, with meanings and defaults. No file is overwritten."""
     from headrace.errors import UsageError
-    from headrace_cli.settings_reference import ask, to_begin_with
-    from headrace_cli.supervisor.plan import installed
+    from headrace_operations.settings_reference import ask, to_begin_with
+    from headrace_operations.supervisor.plan import installed
 
     with console(stderr=True).status("asking the services"):
         text = to_begin_with(ask(installed()), {"trainer.base": base, "trainer.model": model})

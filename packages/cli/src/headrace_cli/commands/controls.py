@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, echo_json, progress, running, table
+from headrace_cli.commands.shared import (
+    AsJson,
+    Config,
+    DataDir,
+    command,
+    console,
+    echo_json,
+    progress,
+    running,
+    table,
+)
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
-    from headrace_cli.controls.kinds import Control
-    from headrace_cli.controls.report import Report
-    from headrace_cli.controls.statistics import Mean
+    from headrace_operations.controls.kinds import Control
+    from headrace_operations.controls.report import Report
+    from headrace_operations.controls.statistics import Mean
     from headrace_schemas import Experience
 
 _RANGE = "What is trained"
@@ -62,9 +72,9 @@ def controls(
     import os
     import tempfile
 
-    from headrace_cli.controls import plot, runner
-    from headrace_cli.controls import recording as recorded
-    from headrace_cli.supervisor.overrides import Overrides, parse_assignments
+    from headrace_operations.controls import plot, runner
+    from headrace_operations.controls import recording as recorded
+    from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 
     changed = parse_assignments(settings or [])
     overrides = Overrides(config, changed, os.environ)
@@ -95,7 +105,7 @@ def _experiences(
     import asyncio
 
     from headrace.topics import Range
-    from headrace_cli.controls.recording import from_bus, from_file
+    from headrace_operations.controls.recording import from_bus, from_file
 
     if recording is not None:
         return from_file(recording)
@@ -105,7 +115,7 @@ def _experiences(
 
 def _chosen(experiences: list[Experience], only: list[str] | None) -> list[Control]:
     from headrace.errors import UsageError
-    from headrace_cli.controls.kinds import CONTROLS, alone, sources_of
+    from headrace_operations.controls.kinds import CONTROLS, alone, sources_of
 
     sources = sources_of(experiences)
     offered = [*CONTROLS, *(alone(source) for source in sources if len(sources) > 1)]

@@ -15,8 +15,8 @@ from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, 
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
-    from headrace_cli.dead_letters import Letter, Plan, Selection
-    from headrace_cli.dead_letters.reading import Cut, State
+    from headrace_operations.dead_letters import Letter, Plan, Selection
+    from headrace_operations.dead_letters.reading import Cut, State
 
 
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids; their first letters do.", metavar="[ID]...")]
@@ -45,7 +45,7 @@ class Conditions:
 
     def selection(self, states: tuple[State, ...], ids: list[str] | None = None) -> Selection:
         """Raises `UsageError` for what is no time."""
-        from headrace_cli.dead_letters import Selection
+        from headrace_operations.dead_letters import Selection
 
         return Selection(
             ids=tuple(ids or ()),
@@ -98,7 +98,7 @@ def list_letters(
     """What was refused, by whom and why, and how many there are of each kind."""
     import asyncio
 
-    from headrace_cli.dead_letters.showing import as_json, counted
+    from headrace_operations.dead_letters.showing import as_json, counted
 
     wanted = conditions.selection(() if state == "all" else (state,))
     found, at = asyncio.run(_read(place.address, wanted))
@@ -121,9 +121,9 @@ def show(
     """One letter: where it was, why it was refused, its headers, what it said, and what was decided about it."""
     import asyncio
 
-    from headrace_cli.dead_letters import Selection
-    from headrace_cli.dead_letters.reading import check_ids
-    from headrace_cli.dead_letters.showing import as_json
+    from headrace_operations.dead_letters import Selection
+    from headrace_operations.dead_letters.reading import check_ids
+    from headrace_operations.dead_letters.showing import as_json
 
     wanted = Selection(ids=(letter_id,))
     found, _ = asyncio.run(_read(place.address, wanted, keep_values=True))
@@ -157,7 +157,7 @@ def retry(
     """
     import asyncio
 
-    from headrace_cli.dead_letters import actions
+    from headrace_operations.dead_letters import actions
 
     wanted = meant.chosen(ids)
     address = place.address
@@ -182,7 +182,7 @@ def discard(
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_cli.dead_letters import actions
+    from headrace_operations.dead_letters import actions
 
     if not because.strip():
         raise UsageError("--because: say why, so that nobody has to ask")
@@ -197,7 +197,7 @@ def discard(
 
 async def _read(bus: str, wanted: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Cut]:
     from headrace.topics import connected
-    from headrace_cli.dead_letters import reading
+    from headrace_operations.dead_letters import reading
 
     async with connected(bus) as topics:
         at = await reading.cut(topics)
@@ -207,7 +207,7 @@ async def _read(bus: str, wanted: Selection, *, keep_values: bool = False) -> tu
 
 async def _plan(bus: str, action: Literal["retry", "discard"], wanted: Selection, *, force: bool = False) -> Plan:
     from headrace.topics import connected
-    from headrace_cli.dead_letters import actions
+    from headrace_operations.dead_letters import actions
 
     async with connected(bus) as topics:
         return await actions.plan(topics, action, wanted, force=force)

@@ -12,8 +12,8 @@ from headrace_cli.commands.shared import console, echo_json, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace_cli.dead_letters import Letter, Plan
-    from headrace_cli.dead_letters.reading import Cut
+    from headrace_operations.dead_letters import Letter, Plan
+    from headrace_operations.dead_letters.reading import Cut
     from headrace_schemas import DeadLetterDecision
 
 _ID_SHOWN = 8
@@ -24,7 +24,7 @@ _HELD_BACK_SHOWN = 20
 def listed(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -> None:
     from rich.text import Text
 
-    from headrace_cli.dead_letters.showing import harmless
+    from headrace_operations.dead_letters.showing import harmless
 
     out = console()
     if not counts:
@@ -43,7 +43,7 @@ def listed(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -
 
 
 def one_letter(one: Letter) -> None:
-    from headrace_cli.dead_letters.showing import decoded, harmless
+    from headrace_operations.dead_letters.showing import decoded, harmless
 
     out, letter = console(), one.letter
     facts = [

@@ -48,8 +48,8 @@ def demo(
     """
     from headrace_cli.demo import recipe
     from headrace_cli.demo.performance import Options
-    from headrace_cli.supervisor.overrides import parse_assignments
-    from headrace_cli.supervisor.plan import parse_pythons
+    from headrace_operations.supervisor.overrides import parse_assignments
+    from headrace_operations.supervisor.plan import parse_pythons
 
     found = recipe.read(folder)
     if signal is not None:

@@ -12,7 +12,7 @@ import typer
 from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
 
 if TYPE_CHECKING:
-    from headrace_cli.evaluation.runner import Evaluation
+    from headrace_operations.evaluation.runner import Evaluation
 
 _EXACT = 4
 
@@ -58,8 +58,8 @@ def evaluate(
     play that fails ends the evaluation with status 1: it is no wrong answer.
     """
     from headrace.errors import UsageError
-    from headrace_cli.evaluation import gate_program, runner
-    from headrace_cli.evaluation import tasks as files
+    from headrace_operations.evaluation import gate_program, runner
+    from headrace_operations.evaluation import tasks as files
 
     chosen = {"max_tokens": max_tokens, "temperature": temperature}
     options = runner.EvaluationOptions(

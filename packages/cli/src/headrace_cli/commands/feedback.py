@@ -38,7 +38,7 @@ def feedback(
     Early, late, or again: the last word of each source counts.
     """
     from headrace.client import Client
-    from headrace_cli.errors import NotRunning
+    from headrace_operations.errors import NotRunning
 
     url = base_url or running(data_dir).base_url
     if url is None:
@@ -50,7 +50,7 @@ def feedback(
     if comment is not None:
         said["comment"] = comment
     if context:
-        from headrace_cli.supervisor.overrides import parse_assignments
+        from headrace_operations.supervisor.overrides import parse_assignments
 
         said["context"] = parse_assignments(context)  # type: ignore[typeddict-item]
     with Client(url, api_key=api_key) as client:

@@ -10,8 +10,8 @@ import typer
 from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, console, echo_json, table
 
 if TYPE_CHECKING:
-    from headrace_cli.lineage.sessions import Where, Whereabouts
-    from headrace_cli.lineage.versions import Why
+    from headrace_operations.lineage.sessions import Where, Whereabouts
+    from headrace_operations.lineage.versions import Why
 
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="Rows of a page.")]
 After = Annotated[int, typer.Option(min=0, help="Pass over so many rows.")]
@@ -32,7 +32,7 @@ def why(
     import asyncio
 
     from headrace.topics import connected
-    from headrace_cli.lineage.versions import why as ask
+    from headrace_operations.lineage.versions import why as ask
 
     async def read() -> Why:
         async with connected(at.address) as topics:
@@ -58,7 +58,7 @@ def where(
     import asyncio
 
     from headrace.topics import connected
-    from headrace_cli.lineage.sessions import where as ask
+    from headrace_operations.lineage.sessions import where as ask
 
     async def read() -> Where:
         async with connected(at.address) as topics:

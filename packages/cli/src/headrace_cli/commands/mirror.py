@@ -10,7 +10,7 @@ import typer
 from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
 
 if TYPE_CHECKING:
-    from headrace_cli.mirror import Mirrored
+    from headrace_operations.mirror import Mirrored
 
 
 def mirror(
@@ -35,7 +35,7 @@ def mirror(
     """
     import asyncio
 
-    from headrace_cli.mirror import mirror as copy
+    from headrace_operations.mirror import mirror as copy
 
     source = bus or running(data_dir).bus
     with progress("looking") as tick:

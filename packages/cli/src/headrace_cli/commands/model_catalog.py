@@ -69,7 +69,7 @@ def import_(
 def _take(folder: Path, name: str | None, wanted: FolderOptions, at: RegistryOptions) -> None:
     import asyncio
 
-    from headrace_cli.catalog import importing
+    from headrace_operations.catalog import importing
 
     with at.open() as api:
         below: BlobRef | None = None
@@ -99,7 +99,7 @@ def export(
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_cli.catalog import exporting, importing
+    from headrace_operations.catalog import exporting, importing
 
     exporting.check_empty(folder)
     with at.open() as api:
@@ -293,8 +293,8 @@ def _environ(at: RegistryOptions, config: Path | None) -> dict[str, str]:
     """The settings of the program, as `up` has them here."""
     import os
 
-    from headrace_cli.supervisor.overrides import Overrides
-    from headrace_cli.supervisor.plan import data_dir_of
+    from headrace_operations.supervisor.overrides import Overrides
+    from headrace_operations.supervisor.plan import data_dir_of
 
     overrides = Overrides(config, {}, os.environ)
     overrides.set("data_dir", data_dir_of(at.data_dir, overrides))

@@ -11,9 +11,9 @@ from headrace_cli.commands.model_options import RegistryOptions, find, parted
 from headrace_cli.commands.shared import AsJson, command, console, echo_json, running, table
 
 if TYPE_CHECKING:
-    from headrace_cli.catalog.comparing import Answers, Change
-    from headrace_cli.catalog.prompts import Pair
-    from headrace_cli.lineage.difference import DataDifference
+    from headrace_operations.catalog.comparing import Answers, Change
+    from headrace_operations.catalog.prompts import Pair
+    from headrace_operations.lineage.difference import DataDifference
 
 One = Annotated[str, typer.Argument(help="MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
 
@@ -34,7 +34,7 @@ def diff(
 
     What they answer to the fixed tokens of the fingerprint costs nothing; `--ask` shows prompts and answers.
     """
-    from headrace_cli.catalog import comparing, exporting, prompts
+    from headrace_operations.catalog import comparing, exporting, prompts
 
     with at.open() as api:
         one, other = (find(api, *parted(name)) for name in (before, after))
@@ -69,7 +69,7 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
     import asyncio
 
     from headrace.topics import connected
-    from headrace_cli.lineage.difference import difference
+    from headrace_operations.lineage.difference import difference
 
     async def read() -> DataDifference:
         async with connected(bus) as topics:
@@ -79,7 +79,7 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
 
 
 def _gateway(at: RegistryOptions) -> str:
-    from headrace_cli.errors import NotRunning
+    from headrace_operations.errors import NotRunning
 
     url = running(at.data_dir).base_url
     if url is None:

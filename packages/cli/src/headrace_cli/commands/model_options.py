@@ -32,7 +32,7 @@ class RegistryOptions:
     def open(self) -> ModelRegistry:
         """Raises `NotRunning`."""
         from headrace.registry import ModelRegistry
-        from headrace_cli.errors import NotRunning
+        from headrace_operations.errors import NotRunning
 
         url = self.registry
         if url is not None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from headrace_cli.commands.shared import console, table
 
 if TYPE_CHECKING:
-    from headrace_cli.replay.report import Report
+    from headrace_operations.replay.report import Report
 
 
 def as_json(report: Report) -> str:

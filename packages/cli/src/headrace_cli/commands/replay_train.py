@@ -23,10 +23,10 @@ from headrace_cli.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from headrace_cli.replay.pipeline import Tick
-    from headrace_cli.replay.report import Report
-    from headrace_cli.replay.request import Request
-    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_operations.replay.pipeline import Tick
+    from headrace_operations.replay.report import Report
+    from headrace_operations.replay.request import Request
+    from headrace_operations.supervisor.overrides import Overrides
 
 _DIFFERENT = "What is different"
 _CUTS = ("trainer.batch_", "trainer.group_", "trainer.pair_", "trainer.advantage", "trainer.algorithm")
@@ -145,7 +145,7 @@ class ReplayBus:
     def address(self) -> str:
         import os
 
-        from headrace_cli.supervisor.overrides import Overrides
+        from headrace_operations.supervisor.overrides import Overrides
 
         return SettingsOptions(None, self.bus, self.data_dir).address(Overrides(None, {}, os.environ))
 
@@ -159,7 +159,7 @@ def plan(
     a model: what would be trained, what would be dropped and why, and whether the batches are the original ones, byte
     for byte.
     """
-    from headrace_cli.replay import runner
+    from headrace_operations.replay import runner
 
     request = _request(lineage, changes, chosen, place)
     _shown(lambda tick: runner.plan(request, tick), json, planned=True)
@@ -172,7 +172,7 @@ def run(lineage: Name, *, changes: Changes, chosen: ReplayRange, place: Settings
     happens beside what runs: no consumer group of a service is used, what is written goes to topics of the replay's
     own, and the versions serve nobody before they are offered.
     """
-    from headrace_cli.replay import runner
+    from headrace_operations.replay import runner
 
     request = _request(lineage, changes, chosen, place)
     _shown(lambda tick: runner.run(request, tick), json)
@@ -189,7 +189,7 @@ def resume(
 
     Name the same settings as for `run`.
     """
-    from headrace_cli.replay import runner
+    from headrace_operations.replay import runner
 
     request = _request(lineage, Changes(settings=settings), ReplayRange(), place)
     _shown(lambda tick: runner.resume(request, tick), json)
@@ -207,7 +207,7 @@ def offer(
     """
     import asyncio
 
-    from headrace_cli.replay.offering import offer as announce
+    from headrace_operations.replay.offering import offer as announce
 
     chosen = asyncio.run(announce(place.address, lineage, version))
     console().print(f"{chosen.version} is announced; `headrace models show {chosen.model}` tells what becomes of it")
@@ -217,7 +217,7 @@ def list_(*, place: ReplayBus) -> None:
     """List the lineages that replays on this bus lead into."""
     import asyncio
 
-    from headrace_cli.replay.copying import lineages
+    from headrace_operations.replay.copying import lineages
 
     for name in asyncio.run(lineages(place.address)):
         echo(name)
@@ -227,7 +227,7 @@ def remove(lineage: Known, *, place: ReplayBus) -> None:
     """Delete the topics of a replay. Its versions stay in the blob store."""
     import asyncio
 
-    from headrace_cli.replay.copying import remove as delete
+    from headrace_operations.replay.copying import remove as delete
 
     for name in asyncio.run(delete(place.address, lineage)):
         console().print(f"deleted {name}")
@@ -237,8 +237,8 @@ def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: Setting
     """The options of a command as a request. Settings of the command line win over the file's."""
     import os
 
-    from headrace_cli.replay.request import make
-    from headrace_cli.supervisor.overrides import Overrides, parse_assignments
+    from headrace_operations.replay.request import make
+    from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 
     changed = parse_assignments(changes.settings or [])
     overrides = Overrides(place.config, changed, os.environ)

@@ -56,7 +56,7 @@ def show(
     json: AsJson = False,
 ) -> None:
     """One rollout: its decisions with their reasons, the metrics, and the confidence sequence as a chart."""
-    from headrace_cli.rollouts import chart, shadow
+    from headrace_operations.rollouts import chart, shadow
     from headrace_runtime.rollout_picture import intervals, metric_of
 
     with at.open() as api:
@@ -200,7 +200,7 @@ def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: 
     from rich.text import Text
 
     from headrace.rollouts import Rollouts
-    from headrace_cli.rollouts import chart
+    from headrace_operations.rollouts import chart
     from headrace_runtime.rollout_picture import metric_of
 
     with Live(console=console(), auto_refresh=False) as screen:

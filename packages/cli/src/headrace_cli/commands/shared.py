@@ -18,7 +18,7 @@ from headrace_cli.commands.grouped import spread
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace_cli.supervisor.state import RunState, ServiceState
+    from headrace_operations.supervisor.state import RunState, ServiceState
 
 DataDir = Annotated[
     Path | None,
@@ -73,7 +73,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         from headrace.errors import HeadraceError, UsageError
-        from headrace_cli.errors import StartFailed
+        from headrace_operations.errors import StartFailed
         from headrace_runtime.errors import SettingError
 
         try:
@@ -93,22 +93,22 @@ def command(app: typer.Typer, function: Callable[..., None], *examples: str, nam
 
 def folder(data_dir: Path | None, config: Path | None = None) -> Path:
     """The data directory that is meant: the option, the environment, the settings file, or the usual one."""
-    from headrace_cli.supervisor.overrides import Overrides
-    from headrace_cli.supervisor.plan import data_dir_of
+    from headrace_operations.supervisor.overrides import Overrides
+    from headrace_operations.supervisor.plan import data_dir_of
 
     return data_dir_of(data_dir, Overrides(config, {}, os.environ))
 
 
 def running(data_dir: Path | None) -> RunState:
     """What runs there. Raises `NotRunning`."""
-    from headrace_cli.supervisor.state import read
+    from headrace_operations.supervisor.state import read
 
     return read(folder(data_dir))
 
 
 def know_stack(data_dir: Path | None) -> None:
     """Have the token of what runs there, if anything does, used for its addresses."""
-    from headrace_cli.errors import NotRunning
+    from headrace_operations.errors import NotRunning
 
     with contextlib.suppress(NotRunning):
         running(data_dir)
@@ -116,7 +116,7 @@ def know_stack(data_dir: Path | None) -> None:
 
 def service_names() -> list[str]:
     """To complete a word with."""
-    from headrace_cli.supervisor.plan import installed
+    from headrace_operations.supervisor.plan import installed
 
     return list(installed())
 

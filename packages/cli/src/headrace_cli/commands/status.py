@@ -25,9 +25,9 @@ from headrace_cli.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from headrace_cli.guard import Finding
-    from headrace_cli.supervisor import RunState
-    from headrace_cli.turn_account import TurnAccount
+    from headrace_operations.guard import Finding
+    from headrace_operations.supervisor import RunState
+    from headrace_operations.turn_account import TurnAccount
     from headrace_schemas.registry_api import ModelState
     from headrace_schemas.source_api import SourceState
 
@@ -53,7 +53,7 @@ def status(
     """
     from rich.markup import escape
 
-    from headrace_cli import service_health
+    from headrace_operations import service_health
 
     if bus:
         know_stack(data_dir)
@@ -97,7 +97,7 @@ def _account(bus: str, lineage: list[str]) -> TurnAccount:
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_cli.from_topics import read_turn_account
+    from headrace_operations.from_topics import read_turn_account
 
     named = dict(one.partition("=")[::2] for one in lineage)
     if "" in named.values():
@@ -109,13 +109,13 @@ def _account(bus: str, lineage: list[str]) -> TurnAccount:
 def _learning(bus: str) -> tuple[Finding, ...]:
     import asyncio
 
-    from headrace_cli.from_topics import findings_of
+    from headrace_operations.from_topics import findings_of
 
     return asyncio.run(findings_of(bus))
 
 
 def _print_unwatched(state: RunState, data_dir: DataDir) -> None:
-    from headrace_cli.supervisor.state import unwatched_s
+    from headrace_operations.supervisor.state import unwatched_s
 
     silent_s = unwatched_s(folder(data_dir))
     if silent_s > _UNWATCHED_S:

@@ -12,14 +12,14 @@ from headrace_cli.commands.train_options import JobPlace, ReadingOptions, TopicR
 
 if TYPE_CHECKING:
     from headrace.topics import Range
-    from headrace_cli.jobs.job import Job
+    from headrace_operations.jobs.job import Job
 
 _RECIPE = ".toml"
 
 
 def _known() -> list[str]:
     """To complete a word with."""
-    from headrace_cli.jobs.job import ALGORITHMS
+    from headrace_operations.jobs.job import ALGORITHMS
 
     return list(ALGORITHMS.names())
 
@@ -56,7 +56,7 @@ def train(
     Nothing serves the versions before the registry is told of one: --offer, or `headrace replay offer LINEAGE`.
     """
     from headrace.errors import UsageError
-    from headrace_cli.jobs.from_topics import topic_of
+    from headrace_operations.jobs.from_topics import topic_of
 
     given = sources or []
     if kind.endswith(_RECIPE):
@@ -81,8 +81,8 @@ def _look(job: Job, preview: int, *, json: bool) -> None:
     import asyncio
 
     from headrace_cli.commands import train_report
-    from headrace_cli.jobs import runner
-    from headrace_cli.jobs.job import prepare
+    from headrace_operations.jobs import runner
+    from headrace_operations.jobs.job import prepare
 
     prepared = prepare(job)
     with progress("reading the rows") as tick:
@@ -99,8 +99,8 @@ def _run(job: Job, *, json: bool) -> None:
     import asyncio
 
     from headrace_cli.commands import train_report
-    from headrace_cli.jobs import runner
-    from headrace_cli.jobs.job import prepare
+    from headrace_operations.jobs import runner
+    from headrace_operations.jobs.job import prepare
 
     prepared = prepare(job)
     with progress(job.kind) as tick:
@@ -115,7 +115,7 @@ def _topic(kind: str, wanted: Range, training: TrainingOptions, place: JobPlace,
     import asyncio
 
     from headrace_cli.commands.replay_report import as_json, show
-    from headrace_cli.jobs import from_topics
+    from headrace_operations.jobs import from_topics
 
     request = from_topics.request_of(kind, wanted, job_of(kind, [], ReadingOptions(), training, place))
     with progress("reading the journal") as tick:
@@ -130,7 +130,7 @@ def _topic(kind: str, wanted: Range, training: TrainingOptions, place: JobPlace,
 
 def _recipe(path: Path, training: TrainingOptions, place: JobPlace, *, json: bool) -> None:
     from headrace_cli.commands import train_report
-    from headrace_cli.jobs import recipe
+    from headrace_operations.jobs import recipe
 
     with progress(f"training {path.name}") as tick:
         results = recipe.run(

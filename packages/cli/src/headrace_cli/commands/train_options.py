@@ -12,7 +12,7 @@ from headrace_cli.commands.ranges import RangeOptions
 from headrace_cli.commands.shared import BusAddress, Config, DataDir
 
 if TYPE_CHECKING:
-    from headrace_cli.jobs.job import Job, RowOptions
+    from headrace_operations.jobs.job import Job, RowOptions
 
 _ROWS = "How rows are read"
 _TRAINING = "What is trained"
@@ -58,7 +58,7 @@ class ReadingOptions:
     @property
     def chosen(self) -> RowOptions:
         """Raises `UsageError`."""
-        from headrace_cli.jobs.job import RowOptions
+        from headrace_operations.jobs.job import RowOptions
 
         return RowOptions(
             columns=columns_of(self.column or []),
@@ -134,8 +134,8 @@ def columns_of(assignments: list[str]) -> dict[str, str]:
 
 def job_of(kind: str, sources: list[str], rows: ReadingOptions, training: TrainingOptions, place: JobPlace) -> Job:
     """The options as a job. Raises `UsageError`."""
-    from headrace_cli.jobs.job import Job
-    from headrace_cli.supervisor.overrides import parse_assignments
+    from headrace_operations.jobs.job import Job
+    from headrace_operations.supervisor.overrides import parse_assignments
 
     return Job(
         kind=kind,

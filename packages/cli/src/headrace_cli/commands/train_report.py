@@ -12,8 +12,8 @@ from headrace_cli.commands.shared import console, table
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from headrace_cli.jobs.check_report import CheckReport, Shown
-    from headrace_cli.jobs.runner import JobResult
+    from headrace_operations.jobs.check_report import CheckReport, Shown
+    from headrace_operations.jobs.runner import JobResult
     from headrace_schemas.written import WrittenBranch
 
 _REFUSALS_SHOWN = 20

@@ -24,7 +24,7 @@ def config(
     import sys
 
     from headrace.errors import HeadraceError, UsageError
-    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_operations.supervisor.overrides import Overrides
 
     if out is not None and out.exists():
         raise UsageError(f"{out} is there already; name another file with --out")

@@ -24,7 +24,7 @@ from headrace_cli.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from headrace_cli.supervisor import RunState, Supervisor
+    from headrace_operations.supervisor import RunState, Supervisor
     from headrace_schemas import ModelEvent
 
 
@@ -57,9 +57,9 @@ def up(
     trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
     dies or hangs. Stopping is clean; nothing is left running.
     """
-    from headrace_cli.supervisor import Limits, Supervisor
-    from headrace_cli.supervisor.overrides import parse_assignments
-    from headrace_cli.supervisor.plan import parse_pythons
+    from headrace_operations.supervisor import Limits, Supervisor
+    from headrace_operations.supervisor.overrides import parse_assignments
+    from headrace_operations.supervisor.plan import parse_pythons
 
     out = console()
     supervisor = Supervisor(
@@ -92,7 +92,7 @@ def up(
 
 def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
     """None: somebody wants to stop before everything is up."""
-    from headrace_cli.supervisor import StartFailed
+    from headrace_operations.supervisor import StartFailed
 
     try:
         return supervisor.wait_up(timeout_s)
@@ -112,7 +112,7 @@ def _decisions(state: RunState | None) -> Iterator[None]:
     from rich.markup import escape
 
     from headrace.decisions import Listener, line
-    from headrace_cli.guard import Warner
+    from headrace_operations.guard import Warner
 
     def tell(event: ModelEvent) -> None:
         if (said := line(event)) is not None:

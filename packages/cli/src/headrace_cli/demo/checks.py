@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import TypeAdapter, ValidationError
 
 from headrace_cli.demo.measures import PromisedLine
-from headrace_cli.errors import StartFailed
+from headrace_operations.errors import StartFailed
 
 _CHECKS_S_MAX = 120.0
 _LINE: TypeAdapter[PromisedLine] = TypeAdapter(PromisedLine)

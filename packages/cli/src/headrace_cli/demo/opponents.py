@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.registry import ModelRegistry
-from headrace_cli.catalog import importing
-from headrace_cli.errors import StartFailed
+from headrace_operations.catalog import importing
+from headrace_operations.errors import StartFailed
 from headrace_schemas.importing import StoredLine
 
 _SERVED_S_MAX = 120.0

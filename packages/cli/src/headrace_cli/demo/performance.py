@@ -19,7 +19,7 @@ from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.rows import Row, RowsRecipe
 from headrace_cli.demo.settled import Settling
 from headrace_cli.demo.watch import Watch
-from headrace_cli.errors import StartFailed
+from headrace_operations.errors import StartFailed
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_runtime.program_environment import program_environment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_cli.demo.report import Report
-from headrace_cli.drawing import FAINT, INK, LINE, pyplot, save
+from headrace_operations.drawing import FAINT, INK, LINE, pyplot, save
 
 
 def draw(report: Report, title: str, path: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace_cli.demo.measures import BeforeAfter, PromisedLine
 from headrace_cli.demo.recipe import Goal
 from headrace_cli.demo.rows import Row
-from headrace_cli.turn_account import TurnAccount
+from headrace_operations.turn_account import TurnAccount
 
 
 @dataclass(frozen=True, slots=True)

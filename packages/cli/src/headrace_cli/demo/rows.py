@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Self
 
-from headrace_statistics import student_t
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_cli.demo.measures import ROUNDING, DemoMeasure, MeasuredPlays, PromisedLine
+from headrace_statistics import student_t
 
 
 class RowsRecipe(BaseModel):

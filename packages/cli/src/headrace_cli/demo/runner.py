@@ -18,10 +18,10 @@ from headrace_cli.demo.performance import Options, Performance, Place, environ_o
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
 from headrace_cli.demo.watch import Watch
-from headrace_cli.errors import StartFailed
-from headrace_cli.from_topics import read_turn_account
-from headrace_cli.supervisor import Supervisor
-from headrace_cli.supervisor.overrides import Overrides
+from headrace_operations.errors import StartFailed
+from headrace_operations.from_topics import read_turn_account
+from headrace_operations.supervisor import Supervisor
+from headrace_operations.supervisor.overrides import Overrides
 
 
 async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> Report:

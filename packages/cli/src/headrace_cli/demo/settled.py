@@ -8,7 +8,7 @@ import time
 from headrace.stack.following import Follower
 from headrace.topics import Topics, connected
 from headrace_cli.demo.watch import Watch
-from headrace_cli.errors import StartFailed
+from headrace_operations.errors import StartFailed
 from headrace_schemas import Experience, TrainingMetrics
 
 _POLL_S = 0.5

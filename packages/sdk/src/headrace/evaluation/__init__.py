@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_statistics.intervals import interval
-
     from headrace.evaluation.evaluating import EvaluatedVersion, MetricMean, evaluate
     from headrace.evaluation.gate_program import serve_gate
+    from headrace_statistics.intervals import interval
 else:
     __getattr__, __dir__ = lazily(
         __name__,

@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_statistics.intervals import interval
-
 from headrace.errors import UsageError
 from headrace.practice.agents import run_in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack
 from headrace_schemas.plain_values import plain_number
+from headrace_statistics.intervals import interval
 
 Measure = Callable[[Any, Any], float | bool | Awaitable[float | bool | None] | None]
 """A metric of one play: `measure(task, result)`. A result of None abstains."""

@@ -243,7 +243,7 @@ def _accelerate(parameters: Mapping[str, Any]) -> dict[str, object]:
     """Return trainer settings of `accelerate_config`, a file for `accelerate launch --config_file`."""
     if "accelerate_config" not in parameters:
         return {}
-    converter = support("headrace_cli.accelerate_yaml", "headrace-cli")
+    converter = support("accelerate_yaml", "headrace-cli")
     return dict(converter.settings_of_accelerate(parameters["accelerate_config"]))
 
 

@@ -74,7 +74,7 @@ class LLMJudge:
             HeadraceError: there is no verdict, because the judge abstained, was unreachable or its answer could not be
                 parsed.
         """
-        judge = support("headrace_judge.once", "headrace-judge")
+        judge = support("judge", "headrace-judge")
         scores: dict[str, float] = judge.scores(
             self._endpoint, self._key, self.criteria, user_input, text_of(agent_response)
         )

@@ -138,9 +138,7 @@ def _private(
         "gateway.model_aliases": {str(base): name} if str(base) != name else {},
         **settings,
     }
-    services = support("headrace_cli.private_stack", "headrace-cli").start(
-        settings_to_start, data_dir and Path(data_dir)
-    )
+    services = support("private_stack", "headrace-operations").start(settings_to_start, data_dir and Path(data_dir))
     stack = Stack(Addresses(**services.addresses), name, services=services)
     deadline = time.monotonic() + _FIRST_CHAMPION_S
     while stack.serving() is None:
@@ -155,4 +153,4 @@ def _addresses(url: str | Path | None) -> Addresses:
     text = str(url)
     if text.startswith(_WEB):
         return Addresses(gateway=gateway_root(text))
-    return Addresses(**support("headrace_cli.private_stack", "headrace-cli").addresses(Path(text)))
+    return Addresses(**support("private_stack", "headrace-operations").addresses(Path(text)))

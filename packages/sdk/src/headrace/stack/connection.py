@@ -10,6 +10,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -29,6 +30,7 @@ ENTERED: ContextVar[Stack | None] = ContextVar("headrace_stack", default=None)
 """The innermost stack whose `with` statement is active."""
 _DECIDED = ("promoted", "rejected", "withdrawn", "skipped", "held")
 _POLL_S = 0.2
+_SUPPORT = "headrace.support"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Addresses:
 
 
 class Services(Protocol):
-    """Processes of a private Headrace, as `headrace_cli.private_stack` starts them."""
+    """Processes of a private Headrace, as the support module `private_stack` starts them."""
 
     data_dir: Path
 
@@ -204,7 +206,7 @@ class Stack:
     def export(self, version: str, folder: str | Path, *, merge: bool = False) -> Path:
         """Write a version as a folder that transformers, PEFT and vLLM load. The files of the version must be on this
         machine."""
-        writer = support("headrace_cli.private_stack", "headrace-cli")
+        writer = support("private_stack", "headrace-operations")
         writer.export(self.registry, version, Path(folder), merge, self.data_dir)
         return Path(folder)
 
@@ -230,14 +232,19 @@ class Stack:
         ).json()
 
 
-def support(module: str, distribution: str) -> Any:
-    """Import a module of an optional package. Raises `UsageError` with the package to install if it is missing."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise UsageError(f"this needs the package {distribution}: pip install {distribution}") from None
+def support(name: str, distribution: str) -> Any:
+    """Return what an installed distribution announces as `name` in the entry-point group `headrace.support`.
+
+    Args:
+        name: name of the entry point, for example `private_stack`.
+        distribution: the distribution of ours that announces it.
+
+    Raises:
+        UsageError: no installed distribution announces `name`; the message says which one to install.
+    """
+    for point in entry_points(group=_SUPPORT, name=name):
+        return point.load()
+    raise UsageError(f"this needs the package {distribution}: pip install {distribution}")
 
 
 def flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:

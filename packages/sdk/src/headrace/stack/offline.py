@@ -39,7 +39,7 @@ def train_rows(
         raise UsageError(
             "data_dir: an offline job needs it; attach to the data directory of `headrace up`, or use `headrace train`"
         )
-    jobs = support("headrace_cli.jobs", "headrace-cli")
+    jobs = support("jobs", "headrace-operations")
     trainer_settings = stack.settings()
     job_settings = {"trainer.model": stack.model, **(settings or {})}
     with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:

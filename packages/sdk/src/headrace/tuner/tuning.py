@@ -169,7 +169,7 @@ class _TrinityFile:
     """Configuration of the tuner from a Trinity YAML file. `check` refuses the keys that nothing reads."""
 
     def __init__(self, path: Path) -> None:
-        conversion = support("headrace_cli.trinity_yaml.conversion", "headrace-cli")
+        conversion = support("trinity_yaml", "headrace-cli")
         converted = conversion.convert(conversion.read(path))
         if converted.refused:
             raise UsageError(f"{path}: {'; '.join(converted.refused)}")

@@ -29,11 +29,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_statistics import student_t
-
 from headrace_registry.shadow import calibration
 from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.overlap import Overlap, overlap, weight
+from headrace_statistics import student_t
 
 _LEVEL = 0.975
 

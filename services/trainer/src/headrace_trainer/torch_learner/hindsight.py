@@ -15,11 +15,11 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from headrace_statistics import student_t
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
+from headrace_statistics import student_t
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, refusal
 from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row, passes
