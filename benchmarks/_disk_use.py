@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace_registry.garbage.bound import default_bound
 from headrace_registry.garbage.collector import GarbageCollector
+from headrace_registry.garbage.storage_limit import default_limit
 from headrace_registry.records import ModelRecord
 from headrace_registry.transition import Transition
 from headrace_runtime.settings import complete
@@ -110,7 +110,7 @@ class DiskUse:
         The folder may hold the versions and restore points up to their limits, and a save in progress, whose version
         exists both in the scratch folder and among the blobs.
         """
-        versions = self._bounds.versions_bytes or default_bound({"": {"": version}})
+        versions = self._bounds.versions_bytes or default_limit({"": {"": version}})
         points = self._bounds.points_bytes or default_points_bytes(point)
         return versions + points + 2 * version + point + version + OVERHEAD_BYTES, (version, point)
 
@@ -142,7 +142,7 @@ class DiskUse:
         self._deliver_decisions()
         rig = self._rig
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, self._bounds.versions_bytes)
-        await garbage.keep_bound()
+        await garbage.keep_limit()
 
     async def _roll_back(self, trainer: Trainer) -> Any:
         """Roll back twice. Yield each champion once its files are complete and the trainer continues from it."""

@@ -20,7 +20,7 @@ from email_agent import mailbox, rewards
 from email_agent.react import AGENT, Episode
 from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import Mailtools
-from headrace_collector.trajectories import trajectory
+from headrace_collector.trajectories import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
@@ -90,9 +90,9 @@ def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
 
 def trajectory_of(turns: Sequence[Turn], feedback: Sequence[Feedback]) -> Trajectory:
     """Return the trajectory that the collector makes of a closed run and its feedback."""
-    return trajectory(
+    return build_trajectory(
         turns,
-        given_up=(),
+        superseded=(),
         about_run=feedback,
         about_session=[],
         reason="feedback",

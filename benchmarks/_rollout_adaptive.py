@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 
-from headrace_registry.rollouts.adapting import parts, probabilities_of_best
+from headrace_registry.rollouts.adaptive_split import probabilities_of_best, share_parts
 from headrace_registry.rollouts.evidence import Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading
 from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage
@@ -112,17 +112,17 @@ def _reading(chance: random.Random, unit: str, likely: float, *, candidate: bool
 def _read(readings: Sequence[tuple[_Candidate, UnitReading]]) -> None:
     for candidate, reading in readings:
         if not candidate.out:
-            candidate.evidence.take("maturity", reading)
+            candidate.evidence.add_reading("maturity", reading)
             candidate.out = bool(candidate.evidence.findings(numbers=False).harmed)
 
 
 def _good_enough(candidate: _Candidate) -> bool:
     findings = candidate.evidence.findings(numbers=False)
-    return not candidate.out and bool(findings.shown) and not findings.open_guardrails
+    return not candidate.out and bool(findings.successes) and not findings.open_guardrails
 
 
 def _move(plan: RolloutPlan, candidates: Sequence[_Candidate], share: float) -> None:
-    """Move the shares as the registry's rollout controller does."""
+    """Move the shares as `RolloutController` does."""
     active = {str(number): candidate for number, candidate in enumerate(candidates) if not candidate.out}
     movable = [
         candidate for candidate in active.values() if candidate.evidence.units - candidate.moved_at >= _EVERY_UNITS
@@ -130,7 +130,7 @@ def _move(plan: RolloutPlan, candidates: Sequence[_Candidate], share: float) -> 
     if not movable:
         return
     chances = probabilities_of_best({name: candidate.evidence.estimate() for name, candidate in active.items()}, 0.1)
-    for name, part in parts(chances, plan.floor).items():
+    for name, part in share_parts(chances, plan.floor).items():
         if active[name] in movable:
             active[name].share = share * float(part)
             active[name].moved_at = active[name].evidence.units

@@ -41,9 +41,9 @@ def draw_canary(plan: RolloutPlan, seed: int, path: Path) -> Path:
     evidence, points, harmed, after = Evidence(plan), [], 0, 0
     for number in range(_SESSIONS):
         reading = readings(draw_sessions(chance, WORLD, number, 1), number, "maturity", WORLD.every_s)[0]
-        evidence.take("maturity", reading)
-        if number % _EVERY == 0 and evidence.watch("reward", "maturity").seen.count:
-            watch = evidence.watch("reward", "maturity")
+        evidence.add_reading("maturity", reading)
+        if number % _EVERY == 0 and evidence.monitor("reward", "maturity").contrasts.count:
+            watch = evidence.monitor("reward", "maturity")
             points.append((number + 1, watch.numbers()))
         if not harmed and evidence.findings(numbers=False).harmed:
             harmed = number + 1

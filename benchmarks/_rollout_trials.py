@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from benchmarks._rollout_worlds import LOOKS, Floats, Sessions, World, draw_sessions
 from headrace_registry import spending
-from headrace_registry.rollouts.hedge import PARTS
-from headrace_registry.rollouts.plan import Look, RolloutPlan
+from headrace_registry.rollouts.mixture_e_process import PARTS
+from headrace_registry.rollouts.plan import ReadingAge, RolloutPlan
 
 Indices = NDArray[np.int64]
 NEVER = 2**40
@@ -308,7 +308,9 @@ class _Naive:
 def _entry_gaps(plan: RolloutPlan) -> tuple[Floats, list[int]]:
     """Return for each stage that needs it half of the loss to rule out for each guardrail, and the stages."""
     most = Fraction(1, plan.slots + 1)
-    parts = {number: plan.to_rule_out(min(stage.share, most)) for number, stage in enumerate(plan.stages) if number}
+    parts = {
+        number: plan.loss_to_rule_out(min(stage.share, most)) for number, stage in enumerate(plan.stages) if number
+    }
     needed = {number: float(part) for number, part in parts.items() if part is not None}
     gaps = np.array([[[part / 2] for _ in plan.guardrails] for part in needed.values()])
     return gaps.reshape(len(needed), len(plan.guardrails), 1), list(needed)
@@ -322,5 +324,5 @@ def _at_s(sessions: Indices, age_s: float, world: World) -> Floats:
     return np.asarray(np.where(sessions < NEVER, sessions * world.every_s + age_s, np.inf), np.float64)
 
 
-def _look(name: str) -> Look:
+def _look(name: str) -> ReadingAge:
     return "maturity" if name == "maturity" else "closing"

@@ -56,7 +56,7 @@ def shadows(
             seen = []
             for number, task_number in enumerate(task):
                 both = [_values(metrics, number) for metrics in (candidate, champion, logged)]
-                evidence.take_shadow(both[0], both[1])
+                evidence.add_shadow_pair(both[0], both[1])
                 seen += [((f"task:{task_number}",), values) for values in both]
             harmed.append(bool(evidence.findings(numbers=False).harmed))
             table = expectations(seen)

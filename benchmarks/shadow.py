@@ -27,8 +27,8 @@ from benchmarks._shadow_canaries import Canaries, canaries, shadows
 from benchmarks._shadow_worlds import FEEDBACK_SHARE, TASKS, ShadowSample, VersionPair, far, near, sample
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estimate
+from headrace_registry.shadow.requirements import EstimateRequirements
 
 COVERED_MIN, RANKED_MIN, FAR_REFUSED_MIN, SAVED_MIN = 0.93, 0.9, 0.95, 0.4
 WRONG_MAX = 0.05
@@ -151,7 +151,7 @@ def _measure_estimates(
     options: argparse.Namespace,
     on_step: Callable[[], None],
 ) -> dict[str, Numbers]:
-    demands = Demands()
+    demands = EstimateRequirements()
     truths, estimates = [], []
     for pair in close:
         for _ in range(options.samples):

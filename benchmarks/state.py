@@ -97,9 +97,9 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
             await fill_collector(open_bench.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
-            "forget": partial(collector.forget, settings=settings),
-            "keep_bounds": partial(collector.keep_bounds, settings=settings),
-            "find_targets": partial(collector.find_targets, settings=settings),
+            "forget": partial(collector.delete_old_rows, settings=settings),
+            "keep_bounds": partial(collector.close_surplus_sessions, settings=settings),
+            "find_targets": partial(collector.check_feedback_targets, settings=settings),
             "forget_ids": open_bench.processor._forget_ids,
         }
         return {"fill_s": fill_s, **await measure(open_bench.processor, steps, old, name)}

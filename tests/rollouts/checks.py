@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from headrace_registry import routing as routings
 from headrace_registry import store
-from headrace_registry.rollouts import kept
+from headrace_registry.rollouts import rollout_store
 from headrace_runtime.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.assignment import assign_unit
@@ -125,15 +125,15 @@ async def as_stored(
     if not decisions:
         return [f"nothing was decided about {model}"]
     async with database.transaction() as tx:
-        record = await store.model(tx, model)
-        versions = [version for version in await store.every(tx) if version.model == model]
-        under_way = await kept.under_way(tx, model)
+        record = await store.load_model(tx, model)
+        versions = [version for version in await store.all_versions(tx) if version.model == model]
+        under_way = await rollout_store.under_way(tx, model)
         decided = await store.decisions(tx, [version.version for version in versions])
-        expected = await routings._wanted(tx, decisions[-1].time, record) if record else None
+        expected = await routings._current_routing(tx, decisions[-1].time, record) if record else None
     if record is None or routing is None or expected is None:
         return [f"nothing is known of {model}"]
     problems = []
-    if routings._content(routing) != routings._content(expected):
+    if routings._comparable(routing) != routings._comparable(expected):
         problems.append(f"the bus has {routing}, the tables say {expected}")
     if {version.decision_id for version in decided} != {version.decision_id for version in decisions}:
         problems.append(f"{len(decided)} decisions are stored, {len(decisions)} were told")

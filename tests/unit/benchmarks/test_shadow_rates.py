@@ -11,8 +11,8 @@ from benchmarks._shadow_canaries import canaries, shadows
 from benchmarks._shadow_worlds import TASKS, far, near, sample
 from benchmarks.shadow import Numbers, as_pairs, failures, of_canaries, of_estimates
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow.demands import Demands
 from headrace_registry.shadow.estimate import estimate
+from headrace_registry.shadow.requirements import EstimateRequirements
 
 SOUND: dict[str, Numbers] = {
     "near": {"covered": 0.95, "ranked_right": 0.95},
@@ -42,11 +42,11 @@ def test_a_tiny_model_is_one() -> None:
 def test_estimates_of_a_few_pairs() -> None:
     chance = np.random.default_rng(5)
     pairs = [near(chance, size) for size in (0.1, -0.1)]
-    found = [estimate(as_pairs(sample(chance, pair, 300)), Demands()) for pair in pairs for _ in range(20)]
+    found = [estimate(as_pairs(sample(chance, pair, 300)), EstimateRequirements()) for pair in pairs for _ in range(20)]
     numbers = of_estimates([pair.truth for pair in pairs for _ in range(20)], found)
     assert numbers["ranked_right"] >= 0.9
     assert numbers["covered"] >= 0.85
-    assert estimate(as_pairs(sample(chance, far(chance), 300)), Demands()).refused
+    assert estimate(as_pairs(sample(chance, far(chance), 300)), EstimateRequirements()).refused
 
 
 def test_a_shadow_spares_users_a_version_that_is_worse() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
-from headrace_collector.idle import find_idle
+from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_schemas import Trajectory
 from tests.support.streams import START, Bench, ManualClock, Service, bench
@@ -22,21 +22,21 @@ Open = Callable[..., AbstractAsyncContextManager[Bench]]
 
 def collector(url: str, data_dir: Path, **settings: object) -> AbstractAsyncContextManager[Bench]:
     """A started collector with these settings."""
-    made = Collector(CollectorSettings.model_validate({"idle_s": 300.0, **settings}), START)
+    opened = Collector(CollectorSettings.model_validate({"idle_s": 300.0, **settings}), START)
     service = Service(
         tables=schema.stream,
-        handlers={"turns": made.on_turn, "feedback": made.on_feedback, "session-ends": made.on_session_end},
+        handlers={"turns": opened.on_turn, "feedback": opened.on_feedback, "session-ends": opened.on_session_end},
         package="headrace_collector",
         ends_of=ENDS_OF,
-        after_batch=made.close_ended,
+        after_batch=opened.close_ended,
     )
     return bench(service, url, data_dir, ManualClock())
 
 
 @pytest.fixture
 async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
-    async with collector(database_url, data_dir) as made:
-        yield made
+    async with collector(database_url, data_dir) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def with_settings(database_url: str, data_dir: Path) -> Open:
 
 def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
     """Of each trajectory that came out: why it ended, and its turns."""
-    return [(made.end_reason, list(made.turn_ids)) for made in stream.sent(Trajectory)]
+    return [(trajectory.end_reason, list(trajectory.turn_ids)) for trajectory in stream.sent(Trajectory)]
 
 
 async def pass_time(stream: Bench, seconds: float, *, started: datetime = START, **settings: object) -> None:
@@ -56,6 +56,6 @@ async def pass_time(stream: Bench, seconds: float, *, started: datetime = START,
     after_batch = stream.processor.after_batch
     assert after_batch is not None
     ends = dict(await stream.ends("turns"))
-    await stream.step(partial(find_idle, settings=chosen, started=started, turns_end=ends))
+    await stream.step(partial(end_idle_runs, settings=chosen, started=started, turns_end=ends))
     await stream.step(after_batch)
-    await stream.step(lambda tx, now: upkeep.find_targets(tx, now, chosen))
+    await stream.step(lambda tx, now: upkeep.check_feedback_targets(tx, now, chosen))

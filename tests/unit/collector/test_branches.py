@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_collector.branches import branches
+from headrace_collector.branches import build_branches
 from headrace_schemas import Branch, Choice, Sampling, Turn
 from tests.support.turns import EOS, after, ask, render, said, text_ids, tool, user
 
@@ -16,52 +16,52 @@ def spans(branch: Branch) -> list[tuple[str, int]]:
     return [(span.turn_id, span.choice) for span in branch.spans]
 
 
-def test_a_conversation_is_one_branch_with_loss_on_what_was_sampled() -> None:
+def test_branch_of_a_conversation_has_loss_on_sampled_tokens() -> None:
     first = ask([user("q")], "call")
     second = ask(after(first, tool("result")), "answer")
-    (branch,), (dialogue,) = branches([second, first])
+    (branch,), (dialogue,) = build_branches([second, first])
     assert branch.token_ids == render(second.messages) + second.choices[0].token_ids
     sampled = [token for token, mask in zip(branch.token_ids, branch.loss_mask, strict=True) if mask]
     assert sampled == [*text_ids("call"), EOS, *text_ids("answer"), EOS]
     assert [message.text for message in dialogue.messages] == ["q", "call", "result", "answer"]
 
 
-def test_history_that_is_no_exact_prefix_forks() -> None:
+def test_branches_fork_without_an_exact_prefix() -> None:
     first = ask([user("q")], "thinking: yes")
     stripped = ask([user("q"), said("yes"), user("more")], "answer")
-    graph, _ = branches([first, stripped])
+    graph, _ = build_branches([first, stripped])
     assert [spans(branch) for branch in graph] == [[(first.turn_id, 0)], [(stripped.turn_id, 0)]]
 
 
-def test_one_token_of_difference_forks() -> None:
+def test_branches_fork_at_one_different_token() -> None:
     first = ask([user("q")], "yes")
     changed = (*render(first.messages)[:-1], 4, *text_ids("yes"), EOS, 2, *text_ids("more"), EOS, 3)
     second = ask(after(first, user("more")), "answer", prompt_token_ids=changed)
-    assert len(branches([first, second])[0]) == 2
+    assert len(build_branches([first, second])[0]) == 2
 
 
-def test_an_answer_that_was_cut_off_is_continued_when_its_tokens_are() -> None:
+def test_branch_continues_a_truncated_answer_with_equal_tokens() -> None:
     first = ask([user("q")], "one two", stop=False)
     second = ask([user("q")], "three", prompt_token_ids=render([user("q")]) + first.choices[0].token_ids)
-    (branch,), _ = branches([first, second])
+    (branch,), _ = build_branches([first, second])
     assert spans(branch) == [(first.turn_id, 0), (second.turn_id, 0)]
     assert branch.spans[0].stop == branch.spans[1].start, "no observation between them"
 
 
-def test_a_fork_holds_what_it_shares_as_context() -> None:
+def test_fork_has_the_shared_prefix_as_context() -> None:
     first = ask([user("q")], "call")
     left = ask(after(first, tool("a")), "left", at=2)
     right = ask(after(first, tool("bbbb")), "right", at=3)
-    main, fork = branches([first, left, right])[0]
+    main, fork = build_branches([first, left, right])[0]
     assert spans(main) == [(first.turn_id, 0), (right.turn_id, 0)], "the longest line goes on"
     assert spans(fork) == [(left.turn_id, 0)]
     assert sum(fork.loss_mask) == len(left.choices[0].token_ids)
 
 
-def test_each_choice_can_be_continued_and_the_others_are_leaves() -> None:
+def test_branches_continue_any_choice() -> None:
     first = ask([user("q")], "a", "b", "c")
     second = ask(after(first, user("more"), choice=1), "answer")
-    graph, dialogues = branches([first, second])
+    graph, dialogues = build_branches([first, second])
     assert sorted(map(spans, graph)) == [
         [(first.turn_id, 0)],
         [(first.turn_id, 1), (second.turn_id, 0)],
@@ -70,56 +70,56 @@ def test_each_choice_can_be_continued_and_the_others_are_leaves() -> None:
     assert len(dialogues) == 3
 
 
-def test_parallel_samples_that_came_out_equal_stay_two_lines() -> None:
-    one, other = ask([user("q")], "same", at=0), ask([user("q")], "same", at=1)
-    next_one, next_other = ask(after(one, user("m")), "x", at=2), ask(after(one, user("m")), "y", at=3)
-    graph, _ = branches([one, other, next_one, next_other])
+def test_branches_keep_equal_parallel_samples_apart() -> None:
+    first, other = ask([user("q")], "same", at=0), ask([user("q")], "same", at=1)
+    next_one, next_other = ask(after(first, user("m")), "x", at=2), ask(after(first, user("m")), "y", at=3)
+    graph, _ = build_branches([first, other, next_one, next_other])
     assert sorted(len(branch.spans) for branch in graph) == [2, 2]
 
 
-def test_turns_that_cannot_be_trained_are_context() -> None:
+def test_untrainable_turns_are_context() -> None:
     first = ask([user("q")], "a")
     greedy = ask(after(first, user("m")), "b", sampling=Sampling(temperature=0.0))
     third = ask(after(greedy, user("n")), "c")
-    (branch,), _ = branches([first, greedy, third])
+    (branch,), _ = build_branches([first, greedy, third])
     assert spans(branch) == [(first.turn_id, 0), (third.turn_id, 0)]
     assert sum(branch.loss_mask) == 4
 
 
-def test_a_line_goes_on_where_there_is_most_to_train_however_long_the_rest_is() -> None:
+def test_branch_continues_with_the_longest_trainable_child() -> None:
     first = ask([user("q")], "a")
     long = ask(after(first, user("m")), "a long answer", sampling=Sampling(temperature=0.0), at=1)
     short = ask(after(first, user("n")), "b", at=2)
-    graph, dialogues = branches([first, long, short])
+    graph, dialogues = build_branches([first, long, short])
     assert [spans(branch) for branch in graph] == [[(first.turn_id, 0), (short.turn_id, 0)]]
     assert [dialogue.messages[-1].text for dialogue in dialogues] == ["b", "a long answer"]
 
 
-def test_a_branch_ends_with_its_last_trained_token_and_its_dialogue_with_the_last_word() -> None:
+def test_branch_ends_with_its_last_trained_token() -> None:
     first = ask([user("q")], "a")
     greedy = ask(after(first, user("m")), "final", sampling=Sampling(temperature=0.0))
-    (branch,), (dialogue,) = branches([first, greedy])
+    (branch,), (dialogue,) = build_branches([first, greedy])
     assert branch.token_ids == render(first.messages) + first.choices[0].token_ids
     assert dialogue.messages[-1].text == "final"
 
 
-def test_a_line_with_nothing_to_train_is_a_dialogue_and_no_branch() -> None:
+def test_untrainable_sequence_is_a_dialogue_without_a_branch() -> None:
     greedy = ask([user("q")], "a", sampling=Sampling(temperature=0.0))
-    graph, dialogues = branches([greedy])
+    graph, dialogues = build_branches([greedy])
     assert (graph, [dialogue.messages[-1].text for dialogue in dialogues]) == ([], ["a"])
     other = ask([user("r")], "b", at=1, sampling=Sampling(temperature=0.0))
     more = ask(after(greedy, user("m")), "c", at=2, sampling=Sampling(temperature=0.0))
-    _, dialogues = branches([other, more, greedy])
+    _, dialogues = build_branches([other, more, greedy])
     assert [dialogue.messages[-1].text for dialogue in dialogues] == ["c", "b"], "in the order in which they began"
 
 
-def test_a_very_long_line_is_walked_without_recursion() -> None:
+def test_branches_handle_very_long_sequences() -> None:
     turns = []
     prompt: tuple[int, ...] = (2,)
     for at in range(1200):
         turns.append(ask([user("q")], "x", at=at, prompt_token_ids=prompt))
         prompt += (*turns[-1].choices[0].token_ids, 7)
-    (branch,), _ = branches(turns)
+    (branch,), _ = build_branches(turns)
     assert len(branch.spans) == 1200
 
 
@@ -137,11 +137,11 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
             parent, choice = draw(st.sampled_from(parents))
             messages = after(parent, user(draw(st.sampled_from(["m", "n"]))), choice=choice)[-30:]
             kind = draw(st.sampled_from(["exact", "rendered", "continued"]))
-            whole = parent.prompt_token_ids + parent.choices[choice].token_ids
+            history = parent.prompt_token_ids + parent.choices[choice].token_ids
             if kind == "exact":
-                prompt = (*whole, 2, *text_ids(messages[-1].text), EOS, 3)
+                prompt = (*history, 2, *text_ids(messages[-1].text), EOS, 3)
             elif kind == "continued":
-                prompt = whole
+                prompt = history
         sampling = draw(st.sampled_from([Sampling(), Sampling(), Sampling(), Sampling(temperature=0.0)]))
         turns.append(ask(messages, *texts, at=at % 3, stop=stop, sampling=sampling, prompt_token_ids=prompt))
     return turns
@@ -160,11 +160,11 @@ def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
 
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.randoms(use_true_random=False))
-def test_p2_every_sampled_token_lies_in_one_span_bit_for_bit(turns: list[Turn], shuffle: random.Random) -> None:
-    graph, dialogues = branches(turns)
+def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle: random.Random) -> None:
+    graph, dialogues = build_branches(turns)
     expected = choices(turns)
-    found = [(span.turn_id, span.choice) for branch in graph for span in branch.spans]
-    assert sorted(found) == sorted(expected), "each exactly once"
+    sampled_choices = [(span.turn_id, span.choice) for branch in graph for span in branch.spans]
+    assert sorted(sampled_choices) == sorted(expected), "each exactly once"
     for branch in graph:
         for span in branch.spans:
             turn, choice = expected[span.turn_id, span.choice]
@@ -181,13 +181,13 @@ def test_p2_every_sampled_token_lies_in_one_span_bit_for_bit(turns: list[Turn], 
         )
     shuffled = list(turns)
     shuffle.shuffle(shuffled)
-    assert branches(shuffled) == (graph, dialogues), "in whatever order they arrived"
+    assert build_branches(shuffled) == (graph, dialogues), "in whatever order they arrived"
 
 
 @settings(max_examples=100, deadline=None)
 @given(conversations())
-def test_nothing_forks_that_could_have_continued(turns: list[Turn]) -> None:
-    graph, _ = branches([turn for turn in turns if turn.sampling.untruncated])
+def test_branches_never_fork_without_need(turns: list[Turn]) -> None:
+    graph, _ = build_branches([turn for turn in turns if turn.sampling.untruncated])
     for fork in graph:
         context = fork.token_ids[: fork.spans[0].start]
         for other in graph:

@@ -18,7 +18,7 @@ from tests.support.turns import after, ask, commit, end, feedback, tool, user
 from tests.unit.collector.conftest import Open, pass_time, turns_of
 
 
-async def test_the_migrated_schema_is_the_one_in_the_code(stream: Bench) -> None:
+async def test_migrations_create_the_schema_of_the_code(stream: Bench) -> None:
     def differences(connection: Connection) -> list[object]:
         context = MigrationContext.configure(connection, opts={"version_table": "schema_version"})
         return list(compare_metadata(context, schema.metadata))
@@ -28,7 +28,7 @@ async def test_the_migrated_schema_is_the_one_in_the_code(stream: Bench) -> None
 
 
 @pytest.mark.parametrize("topic", ["turns", "feedback", "session-ends"])
-async def test_poison_is_dead_lettered_and_the_rest_goes_on(stream: Bench, topic: str) -> None:
+async def test_invalid_record_is_dead_lettered_and_others_processed(stream: Bench, topic: str) -> None:
     poison = [stream.append(topic, value) for value in (b"{", b"[]", b'{"time": 1}', None)]
     turn = ask([user("q")])
     await stream.deliver(*poison, turn)
@@ -37,7 +37,7 @@ async def test_poison_is_dead_lettered_and_the_rest_goes_on(stream: Bench, topic
     assert turns_of(stream) == [("end_call", [turn.turn_id])]
 
 
-async def test_p2_a_turn_whose_lengths_disagree_is_dead_lettered(stream: Bench) -> None:
+async def test_p2_turn_with_unequal_lengths_is_dead_lettered(stream: Bench) -> None:
     turn = ask([user("q")])
     broken = turn.to_json().replace(b'"completion_tokens":3', b'"completion_tokens":4')
     assert broken != turn.to_json()
@@ -47,14 +47,14 @@ async def test_p2_a_turn_whose_lengths_disagree_is_dead_lettered(stream: Bench) 
     assert "usage says 4" in letter.error
 
 
-async def test_a_turn_that_fits_no_branch_or_dialogue_is_refused_at_once(stream: Bench) -> None:
+async def test_turn_too_long_for_a_branch_is_dead_lettered_at_once(stream: Bench) -> None:
     long = ask([user("q")], prompt_token_ids=(1,) * 1_048_575)
     chatty = ask([user("q")] * 8192, prompt_token_ids=(1, 2))
     await stream.deliver(long, chatty)
     assert [letter.reason for letter in stream.sent(DeadLetter)] == ["too_long", "too_long"]
 
 
-async def test_a_run_that_makes_no_trajectory_is_dead_lettered_and_blocks_nobody(stream: Bench) -> None:
+async def test_run_without_a_valid_trajectory_is_dead_lettered(stream: Bench) -> None:
     bad, good = ask([user("q")], session="bad"), ask([user("q")], session="good")
     await stream.deliver(bad, good)
     async with stream.processor.database.transaction() as tx:
@@ -69,7 +69,7 @@ async def test_a_run_that_makes_no_trajectory_is_dead_lettered_and_blocks_nobody
     assert len(stream.sent(DeadLetter)) == 1
 
 
-async def test_what_is_left_out_of_branches_is_counted(stream: Bench) -> None:
+async def test_left_out_turns_are_counted(stream: Bench) -> None:
     def counted() -> float:
         return REGISTRY.get_sample_value("headrace_collector_left_out_total", {"reason": "truncated_sampling"}) or 0.0
 
@@ -79,7 +79,7 @@ async def test_what_is_left_out_of_branches_is_counted(stream: Bench) -> None:
     assert counted() == before + 1
 
 
-async def test_feedback_for_nothing_is_dead_lettered_after_a_while(stream: Bench) -> None:
+async def test_feedback_without_a_target_is_dead_lettered(stream: Bench) -> None:
     ghost = ask([user("q")])
     await stream.deliver(feedback("s", ghost), feedback("nobody"), ask([user("q")], session="real"))
     await stream.deliver(feedback("real", ghost), feedback("real"))
@@ -94,7 +94,7 @@ async def test_feedback_for_nothing_is_dead_lettered_after_a_while(stream: Bench
     assert len(stream.sent(DeadLetter)) == 2
 
 
-async def test_feedback_that_was_dead_lettered_counts_when_it_is_retried_after_its_turn(stream: Bench) -> None:
+async def test_retried_feedback_counts_after_its_turn(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(feedback("s", turn, task_id="t"))
     await pass_time(stream, 601)
@@ -104,7 +104,7 @@ async def test_feedback_that_was_dead_lettered_counts_when_it_is_retried_after_i
     assert stream.sent(Trajectory)[0].task_id == "t"
 
 
-async def test_feedback_may_come_before_its_turn(stream: Bench) -> None:
+async def test_feedback_may_arrive_before_its_turn(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(feedback("s", turn, task_id="t"))
     await stream.deliver(turn)
@@ -114,7 +114,7 @@ async def test_feedback_may_come_before_its_turn(stream: Bench) -> None:
     assert stream.sent(Trajectory)[0].task_id == "t"
 
 
-async def test_feedback_of_another_tenant_touches_nothing_and_is_dead_lettered(stream: Bench) -> None:
+async def test_feedback_of_another_tenant_is_dead_lettered(stream: Bench) -> None:
     turn = ask([user("q")], session_source="implicit")
     forged = feedback("s", turn, tenant="b", task_id="stolen", ends_session=True)
     await stream.deliver(turn, forged.model_copy(update={"session_key": turn.session_key}))
@@ -125,7 +125,7 @@ async def test_feedback_of_another_tenant_touches_nothing_and_is_dead_lettered(s
     assert [letter.reason for letter in stream.sent(DeadLetter)] == ["unknown_target"]
 
 
-async def test_feedback_about_one_run_is_not_inherited_by_the_next(stream: Bench) -> None:
+async def test_feedback_about_one_run_does_not_apply_to_the_next(stream: Bench) -> None:
     first = ask([user("q")], at=0)
     await stream.deliver(first)
     await stream.deliver(end())
@@ -133,23 +133,23 @@ async def test_feedback_about_one_run_is_not_inherited_by_the_next(stream: Bench
     second = ask([user("p")], at=10)
     await stream.deliver(second, feedback(at=15, context={"expected": "second"}))
     await stream.deliver(end(at=20))
-    assert [made.context for made in stream.sent(Trajectory)] == [{}, {"expected": "second"}]
+    assert [trajectory.context for trajectory in stream.sent(Trajectory)] == [{}, {"expected": "second"}]
 
 
-async def test_what_was_said_yesterday_is_not_about_today(with_settings: Open) -> None:
+async def test_earlier_feedback_does_not_apply_to_a_later_run(with_settings: Open) -> None:
     limits = {"retention_s": 10.0}
     async with with_settings(**limits) as stream:
         await stream.deliver(ask([user("q")], at=0), feedback(at=5, context={"expected": "yesterday's"}))
         await stream.deliver(end())
         stream.clock.advance(86_400)
         async with stream.processor.database.transaction() as tx:
-            await upkeep.forget(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
+            await upkeep.delete_old_rows(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
         await stream.deliver(ask([user("q")], at=86_400))
         await stream.deliver(end())
-        assert [made.context for made in stream.sent(Trajectory)] == [{"expected": "yesterday's"}, {}]
+        assert [trajectory.context for trajectory in stream.sent(Trajectory)] == [{"expected": "yesterday's"}, {}]
 
 
-async def test_feedback_is_put_aside_once_its_runs_are_closed(stream: Bench) -> None:
+async def test_feedback_is_marked_used_once_its_runs_are_closed(stream: Bench) -> None:
     async def in_use() -> int:
         async with stream.processor.database.transaction() as tx:
             return len((await tx.execute(text("SELECT 1 FROM feedback WHERE used_ms IS NULL"))).all())
@@ -162,14 +162,14 @@ async def test_feedback_is_put_aside_once_its_runs_are_closed(stream: Bench) -> 
     assert await in_use() == 1
 
 
-async def test_context_may_be_given_before_the_session_begins(stream: Bench) -> None:
+async def test_feedback_context_may_precede_the_session(stream: Bench) -> None:
     await stream.deliver(feedback(at=-5, value=None, context={"expected": "x"}))
     await stream.deliver(ask([user("q")], at=0))
     await stream.deliver(end())
     assert stream.sent(Trajectory)[0].context == {"expected": "x"}
 
 
-async def test_content_is_dropped_after_a_while_and_turns_are_remembered_longer(with_settings: Open) -> None:
+async def test_upkeep_deletes_content_before_turn_ids(with_settings: Open) -> None:
     limits = {"retention_s": 100.0, "remember_s": 1000.0}
     async with with_settings(**limits) as stream:
         chosen = CollectorSettings.model_validate(limits)
@@ -177,23 +177,23 @@ async def test_content_is_dropped_after_a_while_and_turns_are_remembered_longer(
         await stream.deliver(ask([user("q")]), feedback(), end())
         await stream.deliver(open_turn)
 
-        async def kept() -> tuple[int, int]:
+        async def stored_turns() -> tuple[int, int]:
             async with stream.processor.database.transaction() as tx:
-                await upkeep.forget(tx, stream.clock.now(), chosen)
+                await upkeep.delete_old_rows(tx, stream.clock.now(), chosen)
                 rows = (await tx.execute(text("SELECT payload IS NULL FROM turns"))).scalars().all()
-            return len(rows), sum(not gone for gone in rows)
+            return len(rows), sum(not payload for payload in rows)
 
-        assert await kept() == (2, 2)
+        assert await stored_turns() == (2, 2)
         stream.clock.advance(101)
-        assert await kept() == (2, 1)
+        assert await stored_turns() == (2, 1)
         stream.clock.advance(1000)
         await pass_time(stream, 0, feedback_wait_s=10, idle_s=1e6)
-        assert await kept() == (1, 1), "what is open is kept"
+        assert await stored_turns() == (1, 1), "what is open is kept"
         assert await stream.count("sessions") == 1
         assert await stream.count("feedback") == 0
 
 
-async def test_too_many_open_sessions_close_those_not_seen_for_longest(with_settings: Open) -> None:
+async def test_surplus_sessions_are_closed_longest_idle_first(with_settings: Open) -> None:
     limits = {"open_sessions_max": 2}
     async with with_settings(**limits) as stream:
         turns = [ask([user("q")], session=f"s{n}") for n in range(4)]
@@ -201,12 +201,12 @@ async def test_too_many_open_sessions_close_those_not_seen_for_longest(with_sett
             stream.clock.advance(1)
             await stream.deliver(turn)
         async with stream.processor.database.transaction() as tx:
-            await upkeep.keep_bounds(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
+            await upkeep.close_surplus_sessions(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
         await pass_time(stream, 0)
         assert turns_of(stream) == [("limit", [turns[0].turn_id]), ("limit", [turns[1].turn_id])]
 
 
-async def test_exact_tokens_are_looked_up_when_conversations_are_equal(stream: Bench) -> None:
+async def test_equal_conversations_are_told_apart_by_tokens(stream: Bench) -> None:
     a = ask([user("q")], "same", at=0, session_source="implicit")
     b = ask([user("q")], "same", at=1, session_source="implicit", stop=False)
     exact = b.prompt_token_ids + b.choices[0].token_ids + (9, 9)
@@ -226,9 +226,9 @@ def history(seed: int) -> list[Event]:
         messages: list[Message] = [user("q")]
         turns = []
         for at in range(choose.randint(1, 4)):
-            made = ask(messages, f"{name}{at}", at=at + choose.random(), session_source="implicit")
-            turns.append(made)
-            messages = after(made, tool(choose.choice("xy")))
+            turn = ask(messages, f"{name}{at}", at=at + choose.random(), session_source="implicit")
+            turns.append(turn)
+            messages = after(turn, tool(choose.choice("xy")))
         runs.append(turns)
         events += turns
     for at, turns in enumerate(runs):
@@ -257,32 +257,32 @@ async def test_duplicates_and_reordering_change_no_trajectory(with_settings: Ope
                 at[which] += size
             await pass_time(stream, 1)
             assert await stream.count("ends") == 0
-            made = [one.model_copy(update={"time": START}) for one in stream.sent(Trajectory)]
-            outcomes.append(sorted(made, key=lambda one: one.trajectory_id))
+            trajectories = [trajectory.model_copy(update={"time": START}) for trajectory in stream.sent(Trajectory)]
+            outcomes.append(sorted(trajectories, key=lambda closed: closed.trajectory_id))
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert {turn for made in outcomes[0] for turn in made.turn_ids} == {
+    assert {turn for trajectory in outcomes[0] for turn in trajectory.turn_ids} == {
         event.turn_id for event in events if isinstance(event, Turn)
     }
 
 
-async def test_an_end_before_any_session_is_harmless(stream: Bench) -> None:
+async def test_end_before_its_session_is_harmless(stream: Bench) -> None:
     await stream.deliver(commit(), end())
     assert (turns_of(stream), await stream.count("ends")) == ([], 0)
 
 
 @pytest.mark.parametrize("word", ["label", "edit", "facts"])
-async def test_a_commit_closes_what_was_judged_in_any_form(stream: Bench, word: str) -> None:
+async def test_commit_closes_runs_with_feedback_in_any_form(stream: Bench, word: str) -> None:
     turn = ask([user("q")])
-    said = {
+    feedback_by_form = {
         "label": feedback("s", value=None, label="good"),
         "edit": feedback("s", turn, value=None, edit=Message(role="assistant", content="better")),
         "facts": feedback("s", value=None, comment="seen"),
     }[word]
-    await stream.deliver(turn, said)
+    await stream.deliver(turn, feedback_by_form)
     await stream.deliver(commit())
-    assert [one.end_reason for one in stream.sent(Trajectory)] == ([] if word == "facts" else ["commit"])
+    assert [trajectory.end_reason for trajectory in stream.sent(Trajectory)] == ([] if word == "facts" else ["commit"])
 
 
-async def test_feedback_about_a_task_is_not_the_collectors(stream: Bench) -> None:
+async def test_feedback_about_a_task_is_ignored(stream: Bench) -> None:
     await stream.deliver(feedback("any", level="task", task_id="t", partition=0))
     assert await stream.count("feedback") == 0

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from sqlalchemy import text
 
-from headrace_collector.idle import find_idle
+from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
@@ -18,7 +18,7 @@ from tests.support.turns import after, ask, commit, end, feedback, tool, user
 from tests.unit.collector.conftest import Open, pass_time, turns_of
 
 
-async def test_an_end_call_closes_the_session(stream: Bench) -> None:
+async def test_end_call_closes_the_session(stream: Bench) -> None:
     first = ask([user("q")], "a", at=0)
     second = ask(after(first, tool("r")), "b", at=1)
     await stream.deliver(first, second)
@@ -27,7 +27,7 @@ async def test_an_end_call_closes_the_session(stream: Bench) -> None:
     assert turns_of(stream) == [("end_call", [first.turn_id, second.turn_id])]
 
 
-async def test_an_end_that_overtakes_its_only_turn_waits_for_it(stream: Bench) -> None:
+async def test_end_waits_for_its_only_turn(stream: Bench) -> None:
     (turn,) = stream.produce(ask([user("q")]))
     await stream.deliver(end())
     assert await stream.count("ends") == 1
@@ -35,7 +35,7 @@ async def test_an_end_that_overtakes_its_only_turn_waits_for_it(stream: Bench) -
     assert [len(turns) for _, turns in turns_of(stream)] == [1]
 
 
-async def test_an_end_that_overtakes_its_turns_waits_for_them(stream: Bench) -> None:
+async def test_end_waits_for_its_turns(stream: Bench) -> None:
     first, second = stream.produce(ask([user("q")], at=0), ask([user("p")], at=1))
     await stream.deliver(end())
     await stream.deliver(first)
@@ -44,27 +44,27 @@ async def test_an_end_that_overtakes_its_turns_waits_for_them(stream: Bench) -> 
     assert [len(turns) for _, turns in turns_of(stream)] == [2]
 
 
-async def test_an_end_in_the_batch_of_its_turns_closes_at_once(stream: Bench) -> None:
+async def test_end_in_the_batch_of_its_turns_closes_at_once(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(end(), turn)
     assert turns_of(stream) == [("end_call", [turn.turn_id])]
 
 
-async def test_partitions_do_not_wait_for_each_other(stream: Bench) -> None:
+async def test_ends_of_partitions_are_independent(stream: Bench) -> None:
     stream.produce(ask([user("q")], session="elsewhere"), partition=1)
     await stream.deliver(ask([user("q")]))
     await stream.deliver(end())
     assert len(turns_of(stream)) == 1
 
 
-async def test_an_end_waits_for_feedback_that_was_sent_before_it(stream: Bench) -> None:
+async def test_end_waits_for_earlier_feedback(stream: Bench) -> None:
     a, b = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(a, b)
     judged = stream.produce(feedback("s", a, run_id="7"))[0]
     await stream.deliver(end())
     assert turns_of(stream) == []
     await stream.deliver(judged)
-    assert sorted(made.run_id or "" for made in stream.sent(Trajectory)) == ["", "7"]
+    assert sorted(trajectory.run_id or "" for trajectory in stream.sent(Trajectory)) == ["", "7"]
 
 
 async def test_feedback_may_end_its_session(stream: Bench) -> None:
@@ -76,7 +76,7 @@ async def test_feedback_may_end_its_session(stream: Bench) -> None:
     assert stream.sent(Trajectory)[0].context == {"expected": "x"}
 
 
-async def test_feedback_that_lists_turns_ends_their_run_alone(stream: Bench) -> None:
+async def test_feedback_with_turns_ends_their_run_only(stream: Bench) -> None:
     a, b = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(a, b, feedback("s", b, ends_session=True))
     assert turns_of(stream) == [("feedback", [b.turn_id])]
@@ -87,23 +87,27 @@ async def test_feedback_that_lists_turns_ends_their_run_alone(stream: Bench) -> 
     assert turns_of(stream)[1:] == [("end_call", [a.turn_id])]
 
 
-async def test_a_commit_closes_what_has_feedback(stream: Bench) -> None:
+async def test_commit_closes_runs_with_feedback(stream: Bench) -> None:
     judged, silent = ask([user("q")], session="judged"), ask([user("q")], session="silent")
     other = ask([user("q")], session="other", tenant="b")
-    said = [feedback("judged"), feedback("other", tenant="b"), feedback("silent", value=None, context={"a": 1})]
-    await stream.deliver(judged, silent, other, *said)
+    feedback_events = [
+        feedback("judged"),
+        feedback("other", tenant="b"),
+        feedback("silent", value=None, context={"a": 1}),
+    ]
+    await stream.deliver(judged, silent, other, *feedback_events)
     await stream.deliver(commit())
     assert turns_of(stream) == [("commit", [judged.turn_id])]
 
 
-async def test_a_commit_may_name_a_time(stream: Bench) -> None:
+async def test_commit_may_name_a_time(stream: Bench) -> None:
     old, new = ask([user("q")], session="old", at=9), ask([user("q")], session="new", at=9.001)  # each takes 1 s
     await stream.deliver(old, new, feedback("old"), feedback("new"))
     await stream.deliver(commit(before=10))
     assert turns_of(stream) == [("commit", [old.turn_id])]
 
 
-async def test_a_commit_is_for_its_own_partition(stream: Bench) -> None:
+async def test_commit_applies_to_its_partition(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(turn, feedback(), partition=1)
     await stream.deliver(commit(0), partition=0)
@@ -113,7 +117,7 @@ async def test_a_commit_is_for_its_own_partition(stream: Bench) -> None:
 
 
 @postgres_is_long()
-async def test_a_commit_closes_thousands_in_steps(with_settings: Open) -> None:
+async def test_commit_closes_thousands_of_sessions_in_steps(with_settings: Open) -> None:
     async with with_settings() as stream:
         sessions = [f"s{n}" for n in range(450)]
         await stream.deliver(*(ask([user("q")], session=name) for name in sessions))
@@ -128,7 +132,7 @@ async def test_a_commit_closes_thousands_in_steps(with_settings: Open) -> None:
         assert await stream.count("ends") == 0
 
 
-async def test_a_run_ends_when_nothing_was_seen_of_it_for_long(stream: Bench) -> None:
+async def test_idle_run_ends(stream: Bench) -> None:
     first = ask([user("q")])
     stream.clock.advance(400)
     await stream.deliver(first)
@@ -141,7 +145,7 @@ async def test_a_run_ends_when_nothing_was_seen_of_it_for_long(stream: Bench) ->
     assert turns_of(stream) == [("idle", [first.turn_id, second.turn_id])]
 
 
-async def test_idleness_is_each_runs_own(stream: Bench) -> None:
+async def test_idleness_is_measured_for_each_run(stream: Bench) -> None:
     stream.clock.advance(400)
     quiet, busy = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(quiet, busy)
@@ -151,7 +155,7 @@ async def test_idleness_is_each_runs_own(stream: Bench) -> None:
     assert turns_of(stream) == [("idle", [quiet.turn_id])]
 
 
-async def test_a_restarted_collector_splits_no_session(stream: Bench) -> None:
+async def test_restart_splits_no_session(stream: Bench) -> None:
     await stream.deliver(ask([user("q")]))
     await pass_time(stream, 299)
     assert turns_of(stream) == [], "the service has not been here for idle_s"
@@ -159,7 +163,7 @@ async def test_a_restarted_collector_splits_no_session(stream: Bench) -> None:
     assert len(turns_of(stream)) == 1
 
 
-async def test_what_is_old_at_the_start_is_idle_only_once_the_service_has_been_here_for_as_long(stream: Bench) -> None:
+async def test_idleness_is_counted_from_the_start_of_the_service(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(turn)
     stream.clock.advance(10_000)
@@ -170,7 +174,7 @@ async def test_what_is_old_at_the_start_is_idle_only_once_the_service_has_been_h
     assert turns_of(stream) == [("idle", [turn.turn_id])]
 
 
-async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
+async def test_lag_splits_no_session(stream: Bench) -> None:
     first = ask([user("q")], at=0)
     second = stream.produce(first, ask(after(first, user("m")), at=1))[1]
     stream.clock.advance(400)
@@ -184,7 +188,7 @@ async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
     assert [len(turns) for _, turns in turns_of(stream)] == [2]
 
 
-async def test_an_end_that_nothing_can_reach_is_applied_in_the_end(stream: Bench) -> None:
+async def test_unreachable_end_is_applied_after_end_wait_s(stream: Bench) -> None:
     for number, session in enumerate(("at the start", "later")):
         turn = ask([user("q")], session=session)
         await stream.deliver(turn)
@@ -196,7 +200,7 @@ async def test_an_end_that_nothing_can_reach_is_applied_in_the_end(stream: Bench
         assert turns_of(stream)[number:] == [("end_call", [turn.turn_id])]
 
 
-async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench) -> None:
+async def test_turns_after_the_end_start_a_new_trajectory(stream: Bench) -> None:
     first = ask([user("q")], "a", at=0)
     await stream.deliver(first)
     await stream.deliver(end())
@@ -211,7 +215,7 @@ async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench
     assert branch.spans[0].start == len(late.prompt_token_ids), "its history is context"
 
 
-async def test_all_that_continues_a_closed_run_is_one_run(stream: Bench) -> None:
+async def test_turns_that_continue_a_closed_run_are_one_run(stream: Bench) -> None:
     closed = ask([user("q")], "a", at=0, session_source="implicit")
     await stream.deliver(closed)
     await stream.deliver(end())
@@ -221,7 +225,7 @@ async def test_all_that_continues_a_closed_run_is_one_run(stream: Bench) -> None
     assert turns_of(stream)[1:] == [("end_call", [left.turn_id, right.turn_id])]
 
 
-async def test_another_tenant_ends_nothing(stream: Bench) -> None:
+async def test_end_of_another_tenant_has_no_effect(stream: Bench) -> None:
     turn = ask([user("q")])
     forged = end(tenant="b").model_copy(update={"session_key": turn.session_key})
     await stream.deliver(turn)
@@ -229,12 +233,12 @@ async def test_another_tenant_ends_nothing(stream: Bench) -> None:
     assert turns_of(stream) == []
 
 
-async def test_an_end_without_a_session_is_dead_lettered(stream: Bench) -> None:
+async def test_end_without_a_session_is_dead_lettered(stream: Bench) -> None:
     await stream.deliver(SessionEnd(time=START, end_id="e"))
     assert [letter.reason for letter in stream.sent(DeadLetter)] == ["invalid_event"]
 
 
-async def test_a_session_that_grows_too_large_is_closed(with_settings: Open) -> None:
+async def test_session_beyond_the_completion_limit_is_closed(with_settings: Open) -> None:
     async with with_settings(completions_per_session_max=3) as stream:
         turns = [ask([user(f"q{at}")], at=at) for at in range(5)]
         await stream.deliver(*turns)
@@ -243,7 +247,7 @@ async def test_a_session_that_grows_too_large_is_closed(with_settings: Open) -> 
         assert turns_of(stream)[1:] == [("end_call", [turn.turn_id for turn in turns[3:]])]
 
 
-async def test_of_many_runs_under_one_key_those_not_seen_for_longest_are_closed(with_settings: Open) -> None:
+async def test_large_session_closes_the_longest_idle_runs(with_settings: Open) -> None:
     async with with_settings(completions_per_session_max=4) as stream:
         runs = [ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("abc")]
         for turn in runs:
@@ -257,13 +261,13 @@ async def test_of_many_runs_under_one_key_those_not_seen_for_longest_are_closed(
         assert turns_of(stream)[2:] == [("end_call", [runs[0].turn_id, more.turn_id])]
 
 
-async def test_tokens_are_bounded_too(with_settings: Open) -> None:
+async def test_session_beyond_the_token_limit_is_closed(with_settings: Open) -> None:
     async with with_settings(tokens_per_session_max=20) as stream:
         await stream.deliver(ask([user("x" * 30)]))
         assert [reason for reason, _ in turns_of(stream)] == ["limit"]
 
 
-async def test_the_bound_on_tokens_is_one_of_the_longest_branch_not_of_all_prompts_together(
+async def test_token_limit_applies_to_the_longest_branch(
     with_settings: Open,
 ) -> None:
     async with with_settings(tokens_per_session_max=200) as stream:
@@ -281,7 +285,7 @@ async def test_the_bound_on_tokens_is_one_of_the_longest_branch_not_of_all_promp
         assert tuple(ids[: len(too_long.prompt_token_ids)]) == tuple(too_long.prompt_token_ids)
 
 
-async def test_a_long_run_does_not_close_the_others_of_its_key(with_settings: Open) -> None:
+async def test_long_run_does_not_close_other_runs_of_its_key(with_settings: Open) -> None:
     async with with_settings(tokens_per_session_max=100) as stream:
         short = ask([user("s")], at=0, session_source="implicit")
         long = ask([user("l" * 120)], at=1, session_source="implicit")
@@ -292,7 +296,7 @@ async def test_a_long_run_does_not_close_the_others_of_its_key(with_settings: Op
 
 
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int) -> None:
+async def test_redelivered_end_closes_nothing_twice(stream: Bench, times: int) -> None:
     turn = ask([user("q")])
     await stream.deliver(turn)
     record = stream.produce(end())[0]
@@ -301,10 +305,10 @@ async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int)
     assert len(turns_of(stream)) == 1
 
 
-async def test_an_idle_run_is_found_once_while_its_end_waits(stream: Bench) -> None:
+async def test_idle_run_gets_one_end(stream: Bench) -> None:
     quiet, busy = ask([user("q")], session="quiet"), ask([user("q")], session="busy")
     await stream.deliver(quiet)
-    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
+    idle = partial(end_idle_runs, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
     stream.clock.advance(100)
     await stream.deliver(busy)
     stream.clock.advance(200)
@@ -319,33 +323,33 @@ async def test_an_idle_run_is_found_once_while_its_end_waits(stream: Bench) -> N
     assert await stream.count("ends") == 2
 
 
-async def test_each_run_of_a_session_is_looked_at_when_it_may_be_idle(stream: Bench) -> None:
+async def test_idle_check_is_scheduled_for_each_run(stream: Bench) -> None:
     quiet, busy = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(quiet)
     stream.clock.advance(200)
     await stream.deliver(busy)
-    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
-    for seconds, found in ((100, 1), (199, 1), (1, 2)):
+    idle = partial(end_idle_runs, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
+    for seconds, runs_expected in ((100, 1), (199, 1), (1, 2)):
         stream.clock.advance(seconds)
         await stream.step(idle)
-        assert await stream.count("ends") == found
+        assert await stream.count("ends") == runs_expected
 
 
-async def test_many_idle_runs_are_found_in_steps(stream: Bench) -> None:
+async def test_idle_runs_are_ended_in_steps(stream: Bench) -> None:
     turns = [ask([user("q")], session=f"s{number}") for number in range(60)]
     await stream.deliver(*turns)
     stream.clock.advance(300)
-    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 60})
+    idle = partial(end_idle_runs, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 60})
     assert [await stream.processor.step(idle) for _ in range(2)] == [True, False], "whether there is more to do"
     assert await stream.count("ends") == 60
 
 
-async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_long(stream: Bench) -> None:
+async def test_restart_delays_idleness(stream: Bench) -> None:
     await stream.deliver(ask([user("q")]))
     stream.clock.advance(10_000)  # it was away, and the client's next turn waits on the bus
     restarted = stream.clock.now()
     settings = CollectorSettings()
-    idle = partial(find_idle, settings=settings, started=restarted, turns_end={0: 1})
+    idle = partial(end_idle_runs, settings=settings, started=restarted, turns_end={0: 1})
     for seconds in (0, settings.idle_s - 1):
         stream.clock.advance(seconds)
         await stream.step(idle)

@@ -28,7 +28,7 @@ def _run() -> list[Turn]:
     return turns
 
 
-async def test_closing_a_long_run_does_not_block_the_loop(with_settings: Open) -> None:
+async def test_closing_a_long_run_does_not_block_the_event_loop(with_settings: Open) -> None:
     turns = _run()
     async with with_settings() as stream:
         for turn in turns:
@@ -36,16 +36,16 @@ async def test_closing_a_long_run_does_not_block_the_loop(with_settings: Open) -
         async with blocked() as block:
             await stream.deliver(end())
             await pass_time(stream, 1.0)
-        (made,) = stream.sent(Trajectory)
-    assert made.turn_ids == tuple(turn.turn_id for turn in turns)
+        (trajectory,) = stream.sent(Trajectory)
+    assert trajectory.turn_ids == tuple(turn.turn_id for turn in turns)
     assert block.busy_s < _BLOCK_S_MAX, f"{1000 * block.busy_s:.0f} ms"
 
 
 @pytest.mark.parametrize("tokens", [10, 40_000])
-async def test_runs_of_every_size_are_read_alike(with_settings: Open, tokens: int) -> None:
+async def test_runs_of_every_size_give_the_same_trajectory(with_settings: Open, tokens: int) -> None:
     """Short runs are read at once, long ones in a thread."""
     turn = ask([user("q")], "yes", prompt_token_ids=tuple(range(1, tokens)))
     async with with_settings() as stream:
         await stream.deliver(turn, end())
-        (made,) = stream.sent(Trajectory)
-    assert made.branches[0].token_ids == (*turn.prompt_token_ids, *turn.choices[0].token_ids)
+        (trajectory,) = stream.sent(Trajectory)
+    assert trajectory.branches[0].token_ids == (*turn.prompt_token_ids, *turn.choices[0].token_ids)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from headrace_collector import closing, feedback_targets, schema, store, upkeep
-from headrace_collector.trajectories import trajectory
+from headrace_collector.trajectories import build_trajectory
 from headrace_schemas import DeadLetter, Trajectory
 from tests.support.streams import Bench
 from tests.support.turns import ask, end, feedback, user
@@ -29,7 +29,7 @@ def turns() -> list[Any]:
 
 
 def closed_sessions(stream: Bench) -> set[str]:
-    return {made.session_id for made in stream.sent(Trajectory)}
+    return {trajectory.session_id for trajectory in stream.sent(Trajectory)}
 
 
 def named(stream: Bench) -> list[tuple[str, str]]:
@@ -40,26 +40,26 @@ OTHERS = {f"s{n}" for n in range(SESSIONS)} - {"s2"}
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("stage", ["trajectory", "load_turns", "facts_of_session", "about_run"])
-async def test_a_poisoned_session_ends_alone(
+@pytest.mark.parametrize("stage", ["build_trajectory", "load_turns", "facts_of_session", "feedback_about_run"])
+async def test_session_with_an_error_fails_alone(
     stream: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
     sent = turns()
     victim = sent[2]
-    place = {"trajectory": closing, "about_run": feedback_targets}.get(stage, store)
-    real = getattr(place, stage)
+    module = {"build_trajectory": closing, "feedback_about_run": feedback_targets}.get(stage, store)
+    real = getattr(module, stage)
 
     def is_victim(arguments: tuple[object, ...]) -> bool:
         return victim.turn_id in repr(arguments) or victim.session_key in repr(arguments)
 
-    if stage in ("trajectory", "about_run"):
+    if stage in ("build_trajectory", "feedback_about_run"):
 
         def planted(*arguments: object, **named_: object) -> object:
             if is_victim(arguments):
                 raise ERRORS[kind]()
             return real(*arguments, **named_)
 
-        monkeypatch.setattr(place, stage, planted)
+        monkeypatch.setattr(module, stage, planted)
     else:
 
         async def awaited(*arguments: object, **named_: object) -> object:
@@ -67,7 +67,7 @@ async def test_a_poisoned_session_ends_alone(
                 raise ERRORS[kind]()
             return await real(*arguments, **named_)
 
-        monkeypatch.setattr(place, stage, awaited)
+        monkeypatch.setattr(module, stage, awaited)
     await stream.deliver(*sent)
     await stream.deliver(*[end(f"s{n}", at=10) for n in range(SESSIONS)])
     await pass_time(stream, 1)
@@ -79,19 +79,21 @@ async def test_a_poisoned_session_ends_alone(
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 50_000], ids=range(4))
-async def test_a_turn_whose_content_is_damaged(stream: Bench, payload: bytes) -> None:
+async def test_turn_with_damaged_content_is_dead_lettered_alone(stream: Bench, payload: bytes) -> None:
     sent = turns()
     await stream.deliver(*sent)
     async with stream.processor.database.transaction() as tx:
-        own = schema.turns.c.turn_id == sent[2].turn_id
-        await tx.execute(update(schema.turns).where(own).values(payload=payload))
+        is_damaged_turn = schema.turns.c.turn_id == sent[2].turn_id
+        await tx.execute(update(schema.turns).where(is_damaged_turn).values(payload=payload))
     await stream.deliver(*[end(f"s{n}", at=10) for n in range(SESSIONS)])
     assert closed_sessions(stream) == OTHERS
     assert named(stream) == [("invalid_trajectory", sent[2].turn_id)]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_an_idle_session_that_cannot_be_read(stream: Bench, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+async def test_unreadable_idle_session_is_dead_lettered_alone(
+    stream: Bench, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     sent = turns()
     await stream.deliver(*sent)
     real = store.facts_of_session
@@ -109,7 +111,7 @@ async def test_an_idle_session_that_cannot_be_read(stream: Bench, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_a_large_session_whose_run_is_poisoned_loses_no_innocent_turn(
+async def test_large_session_with_a_failing_run_loses_no_other_turn(
     with_settings: Open, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The turn that makes the session too large is not the one at fault."""
@@ -118,36 +120,38 @@ async def test_a_large_session_whose_run_is_poisoned_loses_no_innocent_turn(
         def planted(*arguments: Any, **named_: Any) -> object:
             if named_["reason"] == "limit":
                 raise ERRORS[kind]()
-            return trajectory(*arguments, **named_)
+            return build_trajectory(*arguments, **named_)
 
-        monkeypatch.setattr(closing, "trajectory", planted)
-        many = [ask([user(f"q{n}")], session="s", at=n) for n in range(4)]
-        for turn in many:
+        monkeypatch.setattr(closing, "build_trajectory", planted)
+        sent = [ask([user(f"q{n}")], session="s", at=n) for n in range(4)]
+        for turn in sent:
             await stream.deliver(turn)
-        assert {source for _, source in named(stream)} == {turn.turn_id for turn in many[:3]}
+        assert {source for _, source in named(stream)} == {turn.turn_id for turn in sent[:3]}
         await stream.deliver(end("s", at=10))
-        assert [list(made.turn_ids) for made in stream.sent(Trajectory)] == [[many[3].turn_id]]
+        assert [list(trajectory.turn_ids) for trajectory in stream.sent(Trajectory)] == [[sent[3].turn_id]]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_feedback_whose_target_cannot_be_looked_for(
+async def test_feedback_with_a_failing_target_check_is_dead_lettered_alone(
     stream: Bench, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     sent = turns()
     await stream.deliver(*sent)
-    said = [feedback(f"s{n}", turn) for n, turn in enumerate(sent)]
-    await stream.deliver(*said)
+    feedback_events = [feedback(f"s{n}", turn) for n, turn in enumerate(sent)]
+    await stream.deliver(*feedback_events)
     real = upkeep._has_target
 
     async def planted(tx: Any, event: Any) -> bool:
-        if event.event_id == said[2].event_id:
+        if event.event_id == feedback_events[2].event_id:
             raise ERRORS[kind]()
         return await real(tx, event)
 
     monkeypatch.setattr(upkeep, "_has_target", planted)
     await pass_time(stream, 100_000)
-    assert ("handler_error", said[2].event_id) in named(stream)
+    assert ("handler_error", feedback_events[2].event_id) in named(stream)
     async with stream.processor.database.transaction() as tx:
         rows = (await tx.execute(schema.feedback.select())).mappings().all()
-    assert {row["event_id"] for row in rows} <= {one.event_id for one in said} - {said[2].event_id}
+    assert {row["event_id"] for row in rows} <= {feedback_item.event_id for feedback_item in feedback_events} - {
+        feedback_events[2].event_id
+    }
     assert all(row["resolved"] for row in rows)

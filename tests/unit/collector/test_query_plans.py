@@ -26,18 +26,18 @@ async def _use(stream: Bench, settings: CollectorSettings) -> None:
     await stream.deliver(ask([user("q")], session="other"), feedback("other"), commit())
     await stream.deliver(end())
     await pass_time(stream, 2000)
-    for step in (upkeep.keep_bounds, upkeep.forget, upkeep.find_targets):
+    for step in (upkeep.close_surplus_sessions, upkeep.delete_old_rows, upkeep.check_feedback_targets):
         await stream.step(partial(step, settings=settings))
     stream.clock.advance(settings.remember_s * 2)
     await stream.processor.prune()
 
 
 @postgres_is_long()
-async def test_nothing_reads_all_that_is_remembered(with_settings: Open) -> None:
+async def test_queries_never_scan_whole_tables(with_settings: Open) -> None:
     async with with_settings() as stream:
         settings = CollectorSettings()
         ages = Ages(epoch_ms(START), settings.remember_s, old=300, kept=300, open=100)
-        await fill_collector(stream.processor.database, _TURNS, ages, lambda _done, _total: None)
+        await fill_collector(stream.processor.database, _TURNS, ages, lambda _inserted, _total: None)
         with recorded(stream.processor.database) as statements:
             await _use(stream, settings)
         assert len(statements.found) > 20

@@ -10,11 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_collector.branches import pack
-from headrace_collector.facts import TurnFacts, facts_of
-from headrace_collector.feedback_targets import listings
-from headrace_collector.ordered_feedback import OrderedFeedback
-from headrace_collector.runs import Tokens, partition
+from headrace_collector.branches import pack_ids
+from headrace_collector.facts import TurnFacts, turn_facts
+from headrace_collector.feedback_targets import OrderedFeedback, listings_in
+from headrace_collector.runs import Tokens, partition_runs
 from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from tests.support.streams import START
@@ -27,41 +26,43 @@ def implicit(messages: Sequence[Message], *replies: str, at: float = 0.0, **fiel
 
 def facts(*turns: Turn) -> list[TurnFacts]:
     """As captured in the order of their times."""
-    return [facts_of(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
+    return [turn_facts(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
 
 
-def heard(*said: Feedback) -> list[OrderedFeedback]:
+def in_log_order(*feedback_events: Feedback) -> list[OrderedFeedback]:
     """In the order in which it was said."""
-    return [OrderedFeedback(one, place, 0) for place, one in enumerate(said)]
+    return [OrderedFeedback(event, offset, 0) for offset, event in enumerate(feedback_events)]
 
 
 def tokens(*turns: Turn) -> Tokens:
     return {
         turn.turn_id: (
-            pack(turn.prompt_token_ids),
-            [pack(turn.prompt_token_ids + choice.token_ids) for choice in turn.choices],
+            pack_ids(turn.prompt_token_ids),
+            [pack_ids(turn.prompt_token_ids + choice.token_ids) for choice in turn.choices],
         )
         for turn in turns
     }
 
 
-def runs(turns: Sequence[Turn], *said: Feedback, given: Tokens | None = None) -> list[list[Turn]]:
+def runs(turns: Sequence[Turn], *feedback_events: Feedback, tokens: Tokens | None = None) -> list[list[Turn]]:
     by_id = {turn.turn_id: turn for turn in turns}
-    found = partition(facts(*turns), listings(heard(*said)), given).runs
-    return [[by_id[turn.turn_id] for turn in run.turns] for run in found]
+    session_runs = partition_runs(facts(*turns), listings_in(in_log_order(*feedback_events)), tokens).runs
+    return [[by_id[turn.turn_id] for turn in run.turns] for run in session_runs]
 
 
-def test_a_session_that_the_client_named_is_one_run() -> None:
+def test_named_session_is_one_run() -> None:
     turns = [ask([user("a")], at=0), ask([user("b")], at=1), ask([user("a")], at=2)]
     assert runs(turns) == [turns]
     assert runs(turns, feedback("s", turns[0]), feedback("s", turns[1], turns[2])) == [turns], "lists name no runs"
 
 
-def test_feedback_that_names_runs_splits_a_named_session() -> None:
+def test_feedback_with_run_ids_splits_a_named_session() -> None:
     a, b = ask([user("a")], at=0), ask([user("b")], at=1)
     more = ask(after(b, user("c")), at=2)
-    said = feedback("s", a, run_id="0"), feedback("s", b, run_id="1")
-    assert runs([a, b, more], *said) == [[a], [b, more]], "a turn that nobody listed goes with what it continues"
+    feedback_events = feedback("s", a, run_id="0"), feedback("s", b, run_id="1")
+    assert runs([a, b, more], *feedback_events) == [[a], [b, more]], (
+        "a turn that nobody listed goes with what it continues"
+    )
 
 
 def test_run_ids_of_the_client_split_a_named_session() -> None:
@@ -70,47 +71,47 @@ def test_run_ids_of_the_client_split_a_named_session() -> None:
     assert runs([a, c], feedback("s", a, c, run_id="0", task_id="t")) == [[a, c]], "a task's name makes no other run"
 
 
-def test_a_name_is_one_run_whoever_gave_it() -> None:
+def test_equal_run_ids_of_client_and_feedback_are_one_run() -> None:
     a, b, c = (ask([user("q")], at=at, run_id=run) for at, run in enumerate(["0", "1", None]))
     assert runs([a, b, c], feedback("s", c, run_id="0")) == [[a, c], [b]], "the client or the feedback"
 
 
-def test_one_name_alone_splits_nothing() -> None:
+def test_single_run_id_splits_nothing() -> None:
     named, unnamed = ask([user("a")], at=0, run_id="0"), ask([user("b")], at=1)
     assert runs([named, unnamed]) == [[named, unnamed]]
 
 
-def test_conversations_that_open_alike_are_told_apart_by_their_history() -> None:
+def test_conversations_with_equal_openings_are_divided_by_history() -> None:
     a, b = implicit([user("q")], "red", at=0), implicit([user("q")], "blue", at=1)
     next_b, next_a = implicit(after(b, tool("x")), at=2), implicit(after(a, tool("x")), at=3)
     assert runs([a, b, next_b, next_a]) == [[a, next_a], [b, next_b]]
-    assert partition(facts(a, b, next_b, next_a), []).ties == frozenset(), "no tokens are needed to tell"
+    assert partition_runs(facts(a, b, next_b, next_a), []).ties == frozenset(), "no tokens are needed to tell"
 
 
-def test_equal_conversations_are_shared_out() -> None:
+def test_equal_conversations_are_continued_in_turn() -> None:
     a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
     next_a, next_b = implicit(after(a, tool("x")), "same", at=2), implicit(after(b, tool("x")), "same", at=3)
     last = implicit(after(next_a, tool("y")), at=4)
     assert runs([a, b, next_a, next_b, last]) == [[a, next_a, last], [b, next_b]]
 
 
-def test_exact_tokens_decide_between_equal_conversations() -> None:
+def test_exact_tokens_divide_equal_conversations() -> None:
     a = implicit([user("q")], "same", at=0)
     odd = (*a.choices[0].token_ids[:-2], 999)
     choice = replace_tokens(a, odd)
     b = implicit([user("q")], "same", at=1, choices=(choice,), usage=usage(a, len(odd)))
     heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=b.prompt_token_ids + odd + (7, 7))
     turns = [a, b, heir]
-    assert partition(facts(*turns), []).ties == {turn.turn_id for turn in turns}, "conversations alone do not tell"
-    assert runs(turns, given=tokens(*turns)) == [[a], [b, heir]]
+    assert partition_runs(facts(*turns), []).ties == {turn.turn_id for turn in turns}, "conversations alone do not tell"
+    assert runs(turns, tokens=tokens(*turns)) == [[a], [b, heir]]
 
 
-def test_tokens_that_are_no_longer_there_decide_nothing() -> None:
+def test_missing_tokens_do_not_change_runs() -> None:
     """Content is dropped after a while; what is left of a turn counts like one whose tokens do not match."""
     a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
     heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=(7, 7))
-    for known in ([heir, a, b], [heir, a], [heir, b], [heir], [a, b]):
-        assert runs([a, b, heir], given=tokens(*known)) == [[a, heir], [b]]
+    for tokens_of in ([heir, a, b], [heir, a], [heir, b], [heir], [a, b]):
+        assert runs([a, b, heir], tokens=tokens(*tokens_of)) == [[a, heir], [b]]
 
 
 def replace_tokens(turn: Turn, ids: tuple[int, ...]) -> Any:
@@ -121,7 +122,7 @@ def usage(turn: Turn, sampled: int) -> Any:
     return turn.usage.model_copy(update={"completion_tokens": sampled})
 
 
-def test_a_client_may_send_the_history_back_in_its_own_words() -> None:
+def test_history_with_changed_formatting_continues_its_run() -> None:
     call = ToolCall(id="1", function=FunctionCall(name="f", arguments='{"a": 1,  "b": [2]}'))
     first = implicit([user("q")])
     answer = Message(role="assistant", content=None, tool_calls=(call,), reasoning_content="hm")
@@ -134,82 +135,82 @@ def test_a_client_may_send_the_history_back_in_its_own_words() -> None:
     assert len(runs([first, implicit([user("q"), other, tool("r")], at=1)])) == 2
 
 
-def test_a_fork_inside_a_conversation_stays_in_its_run() -> None:
+def test_fork_stays_in_its_run() -> None:
     a = implicit([user("q")], "red", "blue")
     left, right = implicit(after(a, user("m"), choice=0), at=1), implicit(after(a, user("n"), choice=1), at=2)
     assert runs([a, left, right]) == [[a, left, right]]
 
 
-def test_a_list_says_exactly_which_turns_are_one_run() -> None:
+def test_listing_defines_exactly_one_run() -> None:
     a, orphan = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=1)
     b = implicit(after(a, tool("r")), at=2)
     unlisted, more = implicit(after(b, user("m")), at=3), implicit(after(orphan, user("m")), at=4)
     assert runs([a, orphan, b, unlisted, more], feedback("s", a, b)) == [[a, b], [orphan, more], [unlisted]]
 
 
-def test_lists_that_overlap_are_one_run_unless_they_name_different_ones() -> None:
+def test_overlapping_listings_are_one_run_unless_their_run_ids_differ() -> None:
     a, b, c = (implicit([user("q")], name, at=at) for at, name in enumerate("abc"))
     assert runs([a, b, c], feedback("s", a, b), feedback("s", b, c)) == [[a, b, c]]
-    one, other = feedback("s", a, b, run_id="0", at=50), feedback("s", b, c, run_id="1", at=60)
-    assert runs([a, b, c], one, other) == [[a], [b, c]], "the later list takes its turns away"
-    assert runs([a, b, c], other, one) == [[a, b], [c]], "whatever its clock says"
+    first, other = feedback("s", a, b, run_id="0", at=50), feedback("s", b, c, run_id="1", at=60)
+    assert runs([a, b, c], first, other) == [[a], [b, c]], "the later list takes its turns away"
+    assert runs([a, b, c], other, first) == [[a, b], [c]], "whatever its clock says"
 
 
-def test_clients_that_count_runs_from_zero_again_do_not_mix_them_up() -> None:
+def test_repeated_run_ids_of_feedback_are_different_runs() -> None:
     a, b = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=1)
-    said = feedback("s", a, task_id="t", run_id="0"), feedback("s", b, task_id="t", run_id="0")
-    assert runs([a, b], *said) == [[a], [b]]
+    feedback_events = feedback("s", a, task_id="t", run_id="0"), feedback("s", b, task_id="t", run_id="0")
+    assert runs([a, b], *feedback_events) == [[a], [b]]
 
 
-def test_runs_that_the_client_numbers_itself_need_no_session() -> None:
+def test_run_ids_divide_runs_without_a_session() -> None:
     a, b = implicit([user("q")], "x", at=0, run_id="0"), implicit([user("q")], "x", at=1, run_id="1")
     rewritten = implicit([user("summary")], at=2, run_id="0")
     unnamed = implicit(after(rewritten, user("m")), at=3)
     assert runs([a, b, rewritten, unnamed]) == [[a, rewritten, unnamed], [b]]
 
 
-def test_tasks_that_count_their_runs_from_zero_are_told_apart_without_a_session() -> None:
+def test_equal_run_ids_of_different_tasks_are_different_runs() -> None:
     a, b = (implicit([user("q")], "x", at=at, task_id=task, run_id="0") for at, task in enumerate("tu"))
     assert runs([a, b]) == [[a], [b]]
 
 
-def test_a_retry_is_in_the_run_of_what_it_repeats() -> None:
+def test_retry_is_in_the_run_of_its_original() -> None:
     lost, parallel = implicit([user("q")], "x", delivered=False), implicit([user("q")], "y", at=1)
     retry = implicit([user("q")], "z", at=5, retry=1)
     more = implicit(after(retry, tool("r")), at=6)
     assert runs([lost, parallel, retry, more]) == [[lost, retry, more], [parallel]]
 
 
-def test_what_continues_a_closed_run_starts_a_new_one() -> None:
+def test_turn_that_continues_a_closed_run_starts_a_new_run() -> None:
     a = implicit([user("q")], "x")
     late = implicit(after(a, user("late")), at=1)
     follows, fork = implicit(after(late, user("m")), at=2), implicit(after(a, user("other")), at=3)
     stranger = implicit([user("q")], "y", at=4)
-    known = facts(a, late, follows, fork, stranger)
-    closed = [replace(known[0], trajectory_id="t"), *known[1:]]
-    found = [sorted(run.turn_ids) for run in partition(closed, []).runs]
-    assert found == [sorted([late.turn_id, follows.turn_id, fork.turn_id]), [stranger.turn_id]]
+    tokens_of = facts(a, late, follows, fork, stranger)
+    closed = [replace(tokens_of[0], trajectory_id="t"), *tokens_of[1:]]
+    session_runs = [sorted(run.turn_ids) for run in partition_runs(closed, []).runs]
+    assert session_runs == [sorted([late.turn_id, follows.turn_id, fork.turn_id]), [stranger.turn_id]]
 
 
-def test_of_equal_conversations_the_open_one_is_continued() -> None:
+def test_open_run_is_continued_among_equal_conversations() -> None:
     closed, still_open = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
     heir = implicit(after(closed, tool("x")), at=2)
-    known = facts(closed, still_open, heir)
-    (run,) = partition([replace(known[0], trajectory_id="t"), *known[1:]], []).runs
+    tokens_of = facts(closed, still_open, heir)
+    (run,) = partition_runs([replace(tokens_of[0], trajectory_id="t"), *tokens_of[1:]], []).runs
     assert run.turn_ids == {still_open.turn_id, heir.turn_id}
 
 
-def test_runs_that_begin_at_one_place_are_in_the_order_of_their_first_turns() -> None:
+def test_runs_with_equal_offsets_are_ordered_by_first_turn() -> None:
     a, b = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=0)
     more = implicit(after(a, tool("r")), at=1)
     assert a.turn_id < b.turn_id < more.turn_id
     assert runs([b, a, more]) == [[a, more], [b]]
 
 
-def test_each_model_of_a_run_is_a_trajectory_of_its_own() -> None:
+def test_models_of_a_run_are_separate_trajectories() -> None:
     a, b = ask([user("q")], at=0), ask([user("q")], at=1, model="other")
-    found = partition(facts(a, b), []).runs
-    assert [(run.turns[0].model, run.models) for run in found] == [("m", 2), ("other", 2)]
+    session_runs = partition_runs(facts(a, b), []).runs
+    assert [(run.turns[0].model, run.models) for run in session_runs] == [("m", 2), ("other", 2)]
 
 
 @st.composite
@@ -230,18 +231,18 @@ def traffic(draw: st.DrawFn) -> tuple[list[Turn], list[Feedback]]:
 @settings(max_examples=150, deadline=None)
 @given(traffic(), st.randoms(use_true_random=False))
 def test_runs_do_not_depend_on_the_order_of_arrival(
-    made: tuple[list[Turn], list[Feedback]], shuffle: random.Random
+    history: tuple[list[Turn], list[Feedback]], shuffle: random.Random
 ) -> None:
-    turns, lists = made
-    said = heard(*lists)
-    expected = partition(facts(*turns), listings(said))
+    turns, lists = history
+    feedback_events = in_log_order(*lists)
+    expected = partition_runs(facts(*turns), listings_in(feedback_events))
     assert sorted(turn.turn_id for run in expected.runs for turn in run.turns) == sorted(t.turn_id for t in turns)
     shuffle.shuffle(turns)
-    shuffle.shuffle(said)
-    assert partition(facts(*turns), listings(said)) == expected
+    shuffle.shuffle(feedback_events)
+    assert partition_runs(facts(*turns), listings_in(feedback_events)) == expected
 
 
-def test_a_word_about_one_turn_does_not_say_that_the_turn_is_a_run() -> None:
+def test_feedback_about_one_turn_is_not_a_listing() -> None:
     """Else an edit would tear a turn out of its run, where the client named no session."""
     first = implicit([user("q")], "a")
     second = implicit(after(first, user("and?")), "b", at=5)
@@ -255,7 +256,9 @@ def test_a_word_about_one_turn_does_not_say_that_the_turn_is_a_run() -> None:
         feedback("s", second, value=1.0, level="session"),
         feedback("s", first, second, value=None, preference=pair),
     ):
-        assert listings(heard(word)) == []
-        assert len(partition(facts(first, second), listings(heard(word))).runs) == 1
-    whole = feedback("s", second, value=1.0)
-    assert len(partition(facts(first, second), listings(heard(whole))).runs) == 2, "a list of turns is a run"
+        assert listings_in(in_log_order(word)) == []
+        assert len(partition_runs(facts(first, second), listings_in(in_log_order(word))).runs) == 1
+    session_feedback = feedback("s", second, value=1.0)
+    assert len(partition_runs(facts(first, second), listings_in(in_log_order(session_feedback))).runs) == 2, (
+        "a list of turns is a run"
+    )

@@ -25,8 +25,8 @@ def _commit(tenant: str) -> SessionEnd:
 
 
 def _published(stream: Bench, tenant: str) -> list[dict[str, Any]]:
-    made = [one for one in stream.sent(Trajectory) if one.tenant == tenant]
-    return [one.model_dump(exclude={"time", "turns_from"}) for one in made]
+    trajectories = [trajectory for trajectory in stream.sent(Trajectory) if trajectory.tenant == tenant]
+    return [event.model_dump(exclude={"time", "turns_from"}) for event in trajectories]
 
 
 @pytest.mark.parametrize(("mine", "other"), TENANTS)
@@ -46,15 +46,15 @@ async def test_equal_ids_of_another_tenant_change_nothing(with_settings: Open, m
     ]
     copies = [*_copied([*opinions, *ending, *foreign], other)]
     results = []
-    for theirs in ((), copies):
+    for foreign_turns in ((), copies):
         async with with_settings() as stream:
-            await stream.deliver(*theirs)
+            await stream.deliver(*foreign_turns)
             for event in (*turns, *opinions):
                 await stream.deliver(event)
-                await stream.deliver(*theirs)
+                await stream.deliver(*foreign_turns)
                 assert _published(stream, mine) == []
             await stream.deliver(*ending)
-            await stream.deliver(*theirs)
+            await stream.deliver(*foreign_turns)
             await pass_time(stream, 1.0)
             results.append(_published(stream, mine))
             assert stream.sent(DeadLetter) == []
@@ -63,14 +63,14 @@ async def test_equal_ids_of_another_tenant_change_nothing(with_settings: Open, m
 
 
 @pytest.mark.parametrize(("mine", "other"), TENANTS)
-async def test_forged_turns_are_refused_by_name(with_settings: Open, mine: str, other: str) -> None:
+async def test_forged_turns_are_dead_lettered_with_the_reason(with_settings: Open, mine: str, other: str) -> None:
     """Neither another tenant's session key nor the id of another session's turn takes anything away."""
     turn = ask([user("q")], "yes", tenant=mine)
-    theirs = ask([user("q")], "no", tenant=other)
+    foreign_turn = ask([user("q")], "no", tenant=other)
     forged = [
         turn.model_copy(update={"tenant": other}),
-        theirs.model_copy(update={"turn_id": turn.turn_id}),
-        theirs.model_copy(update={"session_key": turn.session_key}),
+        foreign_turn.model_copy(update={"turn_id": turn.turn_id}),
+        foreign_turn.model_copy(update={"session_key": turn.session_key}),
         ask([user("q")], tenant=other, turn_id="own-name"),
         ask([user("q")], tenant=mine, turn_id="own-name"),
     ]
@@ -79,4 +79,6 @@ async def test_forged_turns_are_refused_by_name(with_settings: Open, mine: str, 
         await stream.deliver(turn, end(tenant=mine))
         reasons = sorted(letter.reason for letter in stream.sent(DeadLetter))
         assert reasons == ["foreign_session_key", "foreign_session_key", "foreign_turn_id", "turn_taken"]
-        assert [made["branches"][0]["spans"][0]["turn_id"] for made in _published(stream, mine)] == [turn.turn_id]
+        assert [trajectory["branches"][0]["spans"][0]["turn_id"] for trajectory in _published(stream, mine)] == [
+            turn.turn_id
+        ]

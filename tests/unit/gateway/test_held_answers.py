@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_gateway.chat_request import parse_chat
-from headrace_registry.shadow.asking import request_body
+from headrace_registry.shadow.gateway_client import request_body
 from headrace_schemas import Grammar, Sampling, Tool
 from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway

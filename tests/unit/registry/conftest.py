@@ -9,21 +9,21 @@ import pytest_asyncio
 
 from headrace_registry.tables import METADATA
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.transitions import Book
+from tests.unit.registry.transitions import RegistryState
 
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    made = Rig(data_dir)
-    await made.start()
-    yield made
-    await made.database.close()
+    opened = Rig(data_dir)
+    await opened.start()
+    yield opened
+    await opened.database.close()
 
 
 @pytest_asyncio.fixture
-async def book(data_dir: Path) -> AsyncIterator[Book]:
+async def registry(data_dir: Path) -> AsyncIterator[RegistryState]:
     rig = Rig(data_dir)
     async with rig.database.transaction() as tx:
         await tx.run_sync(METADATA.create_all)
-        yield Book(rig, tx)
+        yield RegistryState(rig, tx)
     await rig.database.close()

@@ -10,9 +10,9 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollout_tables import READINGS, UNITS
-from headrace_registry.rollouts import kept, ledger
-from headrace_registry.rollouts.kept import KeptRollout
+from headrace_registry.rollouts import rollout_store, unit_store
 from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
+from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage, ids
@@ -120,7 +120,7 @@ class Street:
 
         async def work(tx: AsyncConnection, _now: object) -> list[Event]:
             await self.rig.lease.check(tx)
-            await ledger.elapse(tx, round(seconds * 1000))
+            await unit_store.advance_clocks(tx, round(seconds * 1000))
             return []
 
         await self.rig.processor.step(work)
@@ -128,21 +128,21 @@ class Street:
         self.rig.follow()
         await self.rig.director.tick()
 
-    async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> KeptRollout:
+    async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> RolloutRecord:
         """Users come until the rollout ends."""
         began = self._count
         last = await self.last()
-        while last.going_on and self.rig.routing.split is not None:
+        while last.is_under_way and self.rig.routing.split is not None:
             assert self._count - began < sessions_max, (last.statistics, self.rig.decided())
             await self.sessions(at_once)
             await self.watch(61)
             last = await self.last()
         return last
 
-    async def last(self) -> KeptRollout:
+    async def last(self) -> RolloutRecord:
         async with self.rig.database.transaction() as tx:
-            (found,) = await kept.newest(tx, MODEL, 1)
-        return found
+            (rollout,) = await rollout_store.newest(tx, MODEL, 1)
+        return rollout
 
     async def readings(self) -> list[tuple[str, str, bool]]:
         """Look, unit, and whether it is the candidate's, in order."""
@@ -166,4 +166,4 @@ async def under_way(rig: Rig, step: int = 1, parent: str | None = None) -> str:
 
 def steps(rig: Rig, version: str) -> list[str]:
     """The steps of the version's rollouts, as they were published."""
-    return [one.rollout.kind for one in rig.sent(ModelEvent) if one.rollout and one.version == version]
+    return [event.rollout.kind for event in rig.sent(ModelEvent) if event.rollout and event.version == version]

@@ -14,14 +14,14 @@ from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
-from headrace_registry.app import live
-from headrace_registry.director import Director
+from headrace_registry.app import traffic_handlers
 from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
+from headrace_registry.model_controller import ModelController
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.rollouts.reports import Reports
-from headrace_registry.rollouts.watching import TurnHandler
+from headrace_registry.rollouts.traffic_handlers import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.shadow.sampling import PromptSampler
@@ -96,7 +96,7 @@ class FakeGate:
         self.scores: dict[str, dict[str, float] | GateFailed] = {}
         self.runs: list[set[str]] = []
         """Who played, for each start of the program."""
-        self.asked: list[tuple[str, str, int]] = []
+        self.requests: list[tuple[str, str, int]] = []
         """Every play: version, task, seed."""
         self.cancelled: list[set[str]] = []
         self.open = asyncio.Event()
@@ -128,12 +128,12 @@ class FakeSession:
 
     async def play(self, version: str, task: str, seed: int) -> float:
         self.players.add(version)
-        self._gate.asked.append((version, task, seed))
+        self._gate.requests.append((version, task, seed))
         await self._gate.open.wait()
-        found = self._gate.scores.get(version, EQUAL)
-        if isinstance(found, GateFailed):
-            raise found
-        return found.get(task, EQUAL[task])
+        score = self._gate.scores.get(version, EQUAL)
+        if isinstance(score, GateFailed):
+            raise score
+        return score.get(task, EQUAL[task])
 
 
 class Rig:
@@ -161,7 +161,7 @@ class Rig:
         self.reports: Reports | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
-        self._director: Director | None = None
+        self._director: ModelController | None = None
         self.boot()
 
     def boot(self) -> None:
@@ -175,7 +175,7 @@ class Rig:
         turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max, sampler)
         handlers: dict[str, Handler] = {
             Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
-            **live(turns, self.lease, self.settings),
+            **traffic_handlers(turns, self.lease, self.settings),
         }
         self.processor = Processor(
             service="registry",
@@ -188,13 +188,13 @@ class Rig:
             clock=self.clock,
             limits=ProcessorLimits(retry_s=1.0),
         )
-        self._director = Director(
+        self._director = ModelController(
             self.processor,
             self.lease,
             self.gate,
             self.settings,
             self.replicas.values,
-            lambda _wanted: self.watching,
+            lambda _enabled: self.watching,
             self.reports,
             self.answers,
         )
@@ -211,7 +211,7 @@ class Rig:
             await self.director.tick()
 
     @property
-    def director(self) -> Director:
+    def director(self) -> ModelController:
         assert self._director is not None
         return self._director
 
@@ -254,9 +254,9 @@ class Rig:
 
     def heartbeat(self, replica_id: str = "r1", **versions: str) -> None:
         """A replica that holds `versions` in the given states, `ready` ones with a passed probe."""
-        self.say(replica_id, *(loaded(name, state) for name, state in versions.items()))
+        self.report(replica_id, *(loaded(name, state) for name, state in versions.items()))
 
-    def say(self, replica_id: str, *versions: LoadedVersion, stopping: bool = False) -> None:
+    def report(self, replica_id: str, *versions: LoadedVersion, stopping: bool = False) -> None:
         self.replicas[replica_id] = Replica(
             time=self.clock.now(),
             replica_id=replica_id,
@@ -274,7 +274,7 @@ class Rig:
         routings = self.sent(Routing)
         serve = routings[-1].serve if routings else ()
         for replica_id in replica_ids or ("r1",):
-            self.say(replica_id, *(loaded(served.version) for served in serve))
+            self.report(replica_id, *(loaded(served.version) for served in serve))
 
     # running
 
@@ -340,9 +340,9 @@ class Rig:
             return await self.model_in(tx)
 
     async def model_in(self, tx: AsyncConnection) -> ModelRecord:
-        found = await store.model(tx, MODEL)
-        assert found is not None
-        return found
+        model = await store.load_model(tx, MODEL)
+        assert model is not None
+        return model
 
     async def change(self, change: Callable[[Transition, ModelRecord], Awaitable[None]]) -> None:
         """What an operator does through the REST interface."""
@@ -357,9 +357,9 @@ class Rig:
 
     async def record(self, version: str) -> VersionRecord:
         async with self.database.transaction() as tx:
-            found = await store.version(tx, version)
-        assert found is not None
-        return found
+            record = await store.load_version(tx, version)
+        assert record is not None
+        return record
 
 
 def loaded(version: str, state: str = "ready", *, passed: bool = True, error: str | None = None) -> LoadedVersion:

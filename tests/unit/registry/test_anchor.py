@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_registry.records import ALONE
+from headrace_registry.records import CHAMPION_IS_ANCHOR
 from headrace_registry.transition import Transition
 from headrace_schemas import Routing
 from tests.unit.registry.rig import Rig, loaded
@@ -17,14 +17,14 @@ async def decided(rig: Rig, version: str, decision: str) -> None:
         await rig.until(lambda: (decision, version) in rig.decided())
 
 
-async def test_as_good_as_the_best_is_not_the_best(rig: Rig) -> None:
+async def test_anchor_stays_when_an_equal_version_is_promoted(rig: Rig) -> None:
     first, _, third = await rig.crowned(0, 1, 2)
     model = await rig.model()
     assert (model.champion, model.anchor, model.trials) == (third, first, 2)
     assert first in [served.version for served in rig.routing.serve], "it has to be there to play"
 
 
-async def test_small_losses_end_at_the_anchor(rig: Rig) -> None:
+async def test_anchor_bounds_the_sum_of_small_losses(rig: Rig) -> None:
     """Ten points each: the first passes the margin of 25, the second is 20 below the anchor, where 12.5 are allowed."""
     (first,) = await rig.crowned(0)
     rig.gate.scores[first] = level(0.9)
@@ -41,7 +41,7 @@ async def test_small_losses_end_at_the_anchor(rig: Rig) -> None:
     assert rig.routing.aliases == {"champion": second, "previous": first}
 
 
-async def test_whoever_is_shown_to_be_better_is_the_anchor_and_a_family_begins(rig: Rig) -> None:
+async def test_anchor_moves_to_a_better_version_and_starts_a_family(rig: Rig) -> None:
     (first,) = await rig.crowned(0)
     rig.gate.scores[first] = level(0.2)
     second = await rig.checkpoint(1)
@@ -59,7 +59,7 @@ async def test_whoever_is_shown_to_be_better_is_the_anchor_and_a_family_begins(r
     assert model.trials <= 1
 
 
-async def test_the_evidence_outlives_the_process(rig: Rig) -> None:
+async def test_anchor_evidence_survives_a_restart(rig: Rig) -> None:
     first, _ = await rig.crowned(0, 1)
     before = await rig.model()
     assert before.lead is not None
@@ -73,17 +73,17 @@ async def test_the_evidence_outlives_the_process(rig: Rig) -> None:
     assert after.lead != before.lead, "what champion and anchor played counts for the champion"
 
 
-async def test_an_operators_word_needs_no_anchor(rig: Rig) -> None:
+async def test_anchor_is_cleared_by_a_forced_promotion(rig: Rig) -> None:
     await rig.crowned(0, 1)
     forced = await rig.checkpoint(2)
     record = await rig.record(forced)
     async with rig.database.transaction() as tx:
         await Transition(tx, rig.clock.now()).request(record, "force")
     await decided(rig, forced, "promoted")
-    assert (await rig.model()).standing == ALONE
+    assert (await rig.model()).anchor_state == CHAMPION_IS_ANCHOR
 
 
-async def test_after_a_rollback_the_anchor_is_no_withdrawn_version_and_not_the_champion_itself(rig: Rig) -> None:
+async def test_anchor_after_a_rollback_is_neither_withdrawn_nor_the_champion(rig: Rig) -> None:
     first, second, third = await rig.crowned(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
@@ -93,28 +93,28 @@ async def test_after_a_rollback_the_anchor_is_no_withdrawn_version_and_not_the_c
     async with rig.database.transaction() as tx:
         await Transition(tx, rig.clock.now()).roll_back(model, "complaints")
     model = await rig.model()
-    assert (model.champion, model.standing) == (first, ALONE)
+    assert (model.champion, model.anchor_state) == (first, CHAMPION_IS_ANCHOR)
     assert third not in {first, second}
 
 
-async def test_a_withdrawn_anchor_is_none(rig: Rig) -> None:
+async def test_anchor_is_cleared_when_it_is_withdrawn(rig: Rig) -> None:
     first, _, third = await rig.crowned(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
         await Transition(tx, rig.clock.now()).withdraw(model, first, "leaks")
     model = await rig.model()
-    assert (model.champion, model.standing) == (third, ALONE)
+    assert (model.champion, model.anchor_state) == (third, CHAMPION_IS_ANCHOR)
 
 
-async def test_an_anchor_that_nobody_can_serve_is_left_out(rig: Rig) -> None:
+async def test_anchor_without_a_replica_is_left_out_of_the_trial(rig: Rig) -> None:
     first, second, third = await rig.crowned(0, 1, 2)
     fourth = await rig.checkpoint(3)
     await rig.ticks()
     rig.clock.elapsed_s += 1
 
     def replicas() -> bool:
-        others = (loaded(name) for name in (second, third, fourth))
-        rig.say("r1", *others, loaded(first, "failed", error="no memory"))
+        loaded_versions = (loaded(name) for name in (second, third, fourth))
+        rig.report("r1", *loaded_versions, loaded(first, "failed", error="no memory"))
         return ("promoted", fourth) in rig.decided()
 
     async with rig.running():
@@ -123,11 +123,11 @@ async def test_an_anchor_that_nobody_can_serve_is_left_out(rig: Rig) -> None:
     assert (await rig.model()).anchor == third
 
 
-async def test_a_trial_that_was_under_way_when_the_director_stopped_is_begun_anew(rig: Rig) -> None:
+async def test_trial_begins_again_after_the_controller_stopped(rig: Rig) -> None:
     await rig.crowned(0)
     rig.gate.open.clear()
     second = await rig.checkpoint(1)
     async with rig.running():
-        await rig.until(lambda: any(version == second for version, _, _ in rig.gate.asked))
+        await rig.until(lambda: any(version == second for version, _, _ in rig.gate.requests))
     rig.gate.open.set()
     await decided(rig, second, "promoted")

@@ -19,46 +19,51 @@ from tests.unit.registry.rig import MODEL, Rig, loaded
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
-    api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, made)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, changes)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry")
 
 
 @pytest_asyncio.fixture
 async def http(rig: Rig) -> AsyncIterator[httpx2.AsyncClient]:
-    async with client(rig) as made:
-        yield made
+    async with client(rig) as http_client:
+        yield http_client
 
 
 def error(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_api_lists_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.AsyncClient) -> None:
     old, new = await rig.crowned(0, 1)
     listed = ModelList.model_validate_json((await http.get("/v1/models")).content)
     assert [model.id for model in listed.data] == [MODEL]
     model = ModelState.model_validate_json((await http.get(f"/v1/models/{MODEL}")).content)
     assert (model.champion, model.previous, model.candidate) == (new, old, None)
     assert model.revision == rig.routing.revision
-    found = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
-    assert [version.id for version in found.data] == [new, old]
-    assert [event.decision for event in found.data[0].decisions] == ["registered", "probed", "promoted", "evaluated"]
-    assert found.data[0].decisions[-1].statistics["score"] == 0.5
+    version_list = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
+    assert [version.id for version in version_list.data] == [new, old]
+    assert [event.decision for event in version_list.data[0].decisions] == [
+        "registered",
+        "probed",
+        "promoted",
+        "evaluated",
+    ]
+    assert version_list.data[0].decisions[-1].statistics["score"] == 0.5
     assert (model.anchor, model.trials) == (old, 1), "as good as the first one is not better"
     limited = await http.get(f"/v1/models/{MODEL}/versions", params={"limit": "1"})
     assert len(VersionList.model_validate_json(limited.content).data) == 1
 
 
-async def test_model_without_a_replica_or_with_a_refused_base_has_a_trouble(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_api_reports_trouble_of_a_model_that_is_not_served(rig: Rig, http: httpx2.AsyncClient) -> None:
     async def trouble() -> str | None:
         return ModelState.model_validate_json((await http.get(f"/v1/models/{MODEL}")).content).trouble
 
     base = await rig.checkpoint(0)
     await rig.ticks()
     assert "no replica is alive" in str(await trouble())
-    rig.say("r1", loaded(base, "failed", error="tensor model.norm.weight is missing"))
+    rig.report("r1", loaded(base, "failed", error="tensor model.norm.weight is missing"))
     assert "replica r1: tensor model.norm.weight is missing" in str(await trouble())
     await rig.ticks()
     refused = str(await trouble())
@@ -66,7 +71,7 @@ async def test_model_without_a_replica_or_with_a_refused_base_has_a_trouble(rig:
     assert "tensor model.norm.weight is missing" in refused
     (champion,) = await rig.crowned(1)
     assert await trouble() is None
-    rig.say("r1", loaded(champion, passed=False, error="probe refused"))
+    rig.report("r1", loaded(champion, passed=False, error="probe refused"))
     assert await trouble() == f"no replica serves the champion {champion}: replica r1: probe refused"
     assert ModelList.model_validate_json((await http.get("/v1/models")).content).data[0].trouble == await trouble()
 
@@ -87,7 +92,7 @@ async def test_model_without_a_replica_or_with_a_refused_base_has_a_trouble(rig:
         ("POST", "/v1/models/m/withdraw", {"reason": "x" * 70_000}, 413, "body_too_large"),
     ],
 )
-async def test_refusals(
+async def test_api_refuses_invalid_requests_with_code_and_field(
     rig: Rig, http: httpx2.AsyncClient, method: str, path: str, body: object, status: int, code: str
 ) -> None:
     await rig.checkpoint(0)
@@ -96,11 +101,11 @@ async def test_refusals(
 
 
 async def _only(http: httpx2.AsyncClient) -> str:
-    found = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
-    return found.data[0].id
+    version_list = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
+    return version_list.data[0].id
 
 
-async def test_rolling_back_withdraws_the_bad_version(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_rollback_withdraws_the_champion(rig: Rig, http: httpx2.AsyncClient) -> None:
     first, second, third = await rig.crowned(0, 1, 2)
     answer = await http.post(f"/v1/models/{MODEL}/rollback", json={"reason": "users complain"})
     assert answer.status_code == 200
@@ -116,7 +121,7 @@ async def test_rolling_back_withdraws_the_bad_version(rig: Rig, http: httpx2.Asy
     assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "no_previous")
 
 
-async def test_nobody_falls_back_on_what_was_withdrawn(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_rollback_never_selects_a_withdrawn_version(rig: Rig, http: httpx2.AsyncClient) -> None:
     first, second, _ = await rig.crowned(0, 1, 2)
     assert (await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": first})).status_code == 200
     rig.follow()
@@ -125,20 +130,22 @@ async def test_nobody_falls_back_on_what_was_withdrawn(rig: Rig, http: httpx2.As
     assert first in rig.routing.withdrawn
 
 
-async def test_no_rollback_to_what_no_replica_holds(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_rollback_is_refused_without_a_replica_of_the_previous_version(
+    rig: Rig, http: httpx2.AsyncClient
+) -> None:
     _, new = await rig.crowned(0, 1)
-    rig.say("r1", loaded(new))
+    rig.report("r1", loaded(new))
     assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "previous_not_ready")
     assert rig.routing.champion == new
 
 
-async def test_promoting_past_the_gate_but_never_past_the_probe(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_forced_promotion_skips_the_gate_but_not_the_probe(rig: Rig, http: httpx2.AsyncClient) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
     async with rig.running():
         await rig.until(lambda: ("rejected", new) in rig.decided())
-    rig.say("r1", loaded(old))
+    rig.report("r1", loaded(old))
     answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": new, "force": True})
     assert answer.status_code == 202
     await rig.ticks()
@@ -150,7 +157,7 @@ async def test_promoting_past_the_gate_but_never_past_the_probe(rig: Rig, http: 
     assert rig.last("promoted").reason == "an operator promoted it past the gate"
 
 
-async def test_promoting_through_the_gate_gives_a_second_chance(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_promotion_through_the_gate_repeats_the_trial(rig: Rig, http: httpx2.AsyncClient) -> None:
     await rig.crowned(0)
     skipped, newest = await rig.checkpoint(1), await rig.checkpoint(2)
     async with rig.running():
@@ -163,7 +170,7 @@ async def test_promoting_through_the_gate_gives_a_second_chance(rig: Rig, http: 
     assert error(again) == (409, "already_champion")
 
 
-async def test_forcing_a_candidate_at_the_gate_does_not_wait_for_the_gate(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_forced_promotion_of_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
     (old,) = await rig.crowned(0)
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
@@ -173,7 +180,7 @@ async def test_forcing_a_candidate_at_the_gate_does_not_wait_for_the_gate(rig: R
         await rig.until(lambda: ("promoted", new) in rig.decided())
 
 
-async def test_withdrawing_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_withdrawal_of_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
     (old,) = await rig.crowned(0)
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
@@ -189,7 +196,7 @@ async def test_withdrawing_the_candidate_ends_its_gate_run(rig: Rig, http: httpx
     assert len([d for d in rig.decided() if d[0] == "withdrawn"]) == 1, "once is enough"
 
 
-async def test_withdrawal_is_taken_back_by_force_only(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_withdrawal_is_undone_by_force_only(rig: Rig, http: httpx2.AsyncClient) -> None:
     old, new = await rig.crowned(0, 1)
     assert error(await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new})) == (409, "is_champion")
     await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": old})
@@ -201,14 +208,14 @@ async def test_withdrawal_is_taken_back_by_force_only(rig: Rig, http: httpx2.Asy
     assert rig.routing.withdrawn == ()
 
 
-async def test_promoting_another_tokenizer_is_refused_even_by_force(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_forced_promotion_refuses_another_tokenizer(rig: Rig, http: httpx2.AsyncClient) -> None:
     await rig.crowned(0)
     other = await rig.checkpoint(1, tokenizer="c")
     answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": other, "force": True})
     assert error(answer) == (409, "incompatible_version")
 
 
-async def test_every_page_needs_the_internal_key_when_there_is_one(rig: Rig) -> None:
+async def test_api_requires_the_internal_key_on_every_page(rig: Rig) -> None:
     await rig.crowned(0, 1)
     async with client(rig, "secret") as http:
         path = f"/v1/models/{MODEL}/rollback"
@@ -219,7 +226,7 @@ async def test_every_page_needs_the_internal_key_when_there_is_one(rig: Rig) -> 
         assert (await http.post(path, headers={"Authorization": "Bearer secret"})).status_code == 200
 
 
-async def test_a_standby_answers_reads_and_refuses_changes(rig: Rig, http: httpx2.AsyncClient) -> None:
+async def test_standby_answers_reads_and_refuses_changes(rig: Rig, http: httpx2.AsyncClient) -> None:
     await rig.crowned(0, 1)
     await rig.lease.release()
     assert (await http.get("/v1/models")).status_code == 200

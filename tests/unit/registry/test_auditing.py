@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry import auditing
+from headrace_registry import audit_filter
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.filters import Lines
@@ -25,18 +25,18 @@ for line in sys.stdin:
 VERSION = "m@000000000000"
 
 
-async def test_each_play_is_told_with_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
-    said = BytesIO()
-    monkeypatch.setattr(auditing, "Lines", lambda: Lines(BytesIO(asked), said))
+async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
+    output = BytesIO()
+    monkeypatch.setattr(audit_filter, "Lines", lambda: Lines(BytesIO(request), output))
     settings = RegistrySettings.model_validate({"gate": {"command": [sys.executable, "-c", PROGRAM]}})
-    await auditing.run(Common(data_dir=tmp_path), settings)
-    word, _, value = said.getvalue().partition(b" ")
+    await audit_filter.run(Common(data_dir=tmp_path), settings)
+    word, _, value = output.getvalue().partition(b" ")
     assert word == b"measured"
     scores = (("a", 0.0), ("b", 0.1), ("c", 0.2), ("a", 0.3), ("b", 0.4))
     assert Measured.model_validate_json(value) == Measured(version=VERSION, scores=scores)
 
 
-async def test_without_a_program_nothing_can_be_measured(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="nothing plays held-out tasks"):
-        await auditing.run(Common(data_dir=tmp_path), RegistrySettings())
+async def test_audit_filter_requires_a_gate_program(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no program plays held-out tasks"):
+        await audit_filter.run(Common(data_dir=tmp_path), RegistrySettings())

@@ -31,7 +31,7 @@ async def roll_back(rig: Rig) -> None:
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_child_that_waits_is_withdrawn_with_its_parent(rig: Rig) -> None:
+async def test_withdrawal_includes_a_waiting_child(rig: Rig) -> None:
     _, bad = await chain(rig, 2)
     child = await rig.checkpoint(2, parent=bad)
     await roll_back(rig)
@@ -41,7 +41,7 @@ async def test_a_child_that_waits_is_withdrawn_with_its_parent(rig: Rig) -> None
     assert set(rig.routing.withdrawn) == {bad, child}
 
 
-async def test_a_child_at_the_gate_loses_its_place(rig: Rig) -> None:
+async def test_withdrawal_ends_the_trial_of_a_child(rig: Rig) -> None:
     good, bad = await chain(rig, 2)
     rig.gate.open.clear()
     child = await rig.checkpoint(2, parent=bad)
@@ -56,21 +56,21 @@ async def test_a_child_at_the_gate_loses_its_place(rig: Rig) -> None:
     assert [served.version for served in rig.routing.serve] == [good]
 
 
-async def test_children_that_come_later_are_withdrawn_at_the_door(rig: Rig) -> None:
+async def test_child_of_a_withdrawn_version_is_withdrawn_on_arrival(rig: Rig) -> None:
     good, bad = await chain(rig, 2)
     await roll_back(rig)
     child = await rig.checkpoint(2, parent=bad)
     grandchild = await rig.checkpoint(3, parent=child)
     fresh = await rig.checkpoint(4, parent=good)
     assert [await rig.state(name) for name in (child, grandchild)] == ["withdrawn", "withdrawn"]
-    told = rig.last("withdrawn")
-    assert (told.version, told.previous) == (grandchild, good), "the trainer hears where to go on"
+    event = rig.last("withdrawn")
+    assert (event.version, event.previous) == (grandchild, good), "the trainer hears where to go on"
     async with rig.running():
         await rig.until(lambda: ("promoted", fresh) in rig.decided())
     assert rig.routing.aliases == {"champion": fresh, "previous": good}
 
 
-async def test_the_version_that_takes_over_is_not_barred_although_it_descends(rig: Rig) -> None:
+async def test_rollback_keeps_a_descendant_that_becomes_champion(rig: Rig) -> None:
     old, new = await chain(rig, 2)
     async with client(rig) as http, rig.running():
         await http.post(f"/v1/models/{MODEL}/promote", json={"version": old})
@@ -83,19 +83,19 @@ async def test_the_version_that_takes_over_is_not_barred_although_it_descends(ri
         await rig.until(lambda: ("promoted", child) in rig.decided())
 
 
-async def test_withdrawing_an_ancestor_of_the_champion_bars_its_other_children(rig: Rig) -> None:
+async def test_withdrawal_of_a_champions_ancestor_includes_other_children(rig: Rig) -> None:
     old, champion = await chain(rig, 2)
     rig.gate.configured = False
-    other, own = await rig.checkpoint(2, parent=old), await rig.checkpoint(3, parent=champion)
+    other, child_of_champion = await rig.checkpoint(2, parent=old), await rig.checkpoint(3, parent=champion)
     async with client(rig) as http:
         await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": old})
     assert set(rig.routing.withdrawn) == {old, other}
     assert rig.routing.aliases == {"champion": champion}
     async with rig.running():
-        await rig.until(lambda: ("promoted", own) in rig.decided())
+        await rig.until(lambda: ("promoted", child_of_champion) in rig.decided())
 
 
-async def test_nothing_withdrawn_becomes_previous(rig: Rig) -> None:
+async def test_previous_is_never_a_withdrawn_version(rig: Rig) -> None:
     first, second, third = await chain(rig, 3)
     async with client(rig) as http:
         await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": first})
@@ -104,17 +104,17 @@ async def test_nothing_withdrawn_becomes_previous(rig: Rig) -> None:
     assert set(rig.routing.withdrawn) == {first, third}
 
 
-async def test_the_automatic_rollback_bars_too(rig: Rig) -> None:
+async def test_automatic_rollback_withdraws_descendants(rig: Rig) -> None:
     good, bad = await chain(rig, 2)
     child = await rig.checkpoint(2, parent=bad)
-    rig.say("r1", loaded(good), loaded(bad, "failed", error="no memory"))
+    rig.report("r1", loaded(good), loaded(bad, "failed", error="no memory"))
     await rig.ticks()
     assert rig.routing.aliases == {"champion": good}
     assert await rig.state(child) == "withdrawn"
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_trees_keep_the_barred_out(rig: Rig, seed: int) -> None:
+async def test_withdrawn_versions_never_serve_in_random_trees(rig: Rig, seed: int) -> None:
     """Whatever grows and whatever is rolled back: no version with a withdrawn ancestor has a role."""
     rng = random.Random(seed)
     rig.gate.configured = False
@@ -138,7 +138,7 @@ async def test_random_trees_keep_the_barred_out(rig: Rig, seed: int) -> None:
             assert parents[name] not in rig.routing.withdrawn, seed
 
 
-async def test_a_gate_result_of_a_former_leader_is_not_recorded(rig: Rig) -> None:
+async def test_former_leader_cannot_store_a_gate_result(rig: Rig) -> None:
     await chain(rig, 1)
     version = await rig.checkpoint(1)
     await rig.ticks(1)

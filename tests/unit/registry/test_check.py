@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from headrace_registry.check import check
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.stand_in_gateway import answering
+from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 
@@ -35,51 +35,51 @@ async def problems(tmp_path: Path, source: str, *, silence_s: float = 60.0) -> l
     return await check(Common(), settings)
 
 
-async def test_a_gate_that_prints_scores_is_fine_whatever_they_are(tmp_path: Path) -> None:
+async def test_check_accepts_any_scores(tmp_path: Path) -> None:
     assert await problems(tmp_path, GATE) == []
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("print('score: 7')", "line 1 of its output is not"),
         ("""print('{"task": "a", "score": 0.5}')""", 'line 1 of its output is not {"gate": [names of tasks]'),
         ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks are in both gate and audit, e.g. 'b'"),
-        ("", "it ended before it had named its tasks"),
+        ("", "the program ended before naming its tasks"),
     ],
 )
-async def test_a_gate_that_does_not_run_is_refused_with_what_it_said(tmp_path: Path, source: str, said: str) -> None:
+async def test_check_refuses_a_failing_gate_with_its_message(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(SettingError, match=r"registry\.gate\.command.*against a stand-in gateway") as refused:
         await problems(tmp_path, source)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_a_program_of_the_former_kind_is_refused_with_what_changed() -> None:
+def test_settings_refuse_a_gate_command_with_a_model_placeholder() -> None:
     """It was started for each version, which stood in its command."""
-    with pytest.raises(ValidationError, match=r"names \{model\}: .* told on its standard input.* docs/gate\.md"):
+    with pytest.raises(ValidationError, match=r"names \{model\}: .* from its standard input.* docs/gate\.md"):
         RegistrySettings.model_validate({"gate": {"command": ["{python}", "gate.py", "{model}"]}})
 
 
-async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+async def test_check_refuses_a_missing_program(tmp_path: Path) -> None:
     settings = RegistrySettings.model_validate({"gate": {"command": [str(tmp_path / "nothing")]}})
     with pytest.raises(SettingError, match="No such file"):
         await check(Common(), settings)
 
 
-async def test_a_gate_that_takes_its_time_has_started_well(tmp_path: Path) -> None:
+async def test_check_accepts_a_slow_gate(tmp_path: Path) -> None:
     assert await problems(tmp_path, "import time; time.sleep(600)", silence_s=1.0) == []
 
 
-async def test_without_a_gate_there_is_nothing_to_try() -> None:
+async def test_check_passes_without_a_gate() -> None:
     assert await check(Common(), RegistrySettings()) == []
 
 
-def test_the_stand_in_streams_and_takes_feedback() -> None:
-    with answering() as base_url:
+def test_stand_in_streams_and_accepts_feedback() -> None:
+    with run_stand_in() as base_url:
         body = {"model": "m", "messages": [], "n": 2}
-        whole = httpx.post(f"{base_url}/chat/completions", json=body).json()
-        assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+        completion = httpx.post(f"{base_url}/chat/completions", json=body).json()
+        assert [choice["index"] for choice in completion["choices"]] == [0, 1]
         streamed = httpx.post(f"{base_url}/chat/completions", json=body | {"stream": True})
         assert streamed.headers["content-type"] == "text/event-stream"
         assert streamed.text.endswith("data: [DONE]\n\n")
@@ -87,10 +87,10 @@ def test_the_stand_in_streams_and_takes_feedback() -> None:
         assert httpx.get(f"{base_url}/models").json()["data"] == []
 
 
-def test_the_stand_in_has_tokens_for_who_records_them() -> None:
-    with answering() as base_url:
+def test_stand_in_returns_token_ids_and_logprobs() -> None:
+    with run_stand_in() as base_url:
         body = {"model": "m", "messages": [], "return_token_ids": True, "logprobs": True}
-        whole = httpx.post(f"{base_url}/chat/completions", json=body).json()
-    (choice,) = whole["choices"]
-    counts = (len(whole["prompt_token_ids"]), len(choice["token_ids"]), len(choice["logprobs"]["content"]))
-    assert counts == (whole["usage"]["prompt_tokens"], *[whole["usage"]["completion_tokens"]] * 2)
+        completion = httpx.post(f"{base_url}/chat/completions", json=body).json()
+    (choice,) = completion["choices"]
+    counts = (len(completion["prompt_token_ids"]), len(choice["token_ids"]), len(choice["logprobs"]["content"]))
+    assert counts == (completion["usage"]["prompt_tokens"], *[completion["usage"]["completion_tokens"]] * 2)

@@ -21,13 +21,13 @@ async def publish(rig: Rig, version: str, manifest: BlobRef, *, step: int = 0, l
     await rig.receive(event.to_json())
 
 
-async def test_twice_is_once(rig: Rig) -> None:
+async def test_checkpoint_handler_registers_a_repeated_checkpoint_once(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     assert await rig.checkpoint(0) == version
     assert rig.decided() == [("registered", version)]
 
 
-async def test_a_known_version_cannot_be_changed_by_another_event(rig: Rig) -> None:
+async def test_checkpoint_handler_never_changes_a_registered_version(rig: Rig) -> None:
     (champion,) = await rig.crowned(0)
     before = await rig.record(champion)
     _, other = rig.manifest(9)
@@ -35,7 +35,7 @@ async def test_a_known_version_cannot_be_changed_by_another_event(rig: Rig) -> N
     assert await rig.record(champion) == before
 
 
-async def test_poison_is_dead_lettered_and_the_next_one_is_registered(rig: Rig) -> None:
+async def test_invalid_checkpoint_is_dead_lettered_and_the_next_registered(rig: Rig) -> None:
     await rig.receive(b"{not json")
     await rig.receive(b'{"model": "m"}')
     version = await rig.checkpoint(0)
@@ -43,7 +43,7 @@ async def test_poison_is_dead_lettered_and_the_next_one_is_registered(rig: Rig) 
     assert rig.decided() == [("registered", version)]
 
 
-async def test_a_manifest_of_another_name_is_rejected(rig: Rig) -> None:
+async def test_checkpoint_handler_rejects_a_manifest_of_another_version(rig: Rig) -> None:
     manifest, ref = rig.manifest(0)
     claimed = f"{MODEL}@{'0' * 16}"
     await publish(rig, claimed, ref)
@@ -51,26 +51,26 @@ async def test_a_manifest_of_another_name_is_rejected(rig: Rig) -> None:
     assert await rig.state(claimed) == "rejected"
 
 
-async def test_a_checkpoint_that_contradicts_its_manifest_is_rejected(rig: Rig) -> None:
+async def test_checkpoint_handler_rejects_a_contradicting_manifest(rig: Rig) -> None:
     manifest, ref = rig.manifest(0)
     await publish(rig, manifest.version, ref, step=5)
     assert rig.last("rejected").reason == "its manifest has another lineage, step or parent than the checkpoint"
 
 
-async def test_a_manifest_that_was_damaged_is_rejected(rig: Rig) -> None:
+async def test_checkpoint_handler_rejects_a_damaged_manifest(rig: Rig) -> None:
     manifest, ref = rig.manifest(0)
     damage(ref)
     await publish(rig, manifest.version, ref)
     assert "do not hash to" in (rig.last("rejected").reason or "")
 
 
-async def test_something_that_is_no_manifest_is_rejected(rig: Rig) -> None:
+async def test_checkpoint_handler_rejects_a_file_that_is_not_a_manifest(rig: Rig) -> None:
     await publish(rig, f"{MODEL}@{'0' * 16}", rig.blobs.put(b"{}"))
     assert "is no manifest" in (rig.last("rejected").reason or "")
     assert CorruptBlob.__name__ not in (rig.last("rejected").reason or "")
 
 
-async def test_a_manifest_that_does_not_exist_is_rejected_and_not_waited_for(rig: Rig) -> None:
+async def test_checkpoint_handler_rejects_a_missing_manifest_at_once(rig: Rig) -> None:
     manifest, ref = rig.manifest(0)
     rig.blobs.delete(ref)
     await publish(rig, manifest.version, ref)

@@ -16,7 +16,7 @@ async def reboot(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(4))
-async def test_a_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -> None:
+async def test_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     for _ in range(ticks):
@@ -30,7 +30,7 @@ async def test_a_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -
     assert rig.routing.aliases == {"champion": new, "previous": old}
 
 
-async def test_a_trial_is_begun_anew_and_pays_again(rig: Rig) -> None:
+async def test_trial_after_a_crash_spends_its_error_again(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     rig.gate.open.clear()
@@ -41,12 +41,12 @@ async def test_a_trial_is_begun_anew_and_pays_again(rig: Rig) -> None:
     async with rig.running():
         await rig.until(lambda: ("promoted", new) in rig.decided())
     assert rig.gate.runs[:3] == [{old}, {old, new}, {old, new}]
-    seeds = [seed for version, task, seed in rig.gate.asked if version == new and task.startswith("t")]
+    seeds = [seed for version, task, seed in rig.gate.requests if version == new and task.startswith("t")]
     assert len(set(seeds)) == len(seeds), "other draws than those that may have been seen already"
     assert rig.last("promoted").statistics["trial"] == 2
 
 
-async def test_what_was_decided_while_the_bus_was_away_is_published_by_the_next_process(rig: Rig) -> None:
+async def test_decision_without_a_bus_is_published_by_the_next_process(rig: Rig) -> None:
     await rig.crowned(0)
     new = await rig.checkpoint(1)
     before = len(rig.bus.events)
@@ -59,7 +59,7 @@ async def test_what_was_decided_while_the_bus_was_away_is_published_by_the_next_
     assert [served.version for served in rig.routing.serve][-1] == new
 
 
-async def test_events_that_are_sent_twice_are_equal(rig: Rig) -> None:
+async def test_events_published_twice_are_equal(rig: Rig) -> None:
     await rig.crowned(0)
     await rig.checkpoint(1)
     last = rig.last("registered")  # sent; the outbox row would go with the next transaction
@@ -67,7 +67,7 @@ async def test_events_that_are_sent_twice_are_equal(rig: Rig) -> None:
     assert [event for event in rig.bus.events if event.event_id == last.event_id] == [last, last]
 
 
-async def test_every_role_change_has_its_event_in_the_same_transaction(rig: Rig) -> None:
+async def test_role_change_and_its_event_share_a_transaction(rig: Rig) -> None:
     """The order on the bus: a decision is never behind the routing that it led to."""
     await rig.crowned(0, 1)
     order: list[Event] = [event for event in rig.bus.events if isinstance(event, ModelEvent | Routing)]

@@ -32,19 +32,19 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    made = Rig(data_dir, settings=canary(stages=RAMP, exposure_max=Fraction(1, 10)))
-    await made.start()
-    yield made
-    await made.database.close()
+    opened = Rig(data_dir, settings=canary(stages=RAMP, exposure_max=Fraction(1, 10)))
+    await opened.start()
+    yield opened
+    await opened.database.close()
 
 
-def test_what_has_to_be_ruled_out_is_worked_by_hand() -> None:
+def test_loss_to_rule_out_equals_a_computation_by_hand() -> None:
     """A tenth of the users may meet the worst there is: so a fifth may lose half of it, and a half a fifth of it."""
     plan = RolloutPlan(exposure_max=Fraction(1, 10))
-    assert plan.to_rule_out(Fraction(1, 100)) is None
-    assert plan.to_rule_out(Fraction(1, 10)) is None
-    assert plan.to_rule_out(Fraction(1, 5)) == Fraction(1, 2)
-    assert plan.to_rule_out(Fraction(1, 2)) == Fraction(1, 5)
+    assert plan.loss_to_rule_out(Fraction(1, 100)) is None
+    assert plan.loss_to_rule_out(Fraction(1, 10)) is None
+    assert plan.loss_to_rule_out(Fraction(1, 5)) == Fraction(1, 2)
+    assert plan.loss_to_rule_out(Fraction(1, 2)) == Fraction(1, 5)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_what_has_to_be_ruled_out_is_worked_by_hand() -> None:
         ({"kind": "canary", "split": "adaptive", "unit": "user"}, "would move users"),
     ],
 )
-def test_settings_that_contradict_themselves_are_refused(settings: dict[str, object], why: str) -> None:
+def test_rollout_settings_refuse_contradictions(settings: dict[str, object], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         RolloutSettings.model_validate(settings)
 
 
-async def test_a_share_grows_when_its_loss_is_ruled_out_and_not_before(rig: Rig) -> None:
+async def test_share_grows_only_after_its_loss_is_ruled_out(rig: Rig) -> None:
     """A handful of good sessions is no evidence, whatever `units_min` says."""
     await rig.crowned(0)
     new = await under_way(rig)
@@ -77,7 +77,7 @@ async def test_a_share_grows_when_its_loss_is_ruled_out_and_not_before(rig: Rig)
     assert steps(rig, new)[:2] == ["begin", "advance"]
 
 
-async def test_a_poisoned_version_is_met_by_no_more_than_its_first_share(rig: Rig) -> None:
+async def test_harmful_version_gets_its_first_share_at_most(rig: Rig) -> None:
     await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 3)
@@ -89,7 +89,7 @@ async def test_a_poisoned_version_is_met_by_no_more_than_its_first_share(rig: Ri
     assert last.statistics["exposure"] == pytest.approx(met, abs=0.03), "as counted before the last look"
 
 
-async def test_turns_are_counted_once_and_by_who_answered(rig: Rig) -> None:
+async def test_exposure_counts_turns_once_by_answering_version(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 2)
@@ -98,7 +98,7 @@ async def test_turns_are_counted_once_and_by_who_answered(rig: Rig) -> None:
     mine = sum(version == new for _, version in street.served)
     assert mine > 0
     assert (last.turns, last.turns_exposed) == (60, mine)
-    key, version = next(one for one in street.served if one[1] == new)
+    key, version = next(served_turn for served_turn in street.served if served_turn[1] == new)
     await rig.hear(street.turn(key, version, None))
     assert (await street.last()).turns == 60, "a turn that no split has drawn is no part of it"
     drawn = assign_unit(street.split, old, key)[1]
@@ -108,9 +108,9 @@ async def test_turns_are_counted_once_and_by_who_answered(rig: Rig) -> None:
     assert (last.turns, last.turns_exposed) == (61, mine)
 
 
-@pytest.mark.parametrize("wanted", ["keep", "exclude"])
-async def test_a_rollback_says_what_becomes_of_the_experiences(data_dir: Path, wanted: str) -> None:
-    rig = Rig(data_dir, settings=canary(experiences=wanted))
+@pytest.mark.parametrize("experiences", ["keep", "exclude"])
+async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: Path, experiences: str) -> None:
+    rig = Rig(data_dir, settings=canary(experiences=experiences))
     await rig.start()
     try:
         await rig.crowned(0)
@@ -118,14 +118,18 @@ async def test_a_rollback_says_what_becomes_of_the_experiences(data_dir: Path, w
         street = Street(rig, 1)
         street.rewards[new] = 0.1
         await street.until_over()
-        (event,) = [one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "roll_back"]
+        (event,) = [
+            model_event
+            for model_event in rig.sent(ModelEvent)
+            if model_event.rollout and model_event.rollout.kind == "roll_back"
+        ]
         assert event.rollout is not None
-        assert (event.version, event.rollout.excludes) == (new, wanted == "exclude")
+        assert (event.version, event.rollout.excludes) == (new, experiences == "exclude")
     finally:
         await rig.database.close()
 
 
-async def test_who_stops_a_model_has_its_champion_alone(rig: Rig) -> None:
+async def test_stop_leaves_the_champion_alone(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     state = await post(rig, "stop", reason="an incident")
@@ -143,7 +147,7 @@ async def test_who_stops_a_model_has_its_champion_alone(rig: Rig) -> None:
         await rig.until(lambda: served(rig) == [old, newer])
 
 
-async def test_so_many_updates_are_waited_for_unless_somebody_asks(data_dir: Path) -> None:
+async def test_check_after_updates_delays_versions_without_a_request(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(check_after_updates=3))
     await rig.start()
     try:
@@ -151,7 +155,7 @@ async def test_so_many_updates_are_waited_for_unless_somebody_asks(data_dir: Pat
         first, second = await rig.checkpoint(1), await rig.checkpoint(2)
         rig.follow()
         await rig.ticks(5)
-        assert [await rig.state(one) for one in (first, second)] == ["registered"] * 2
+        assert [await rig.state(name) for name in (first, second)] == ["registered"] * 2
         third = await rig.checkpoint(3)
         async with rig.running():
             await rig.until(lambda: served(rig)[1:] == [third])
@@ -166,7 +170,7 @@ def served(rig: Rig) -> list[str | None]:
     return [rig.routing.champion, *(arm.version for arm in (split.arms if split else ()))]
 
 
-async def test_each_step_has_its_picture_and_the_oldest_go(data_dir: Path) -> None:
+async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> None:
     pytest.importorskip("matplotlib")
     rig = Rig(data_dir, settings=canary())
     folder = data_dir / "pictures"
@@ -180,9 +184,9 @@ async def test_each_step_has_its_picture_and_the_oldest_go(data_dir: Path) -> No
         street.rewards[new] = 0.1
         await street.until_over()
         await rig.ticks(1)
-        found = sorted(path.name for path in folder.iterdir())
-        assert [name.rpartition("-")[2] for name in found] == ["begin.png", "roll_back.png"]
-        assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in found)
+        file_names = sorted(path.name for path in folder.iterdir())
+        assert [name.rpartition("-")[2] for name in file_names] == ["begin.png", "roll_back.png"]
+        assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in file_names)
         rig.boot()
         await rig.lease.acquire()
         await under_way(rig, 2)
@@ -192,7 +196,7 @@ async def test_each_step_has_its_picture_and_the_oldest_go(data_dir: Path) -> No
         await rig.database.close()
 
 
-async def test_prometheus_sees_a_rollout_while_it_goes_on(rig: Rig) -> None:
+async def test_gauges_exist_while_a_rollout_is_under_way(rig: Rig) -> None:
     await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 1)

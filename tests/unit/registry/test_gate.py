@@ -30,7 +30,7 @@ async def score(program: Gate) -> float:
         return await session.play(V1, "a", 7)
 
 
-async def test_it_names_its_tasks_and_answers_plays_in_any_order() -> None:
+async def test_gate_session_matches_answers_in_any_order() -> None:
     code = (
         NAMED
         + """
@@ -47,7 +47,7 @@ sys.stdin.read()
         assert await asyncio.gather(*(session.play(version, "a", 1) for version in (V1, V2))) == [0.15, 0.25]
 
 
-async def test_the_programs_interpreter_may_be_the_registrys_own() -> None:
+async def test_gate_command_replaces_the_python_placeholder() -> None:
     code = "import json, sys; print(json.dumps({'gate': [sys.argv[1]], 'audit': ['c']}), flush=True); sys.stdin.read()"
     async with gate(code, "{python}").session() as session:
         assert session.tasks.gate == (sys.executable,)
@@ -60,25 +60,25 @@ ANSWER = NAMED + "asked = json.loads(sys.stdin.readline())\n"
     ("code", "message"),
     [
         ("import sys; sys.exit('no gateway')", r"status 1: no gateway"),
-        ("pass", "it ended before it had named its tasks"),
+        ("pass", "the program ended before naming its tasks"),
         ("print('hello')", r"line 1 .*Invalid JSON"),
         ('print(\'{"gate": ["a"]}\')', r"line 1 .*audit: Field required"),
         ('print(\'{"gate": ["a"], "audit": []}\')', r"line 1 .*audit: "),
         (NAMED + "sys.exit(3)", r"status 3: no message"),
-        (NAMED, "it ended before its standard input did"),
+        (NAMED, "the program ended before its standard input"),
         (ANSWER + "print(json.dumps(asked | {'score': 1.5}), flush=True)", r"line 2 .*less than or equal to 1"),
         (ANSWER + "print(json.dumps(asked | {'score': float('nan')}), flush=True)", r"line 2 "),
         (ANSWER + "print(json.dumps(asked | {'score': None}), flush=True)", r"line 2 .*score: "),
         (ANSWER + "print(json.dumps(asked), flush=True)", r"line 2 .*score: Field required"),
         (
             ANSWER + "asked['seed'] += 1; print(json.dumps(asked | {'score': 1}), flush=True)",
-            "line 2 .*not asked for: 'a'",
+            "line 2 .*not requested: 'a'",
         ),
         (ANSWER + "print('x' * 5000, flush=True)", r"gate\.output_bytes_max = 2000"),
         (ANSWER + "print('{\"version', end='', flush=True)", "line 2 of its output is not"),
     ],
 )
-async def test_failures_say_why(code: str, message: str) -> None:
+async def test_gate_failure_has_a_reason(code: str, message: str) -> None:
     with pytest.raises(GateFailed, match=message):
         await score(gate(code))
 
@@ -89,29 +89,29 @@ def impatient(session: GateSession) -> GateSession:
     return session
 
 
-async def test_whoever_is_silent_while_asked_for_something_has_failed() -> None:
-    with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for its tasks"):
+async def test_gate_session_fails_after_silence_with_an_open_request() -> None:
+    with pytest.raises(GateFailed, match=r"no output for gate\.silence_s = 0\.3 s while its tasks were requested"):
         await score(gate("import sys; sys.stdin.read()", silence_s=0.3))
     async with gate(ANSWER + "sys.stdin.read()").session() as session:
-        with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for 1 plays"):
+        with pytest.raises(GateFailed, match=r"no output for gate\.silence_s = 0\.3 s while 1 plays were requested"):
             await impatient(session).play(V1, "a", 1)
 
 
-async def test_whoever_is_asked_for_nothing_may_be_silent() -> None:
+async def test_gate_session_may_be_silent_without_a_request() -> None:
     code = ANSWER + "print(json.dumps(asked | {'score': 1}), flush=True); sys.stdin.read()"
     async with gate(code).session() as session:
-        session._heard_s -= 1000  # so long ago it said its last word
+        session._last_output_s -= 1000  # so long ago it said its last word
         assert await session.play(V1, "a", 1) == 1
 
 
-async def test_a_failed_session_plays_nothing_more() -> None:
+async def test_gate_session_plays_nothing_after_a_failure() -> None:
     async with gate(NAMED + "sys.exit('gone')").session() as session:
         for _ in range(2):
             with pytest.raises(GateFailed, match="gone"):
                 await session.play(V1, "a", 1)
 
 
-async def test_a_program_that_does_not_exist() -> None:
+async def test_gate_fails_without_its_program() -> None:
     with pytest.raises(GateFailed, match="no-such-gate: No such file"):
         await score(Gate(GateSettings(command=("no-such-gate",))))
 
@@ -128,7 +128,7 @@ def pids(path: Path) -> list[int]:
     return [int(text) for text in path.read_text().split()] if path.exists() else []
 
 
-async def test_a_time_out_kills_the_whole_group(tmp_path: Path) -> None:
+async def test_gate_timeout_kills_the_process_group(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
     async with gate(NAMED + SLEEPER, str(noted)).session() as session:
         await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 20, "the gate's start")
@@ -139,7 +139,7 @@ async def test_a_time_out_kills_the_whole_group(tmp_path: Path) -> None:
     wait_until(lambda: not any(alive(pid) for pid in started), 5, "the gate's end")
 
 
-async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
+async def test_gate_cancellation_kills_the_process_group(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
     task = asyncio.create_task(score(gate(SLEEPER, str(noted))))
     await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 10, "the gate's start")
@@ -149,11 +149,11 @@ async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
     wait_until(lambda: not any(alive(pid) for pid in pids(noted)), 5, "the gate's end")
 
 
-def test_another_command_is_another_gate() -> None:
+def test_gate_digest_changes_with_the_command() -> None:
     assert gate("a").sha256 == gate("a", silence_s=3).sha256 != gate("b").sha256
 
 
-async def test_a_gate_whose_code_was_changed_is_another_gate(tmp_path: Path) -> None:
+async def test_gate_digest_changes_with_the_code(tmp_path: Path) -> None:
     (tmp_path / "scoring.py").write_text("score = 0.5\n")
     (tmp_path / "gate.py").write_text(
         NAMED

@@ -13,7 +13,7 @@ import pytest
 from headrace_registry import gate
 from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.gate_workers.__main__ import serve
-from headrace_registry.gate_workers.dealing import Dealer, GateWorker, WorkerLost, places
+from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_runtime.errors import SettingError
 from headrace_schemas.gate import Play, Tasks
@@ -41,11 +41,11 @@ class Machine:
         return play.seed / 100
 
 
-def dealer(*machines: GateWorker) -> Dealer:
-    return Dealer({f"worker-{number}": machine for number, machine in enumerate(machines)})
+def dealer(*machines: GateWorker) -> PlayDispatcher:
+    return PlayDispatcher({f"worker-{number}": machine for number, machine in enumerate(machines)})
 
 
-async def test_plays_are_shared_equally() -> None:
+async def test_dispatcher_shares_plays_equally() -> None:
     machines = [Machine() for _ in range(4)]
     dealing = dealer(*machines)
     assert await dealing.tasks() == TASKS
@@ -54,7 +54,7 @@ async def test_plays_are_shared_equally() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_plays_of_a_lost_worker_are_played_by_another_and_once(seed: int) -> None:
+async def test_dispatcher_moves_plays_of_a_lost_worker(seed: int) -> None:
     draw = random.Random(seed)
     machines = [Machine(), *(Machine(lives=draw.randint(0, 12)) for _ in range(draw.randint(1, 5)))]
     draw.shuffle(machines)
@@ -62,14 +62,14 @@ async def test_plays_of_a_lost_worker_are_played_by_another_and_once(seed: int) 
     assert sorted(play.seed for machine in machines for play in machine.played) == list(range(40)), seed
 
 
-async def test_without_a_worker_there_is_no_score() -> None:
+async def test_dispatcher_fails_without_workers() -> None:
     dealing = dealer(Machine(lives=1), Machine(lives=0))
     await dealing.play(PLAYS[0])
     with pytest.raises(GateFailed, match="every worker"):
         await dealing.play(PLAYS[1])
 
 
-async def test_a_program_that_fails_is_not_asked_elsewhere() -> None:
+async def test_dispatcher_does_not_retry_a_failed_program() -> None:
     """Its machine is well, so the program is wrong: that is the run's failure, as on one machine."""
 
     class Broken(Machine):
@@ -82,30 +82,32 @@ async def test_a_program_that_fails_is_not_asked_elsewhere() -> None:
     assert other.played == []
 
 
-async def test_machines_with_other_tasks_are_refused() -> None:
+async def test_dispatcher_refuses_workers_with_different_tasks() -> None:
     with pytest.raises(GateFailed, match="worker-0 and worker-1"):
         await dealer(Machine(), Machine(tasks=Tasks(gate=("a",), audit=("c",)))).tasks()
 
 
-async def asked() -> AsyncIterator[str]:
+async def input_lines() -> AsyncIterator[str]:
     for play in PLAYS:
         yield play.model_dump_json() + "\n"
 
 
-async def test_it_speaks_as_the_gates_program_does() -> None:
+async def test_gate_workers_follow_the_protocol_of_the_gate() -> None:
     out = io.StringIO()
-    await serve(dealer(Machine(lives=7), Machine()), asked(), out, start_s=5)
-    first, *told = map(json.loads, out.getvalue().splitlines())
+    await serve(dealer(Machine(lives=7), Machine()), input_lines(), out, start_s=5)
+    first, *played = map(json.loads, out.getvalue().splitlines())
     assert Tasks.model_validate(first) == TASKS
-    assert sorted((one["seed"], one["score"]) for one in told) == [(seed, seed / 100) for seed in range(40)]
+    assert sorted((decision["seed"], decision["score"]) for decision in played) == [
+        (seed, seed / 100) for seed in range(40)
+    ]
 
 
-def test_no_more_workers_than_plays_at_a_time() -> None:
-    assert len(places(64, 16)) == 16
-    assert len(places(3, 16)) == 3
+def test_worker_names_are_limited_by_concurrency() -> None:
+    assert len(worker_names(64, 16)) == 16
+    assert len(worker_names(3, 16)) == 3
 
 
-def test_the_registry_starts_it_only_where_workers_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_starts_gate_workers_only_when_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("{python}", "gate.py")
     alone, spread = (GateSettings(command=command, ray=GateRaySettings(workers=number)) for number in (0, 2))
     assert Gate(alone)._command()[1] == "gate.py"

@@ -9,15 +9,15 @@ from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.test_api import client, error
 
 
-async def post(rig: Rig, what: str, status: int = 200, **body: object) -> ModelState:
+async def post(rig: Rig, action: str, status: int = 200, **body: object) -> ModelState:
     async with client(rig) as http:
-        answer = await http.post(f"/v1/models/{MODEL}/{what}", json=body)
+        answer = await http.post(f"/v1/models/{MODEL}/{action}", json=body)
     assert answer.status_code == status, answer.text
     rig.director.wake.set()
     return ModelState.model_validate_json(answer.content)
 
 
-async def test_a_pinned_champion_stays_and_what_waited_comes_after_it(rig: Rig) -> None:
+async def test_pin_keeps_the_champion_until_it_is_removed(rig: Rig) -> None:
     (champion,) = await rig.crowned(0)
     assert (await post(rig, "pin", reason="the fair")).pinned == champion
     assert rig.routing.pinned == champion
@@ -33,7 +33,7 @@ async def test_a_pinned_champion_stays_and_what_waited_comes_after_it(rig: Rig) 
     assert rig.routing.pinned is None
 
 
-async def test_a_candidate_at_the_gate_waits_again(rig: Rig) -> None:
+async def test_pin_and_pause_release_the_candidate(rig: Rig) -> None:
     (champion,) = await rig.crowned(0)
     rig.gate.open.clear()
     candidate = await rig.checkpoint(1)
@@ -49,7 +49,7 @@ async def test_a_candidate_at_the_gate_waits_again(rig: Rig) -> None:
     assert rig.routing.aliases == {"champion": candidate, "previous": champion}
 
 
-async def test_pinning_another_version_makes_it_champion_once_it_is_probed(rig: Rig) -> None:
+async def test_pin_promotes_another_version_after_its_probe(rig: Rig) -> None:
     old, new = await rig.crowned(0, 1)
     rig.gate.scores[old] = {"t1": 0.0, "t2": 0.0}
     state = await post(rig, "pin", version=old)
@@ -62,13 +62,13 @@ async def test_pinning_another_version_makes_it_champion_once_it_is_probed(rig: 
     assert await rig.state(later) == "registered"
 
 
-async def test_an_operators_word_counts_in_a_pause_and_not_against_a_pin(rig: Rig) -> None:
+async def test_requested_version_moves_during_a_pause_but_not_a_pin(rig: Rig) -> None:
     await rig.crowned(0)
     await post(rig, "pause")
-    wanted = await rig.checkpoint(1)
-    await post(rig, "promote", 202, version=wanted)
+    requested = await rig.checkpoint(1)
+    await post(rig, "promote", 202, version=requested)
     async with rig.running():
-        await rig.until(lambda: rig.routing.champion == wanted)
+        await rig.until(lambda: rig.routing.champion == requested)
     await post(rig, "pin")
     other = await rig.checkpoint(2)
     async with client(rig) as http:
@@ -76,7 +76,7 @@ async def test_an_operators_word_counts_in_a_pause_and_not_against_a_pin(rig: Ri
     assert error(answer) == (409, "pinned")
 
 
-async def test_a_rollback_takes_the_pin_of_what_it_withdraws(rig: Rig) -> None:
+async def test_rollback_removes_the_pin_of_the_withdrawn_version(rig: Rig) -> None:
     old, new = await rig.crowned(0, 1)
     await post(rig, "pin")
     assert (await post(rig, "rollback")).pinned is None
@@ -85,26 +85,26 @@ async def test_a_rollback_takes_the_pin_of_what_it_withdraws(rig: Rig) -> None:
         assert error(await http.post(f"/v1/models/{MODEL}/pin", json={"version": new})) == (409, "withdrawn")
 
 
-async def test_a_pin_elsewhere_outlives_a_rollback(rig: Rig) -> None:
+async def test_rollback_keeps_the_pin_of_another_version(rig: Rig) -> None:
     old, _ = await rig.crowned(0, 1)
     await post(rig, "pin", version=old)
     assert (await post(rig, "rollback")).pinned == old
 
 
-@pytest.mark.parametrize("what", ["pause", "resume", "unpin"])
-async def test_saying_it_twice_changes_nothing(rig: Rig, what: str) -> None:
+@pytest.mark.parametrize("action", ["pause", "resume", "unpin"])
+async def test_repeated_hold_request_changes_nothing(rig: Rig, action: str) -> None:
     await rig.crowned(0)
-    first = await post(rig, what)
-    assert await post(rig, what) == first
+    first = await post(rig, action)
+    assert await post(rig, action) == first
 
 
-async def test_a_model_without_champion_has_nothing_to_pin(rig: Rig) -> None:
+async def test_pin_is_refused_without_a_champion(rig: Rig) -> None:
     await rig.checkpoint(0)
     async with client(rig) as http:
         assert error(await http.post(f"/v1/models/{MODEL}/pin")) == (409, "no_champion")
 
 
-async def test_a_hold_outlives_the_process(rig: Rig) -> None:
+async def test_holds_survive_a_restart(rig: Rig) -> None:
     await rig.crowned(0)
     await post(rig, "pause")
     rig.boot()

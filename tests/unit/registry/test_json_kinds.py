@@ -59,8 +59,8 @@ async def pages(data_dir: Path, database_url: str) -> AsyncIterator[httpx2.Async
     rig = Rig(data_dir, database_url)
     await rig.start()
     await rig.crowned(0, 1)
-    made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
-    rollouts = RolloutApi(Common(data_dir=Path("unused")), rig.settings.rollout, rig.database, made)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    rollouts = RolloutApi(Common(data_dir=Path("unused")), rig.settings.rollout, rig.database, changes)
     async with Desk(rig, more=rollouts.routes()).http as http:
         yield http
     if not rig.database.sqlite:
@@ -75,7 +75,7 @@ def check(answer: httpx2.Response, about: object) -> int:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_no_value_of_another_type_fails_the_registry(pages: httpx2.AsyncClient, path: str) -> None:
+async def test_api_handles_values_of_every_json_type(pages: httpx2.AsyncClient, path: str) -> None:
     statuses: Counter[int] = Counter()
     for body in kinds_everywhere(BODIES[path]):
         answer = await pages.post(f"/v1/{path.format(MODEL)}", json=body)
@@ -84,7 +84,7 @@ async def test_no_value_of_another_type_fails_the_registry(pages: httpx2.AsyncCl
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_no_text_fails_the_registry(pages: httpx2.AsyncClient, path: str) -> None:
+async def test_api_handles_every_text(pages: httpx2.AsyncClient, path: str) -> None:
     for hostile in TEXTS:
         for name in BODIES[path]:
             answer = await pages.post(f"/v1/{path.format(MODEL)}", json={**BODIES[path], name: hostile})
@@ -94,7 +94,7 @@ async def test_no_text_fails_the_registry(pages: httpx2.AsyncClient, path: str) 
 
 
 @pytest.mark.parametrize("path", READS)
-async def test_no_name_fails_a_page(pages: httpx2.AsyncClient, path: str) -> None:
+async def test_api_handles_every_name_in_a_path(pages: httpx2.AsyncClient, path: str) -> None:
     for hostile in (*TEXTS, "\ud83d", "9" * 19, "٣", "-1", "1e3"):
         quoted = quote(hostile.encode("utf-8", "surrogatepass"), safe="")
         check(await pages.get(f"/v1/{path.replace('{}', quoted)}"), hostile)

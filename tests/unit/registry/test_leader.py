@@ -27,24 +27,24 @@ async def held_by(rig: Rig, holder: str) -> None:
         await tx.execute(update(LEASE).values(holder=holder, expires_ms=2**53))
 
 
-async def test_a_standby_waits_until_the_lease_runs_out(rig: Rig) -> None:
+async def test_standby_waits_until_the_lease_expires(rig: Rig) -> None:
     standby = other(rig)
     rig.lease.holder = "elsewhere:2:y"
     await held_by(rig, "elsewhere:2:y")
-    await rig.lease._take()
+    await rig.lease._acquire_once()
     started_s = rig.clock.elapsed_s
     await standby.acquire()
     assert rig.clock.elapsed_s - started_s >= rig.settings.lease_s
-    assert standby.held.is_set()
+    assert standby.acquired.is_set()
 
 
-async def test_a_standby_takes_over_at_once_when_the_leader_leaves(rig: Rig) -> None:
+async def test_standby_takes_over_at_once_after_a_release(rig: Rig) -> None:
     await rig.lease.release()
     await other(rig).acquire()
     assert rig.clock.elapsed_s == 0
 
 
-async def test_a_leader_of_this_machine_that_died_is_not_waited_for(rig: Rig) -> None:
+async def test_standby_takes_over_at_once_from_a_dead_local_leader(rig: Rig) -> None:
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
     await held_by(rig, holder_of(dead.pid))
@@ -52,9 +52,9 @@ async def test_a_leader_of_this_machine_that_died_is_not_waited_for(rig: Rig) ->
     assert rig.clock.elapsed_s == 0
 
 
-async def test_a_leader_of_this_machine_that_lives_is(rig: Rig) -> None:
+async def test_standby_waits_for_a_live_local_leader(rig: Rig) -> None:
     await held_by(rig, holder_of(os.getppid()))
-    assert not await other(rig)._take()
+    assert not await other(rig)._acquire_once()
 
 
 def holder_of(pid: int) -> str:
@@ -64,36 +64,36 @@ def holder_of(pid: int) -> str:
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
-async def test_a_standby_whose_clock_is_wrong_waits_all_the_same(rig: Rig, skew_s: float) -> None:
+async def test_standby_with_a_wrong_clock_waits_for_the_lease(rig: Rig, skew_s: float) -> None:
     """What counts is whether the row changes, not what it says about time."""
     rig.lease.holder = "elsewhere:2:y"
     await held_by(rig, rig.lease.holder)
-    await rig.lease._take()
+    await rig.lease._acquire_once()
     ahead = SkewedClock(rig.clock, skew_s)
     standby = LeaderLease(rig.database, ahead, rig.settings.lease_s)
     for _ in range(20):
-        assert not await standby._take(), "the leader lives: it has just renewed"
+        assert not await standby._acquire_once(), "the leader lives: it has just renewed"
         await rig.clock.sleep(rig.settings.lease_s / 4)
         assert await rig.lease._renew()
     for _ in range(5):
         await rig.clock.sleep(rig.settings.lease_s / 4)
-        taken = await standby._take()
-    assert taken, "and now it is silent"
+        acquired = await standby._acquire_once()
+    assert acquired, "and now it is silent"
 
 
-async def test_a_leader_whose_clock_steps_back_still_shows_that_it_lives(rig: Rig) -> None:
+async def test_leader_with_a_clock_set_back_keeps_its_lease(rig: Rig) -> None:
     rig.lease.holder = "elsewhere:2:y"
     await held_by(rig, rig.lease.holder)
     leader = LeaderLease(rig.database, SkewedClock(rig.clock, -7200.0), rig.settings.lease_s)
     leader.holder = rig.lease.holder
     standby = other(rig)
     for _ in range(20):
-        assert not await standby._take()
+        assert not await standby._acquire_once()
         await rig.clock.sleep(rig.settings.lease_s / 4)
         assert await leader._renew()
 
 
-async def test_a_lease_that_was_lost_is_not_taken_back_by_renewing(rig: Rig) -> None:
+async def test_renewal_does_not_take_back_a_lost_lease(rig: Rig) -> None:
     """Who was passed over knows nothing of what was decided meanwhile; it starts again from the database."""
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
@@ -119,27 +119,27 @@ class SkewedClock:
         await self._clock.sleep(seconds)
 
 
-async def test_a_former_leader_notices_and_its_writes_are_fenced(rig: Rig) -> None:
+async def test_former_leader_is_fenced(rig: Rig) -> None:
     await held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
         await asyncio.wait_for(rig.lease.keep(), 5)
-    assert not rig.lease.held.is_set()
+    assert not rig.lease.acquired.is_set()
     with pytest.raises(LostLeadership):
         async with rig.database.transaction() as tx:
             await rig.lease.check(tx)
 
 
-async def test_a_former_leader_registers_nothing_and_dead_letters_nothing(rig: Rig) -> None:
+async def test_former_leader_neither_registers_nor_dead_letters(rig: Rig) -> None:
     await held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
         await rig.checkpoint(0)
     assert rig.bus.events == []
 
 
-async def test_what_a_former_leaders_gate_measured_is_not_recorded(rig: Rig) -> None:
+async def test_former_leader_cannot_store_an_audit(rig: Rig) -> None:
     (version,) = await rig.crowned(0)
     before = rig.decided()
-    keep = await rig.director._runner._measure(version)
+    keep = await rig.director._runner._run_audit(version)
     await held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
         await rig.director._runner._write(keep)
@@ -149,11 +149,11 @@ async def test_what_a_former_leaders_gate_measured_is_not_recorded(rig: Rig) -> 
     assert (await rig.model()).trials == 0
 
 
-async def test_keeping_renews(rig: Rig) -> None:
+async def test_keep_renews_the_lease(rig: Rig) -> None:
     rig.lease.holder = "elsewhere:2:y"
     await held_by(rig, "elsewhere:2:y")
     keeping = asyncio.create_task(rig.lease.keep())
     await rig.until(lambda: rig.clock.elapsed_s > 5 * rig.settings.lease_s)
     assert not keeping.done()
-    assert not await other(rig)._take()
+    assert not await other(rig)._acquire_once()
     keeping.cancel()

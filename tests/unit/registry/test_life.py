@@ -10,7 +10,7 @@ from headrace_schemas import Routing
 from tests.unit.registry.rig import EQUAL, MODEL, Rig, loaded
 
 
-async def test_a_checkpoint_is_registered_and_put_into_serve_but_gets_no_alias(rig: Rig) -> None:
+async def test_checkpoint_is_registered_and_loaded_without_an_alias(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     assert rig.decided() == [("registered", version)]
     assert rig.sent(Routing) == []
@@ -20,7 +20,7 @@ async def test_a_checkpoint_is_registered_and_put_into_serve_but_gets_no_alias(r
     assert await rig.state(version) == "probing"
 
 
-async def test_the_first_version_serves_after_its_probe_and_is_measured_on_the_audit_tasks_alone(rig: Rig) -> None:
+async def test_first_version_is_promoted_after_its_probe_and_audited(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     rig.gate.scores[version] = {"t1": 0.0, "t2": 0.0, "a1": 1.0, "a2": 0.5}
     async with rig.running():
@@ -32,10 +32,10 @@ async def test_the_first_version_serves_after_its_probe_and_is_measured_on_the_a
     error = pytest.approx((4 * 0.25**2 / 3 / 4) ** 0.5)
     assert rig.last("evaluated").statistics == {"score": 0.75, "tasks": 4, "score_standard_error": error}
     assert rig.gate.runs == [{version}], "it is measured once"
-    assert [asked[1:] for asked in rig.gate.asked] == [("a1", 0), ("a2", 1), ("a1", 2), ("a2", 3)]
+    assert [call[1:] for call in rig.gate.requests] == [("a1", 0), ("a2", 1), ("a1", 2), ("a2", 3)]
 
 
-async def test_promotion_by_a_paired_trial_with_all_numbers(rig: Rig) -> None:
+async def test_promotion_by_trial_publishes_its_statistics(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1, parent=old)
     rig.gate.scores[new] = {"t1": 0.75, "t2": 0.75, "a1": 0.5, "a2": 0.25}
@@ -58,20 +58,20 @@ async def test_promotion_by_a_paired_trial_with_all_numbers(rig: Rig) -> None:
     assert rig.gate.runs == [{old}, {new, old}, {new}], "audit, trial, audit"
 
 
-async def test_everybody_plays_the_same_tasks_and_seeds(rig: Rig) -> None:
+async def test_trial_plays_equal_tasks_and_seeds_with_all_versions(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1, parent=old)
     async with rig.running():
         await rig.until(lambda: ("promoted", new) in rig.decided())
     drawn = {
-        name: [asked[1:] for asked in rig.gate.asked if asked[0] == name and asked[1] in "t1 t2"] for name in (old, new)
+        name: [call[1:] for call in rig.gate.requests if call[0] == name and call[1] in "t1 t2"] for name in (old, new)
     }
     assert drawn[old] == drawn[new] != []
     assert {task for task, _ in drawn[new]} == {"t1", "t2"}
     assert len({seed for _, seed in drawn[new]}) == len(drawn[new])
 
 
-async def test_an_inferior_candidate_is_rejected_and_dropped(rig: Rig) -> None:
+async def test_inferior_candidate_is_rejected_and_unloaded(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.25, "t2": 0.0}
@@ -85,7 +85,7 @@ async def test_an_inferior_candidate_is_rejected_and_dropped(rig: Rig) -> None:
     assert await rig.state(new) == "rejected"
 
 
-async def test_a_candidate_that_nothing_is_decided_about_is_refused_and_says_so(rig: Rig) -> None:
+async def test_undecided_candidate_is_rejected_with_the_reason(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     gate = rig.settings.gate.model_copy(update={"tasks_max": 3})
     rig.settings = rig.settings.model_copy(update={"gate": gate})
@@ -95,10 +95,10 @@ async def test_a_candidate_that_nothing_is_decided_about_is_refused_and_says_so(
         await rig.until(lambda: ("rejected", new) in rig.decided())
     reason = f"undecided after 3 tasks (gate.tasks_max): not shown to be better than {old} - 0.25"
     assert rig.last("rejected").reason == reason
-    assert len([asked for asked in rig.gate.asked if asked[0] == new]) == 3, "no play beyond the last task"
+    assert len([call for call in rig.gate.requests if call[0] == new]) == 3, "no play beyond the last task"
 
 
-async def test_a_rejected_version_that_is_asked_for_again_has_a_trial_of_its_own(rig: Rig) -> None:
+async def test_rejected_version_gets_another_trial_on_request(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
@@ -114,22 +114,22 @@ async def test_a_rejected_version_that_is_asked_for_again_has_a_trial_of_its_own
     assert rig.gate.runs[1:3] == [{old, new}, {old, new}]
 
 
-async def test_a_failed_probe_rejects_with_the_replicas_error(rig: Rig) -> None:
+async def test_failed_probe_rejects_with_the_replicas_error(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
-    rig.say("r1", loaded(old), loaded(new, "failed", error="model.safetensors: digest differs"))
+    rig.report("r1", loaded(old), loaded(new, "failed", error="model.safetensors: digest differs"))
     await rig.ticks()
     assert rig.last("rejected").reason == "replica r1: model.safetensors: digest differs"
     assert rig.gate.runs == [{old}]
 
 
-async def test_a_second_replica_that_lags_holds_the_candidate_back(rig: Rig) -> None:
+async def test_candidate_waits_for_a_lagging_replica(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     await rig.ticks()
     rig.follow("r1")
-    rig.say("r2", loaded(version, "loading"))
+    rig.report("r2", loaded(version, "loading"))
     await rig.ticks()
     assert await rig.state(version) == "probing"
     rig.follow("r2")
@@ -137,24 +137,24 @@ async def test_a_second_replica_that_lags_holds_the_candidate_back(rig: Rig) -> 
     assert await rig.state(version) == "promoted"
 
 
-async def test_live_replicas_have_a_bounded_time(rig: Rig) -> None:
+async def test_probe_times_out_on_live_replicas(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     await rig.ticks()
     rig.clock.elapsed_s += 10_000  # nobody is there: nobody is to blame
     await rig.ticks()
     assert await rig.state(version) == "probing"
     for _ in range(10):
-        rig.say("r1", loaded(version, "loading"))
+        rig.report("r1", loaded(version, "loading"))
         await rig.ticks()
         assert await rig.state(version) == "probing"
         rig.clock.elapsed_s += rig.settings.probe_timeout_s / 10
     rig.clock.elapsed_s += 1
-    rig.say("r1", loaded(version, "loading"))
+    rig.report("r1", loaded(version, "loading"))
     await rig.ticks()
     assert rig.last("rejected").reason == "not ready in time: replica r1: loading"
 
 
-async def test_the_gate_is_tried_again_and_then_rejects(rig: Rig) -> None:
+async def test_failed_gate_run_is_retried_and_then_rejects(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = GateFailed("status 1: boom")
@@ -166,7 +166,7 @@ async def test_the_gate_is_tried_again_and_then_rejects(rig: Rig) -> None:
     assert rig.routing.aliases == {"champion": old}
 
 
-async def test_a_baseline_that_fails_is_not_tried_for_ever(rig: Rig) -> None:
+async def test_failed_audit_is_not_retried_for_ever(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     rig.gate.scores[version] = GateFailed("boom")
     async with rig.running():
@@ -181,7 +181,7 @@ async def test_a_baseline_that_fails_is_not_tried_for_ever(rig: Rig) -> None:
     assert rig.gate.runs[2:4] == [{version}, {version, new}], "the champion gets another chance with the next candidate"
 
 
-async def test_a_gate_that_fails_on_the_champion_promotes_nobody(rig: Rig) -> None:
+async def test_gate_failure_on_the_champion_promotes_no_version(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     rig.gate.scores[old] = GateFailed("boom")
     new = await rig.checkpoint(1)
@@ -190,7 +190,7 @@ async def test_a_gate_that_fails_on_the_champion_promotes_nobody(rig: Rig) -> No
     assert rig.last("rejected").reason == "the gate failed: boom"
 
 
-async def test_another_gate_measures_the_champion_again(rig: Rig) -> None:
+async def test_changed_gate_audits_the_champion_again(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     rig.gate.sha256 = "another gate"
     async with rig.running():
@@ -198,12 +198,12 @@ async def test_another_gate_measures_the_champion_again(rig: Rig) -> None:
     assert rig.gate.runs == [{old}, {old}]
 
 
-async def test_a_champion_that_is_not_served_is_waited_for(rig: Rig) -> None:
+async def test_trial_waits_for_a_champion_that_is_loading(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
-    rig.say("r1", loaded(new), loaded(old, "loading"))
+    rig.report("r1", loaded(new), loaded(old, "loading"))
     await rig.ticks()
     assert await rig.state(new) == "evaluating"
     assert rig.gate.runs == [{old}]
@@ -211,18 +211,18 @@ async def test_a_champion_that_is_not_served_is_waited_for(rig: Rig) -> None:
         await rig.until(lambda: ("promoted", new) in rig.decided())
 
 
-async def test_a_champion_that_nobody_can_serve_blocks_no_candidate(rig: Rig) -> None:
+async def test_unservable_champion_does_not_block_candidates(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
-    rig.say("r1", loaded(new), loaded(old, "failed", error="no memory"))
+    rig.report("r1", loaded(new), loaded(old, "failed", error="no memory"))
     await rig.ticks()
     assert rig.last("promoted").version == new
     assert rig.last("promoted").reason == f"no replica can serve the champion {old}: nothing to compare with"
 
 
-async def test_without_a_gate_the_probe_decides_and_the_event_says_so(rig: Rig) -> None:
+async def test_promotion_without_a_gate_states_so_in_its_event(rig: Rig) -> None:
     rig.gate.configured = False
     async with rig.running():
         first = await rig.checkpoint(0)
@@ -233,7 +233,7 @@ async def test_without_a_gate_the_probe_decides_and_the_event_says_so(rig: Rig) 
     assert rig.last("promoted").reason == "promoted after its probe: gate.command is empty"
 
 
-async def test_only_the_newest_of_those_that_wait_is_evaluated(rig: Rig) -> None:
+async def test_newest_waiting_version_is_evaluated_and_others_skipped(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     waiting = [await rig.checkpoint(step) for step in (1, 2, 3)]
     async with rig.running():
@@ -243,7 +243,7 @@ async def test_only_the_newest_of_those_that_wait_is_evaluated(rig: Rig) -> None
     assert rig.gate.runs[:2] == [{old}, {old, waiting[2]}]
 
 
-async def test_a_candidate_at_the_gate_is_not_dropped_for_a_newer_one(rig: Rig) -> None:
+async def test_candidate_in_a_trial_is_not_replaced_by_a_newer_version(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     rig.gate.open.clear()
     first = await rig.checkpoint(1)
@@ -257,7 +257,7 @@ async def test_a_candidate_at_the_gate_is_not_dropped_for_a_newer_one(rig: Rig) 
     assert rig.routing.aliases == {"champion": second, "previous": first}
 
 
-async def test_a_model_read_from_its_history_starts_with_its_base(rig: Rig) -> None:
+async def test_model_read_from_history_starts_with_its_base(rig: Rig) -> None:
     versions = [await rig.checkpoint(step) for step in (0, 1, 2)]
     async with rig.running():
         await rig.until(lambda: ("promoted", versions[2]) in rig.decided())
@@ -265,7 +265,7 @@ async def test_a_model_read_from_its_history_starts_with_its_base(rig: Rig) -> N
 
 
 @pytest.mark.parametrize(("score", "decision"), [(0.75, "promoted"), (0.25, "rejected")])
-async def test_the_minimum_holds_for_a_model_without_champion_too(rig: Rig, score: float, decision: str) -> None:
+async def test_minimum_score_applies_without_a_champion(rig: Rig, score: float, decision: str) -> None:
     gate = rig.settings.gate.model_copy(update={"minimum_score": 0.6})
     rig.settings = rig.settings.model_copy(update={"gate": gate})
     await reboot(rig)
@@ -282,7 +282,7 @@ async def reboot(rig: Rig) -> None:
     await rig.lease.acquire()
 
 
-async def test_another_tokenizer_is_refused(rig: Rig) -> None:
+async def test_version_with_another_tokenizer_is_rejected(rig: Rig) -> None:
     await rig.crowned(0)
     other = await rig.checkpoint(1, tokenizer="c")
     await rig.ticks()
@@ -290,7 +290,7 @@ async def test_another_tokenizer_is_refused(rig: Rig) -> None:
     assert await rig.state(other) == "rejected"
 
 
-async def test_an_adapter_is_served_with_its_base(rig: Rig) -> None:
+async def test_adapter_is_served_with_its_base(rig: Rig) -> None:
     (base,) = await rig.crowned(0)
     async with rig.running():
         for step in (1, 2, 3):
@@ -299,31 +299,31 @@ async def test_an_adapter_is_served_with_its_base(rig: Rig) -> None:
     assert [served.version for served in rig.routing.serve] == [base, adapter, rig.routing.aliases["previous"]]
 
 
-async def test_an_adapter_without_its_base_is_refused(rig: Rig) -> None:
+async def test_adapter_without_its_base_is_rejected(rig: Rig) -> None:
     await rig.crowned(0)
     await rig.checkpoint(1, base="m@0123456789ab")
     await rig.ticks()
     assert rig.last("rejected").reason == "its base m@0123456789ab is not registered"
 
 
-async def test_a_champion_that_every_replica_refuses_makes_room_for_the_previous_one(rig: Rig) -> None:
+async def test_champion_refused_by_all_replicas_is_rolled_back(rig: Rig) -> None:
     old, new = await rig.crowned(0, 1)
-    rig.say("r1", loaded(old), loaded(new, "failed", error="no memory"))
+    rig.report("r1", loaded(old), loaded(new, "failed", error="no memory"))
     await rig.ticks()
     assert rig.routing.aliases == {"champion": old}
     assert rig.routing.withdrawn == (new,)
     assert rig.last("rolled_back").reason == "no replica can serve it: no memory"
 
 
-async def test_a_champion_that_some_replica_serves_stays(rig: Rig) -> None:
+async def test_champion_served_by_some_replica_stays(rig: Rig) -> None:
     old, new = await rig.crowned(0, 1)
-    rig.say("r1", loaded(old), loaded(new, "failed", error="no memory"))
-    rig.say("r2", loaded(old), loaded(new))
+    rig.report("r1", loaded(old), loaded(new, "failed", error="no memory"))
+    rig.report("r2", loaded(old), loaded(new))
     await rig.ticks()
     assert rig.routing.aliases == {"champion": new, "previous": old}
 
 
-async def test_revisions_grow_by_one_and_every_table_is_whole(rig: Rig) -> None:
+async def test_routing_revisions_grow_by_one_with_complete_tables(rig: Rig) -> None:
     await rig.crowned(0, 1, 2)
     routings = rig.sent(Routing)
     assert [routing.revision for routing in routings] == list(range(len(routings)))

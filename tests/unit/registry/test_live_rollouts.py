@@ -33,13 +33,13 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    made = Rig(data_dir, settings=canary())
-    await made.start()
-    yield made
-    await made.database.close()
+    opened = Rig(data_dir, settings=canary())
+    await opened.start()
+    yield opened
+    await opened.database.close()
 
 
-async def test_the_first_version_needs_no_rollout_and_the_next_one_gets_its_share(rig: Rig) -> None:
+async def test_rollout_begins_with_the_second_version(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     assert rig.routing.aliases == {"champion": old, "canary": new}
@@ -50,7 +50,7 @@ async def test_the_first_version_needs_no_rollout_and_the_next_one_gets_its_shar
     assert steps(rig, new) == ["begin"]
 
 
-async def test_a_worse_version_is_taken_back_with_its_children(rig: Rig) -> None:
+async def test_rollout_of_a_worse_version_is_rolled_back_with_its_children(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 1)
@@ -66,14 +66,18 @@ async def test_a_worse_version_is_taken_back_with_its_children(rig: Rig) -> None
     assert new in rig.routing.withdrawn
     assert await rig.state(child) == "withdrawn"
     decided = rig.last("withdrawn")
-    event = next(one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "roll_back")
+    event = next(
+        model_event
+        for model_event in rig.sent(ModelEvent)
+        if model_event.rollout and model_event.rollout.kind == "roll_back"
+    )
     assert decided.version == child
     assert event.statistics["candidate_units"] > 5
     assert event.statistics["reward.difference"] < -0.2
 
 
 @pytest.mark.parametrize("reward", [0.7, 0.95])
-async def test_a_version_that_is_as_good_becomes_champion(rig: Rig, reward: float) -> None:
+async def test_rollout_of_an_equal_version_is_promoted(rig: Rig, reward: float) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 2)
@@ -86,7 +90,7 @@ async def test_a_version_that_is_as_good_becomes_champion(rig: Rig, reward: floa
     assert await rig.state(new) == "promoted"
 
 
-async def test_the_share_grows_stage_by_stage(data_dir: Path) -> None:
+async def test_rollout_share_grows_by_stages(data_dir: Path) -> None:
     stages = tuple(RolloutStage(share=Fraction(1, part), units_min=10) for part in (10, 4, 2))
     rig = Rig(data_dir, settings=canary(stages=stages))
     await rig.start()
@@ -95,14 +99,14 @@ async def test_the_share_grows_stage_by_stage(data_dir: Path) -> None:
         new = await under_way(rig)
         street = Street(rig, 3)
         await street.until_over(4000, 40)
-        shares = [one.split.arms[0].share for one in rig.sent(Routing) if one.split]
+        shares = [routing.split.arms[0].share for routing in rig.sent(Routing) if routing.split]
         assert shares == ["1/10", "1/4", "1/2"]
         assert steps(rig, new) == ["begin", "advance", "advance", "promote"]
     finally:
         await rig.database.close()
 
 
-async def test_a_cap_ends_in_hold_and_an_operator_may_ask_again(data_dir: Path) -> None:
+async def test_rollout_at_units_max_is_held_and_can_be_requested_again(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(units_max=10))
     await rig.start()
     try:
@@ -137,7 +141,7 @@ async def test_readings_are_taken_once_in_the_order_of_arrival(rig: Rig) -> None
     assert units == [*sorted(early), *sorted(late)]
 
 
-async def test_what_is_said_after_the_closing_age_moves_nothing_and_before_it_the_closing_reading(
+async def test_closing_reading_uses_feedback_up_to_the_closing_age(
     data_dir: Path,
 ) -> None:
     rig = Rig(data_dir, settings=canary(closing_s=120.0))
@@ -154,13 +158,13 @@ async def test_what_is_said_after_the_closing_age_moves_nothing_and_before_it_th
         await rig.hear(street.reward(key, 0.0, revision=2))
         await street.watch(61)
         async with rig.database.transaction() as tx:
-            found = [json.loads(row.found) for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
-        assert [(one["reward"], one["missing"]) for one in found] == [(1.0, 0.0), (0.25, 0.0)]
+            readings = [json.loads(row.found) for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
+        assert [(estimate["reward"], estimate["missing"]) for estimate in readings] == [(1.0, 0.0), (0.25, 0.0)]
     finally:
         await rig.database.close()
 
 
-async def test_a_record_that_is_read_twice_counts_once(rig: Rig) -> None:
+async def test_record_read_twice_counts_once(rig: Rig) -> None:
     await rig.crowned(0)
     await under_way(rig)
     street = Street(rig, 7)
@@ -173,7 +177,7 @@ async def test_a_record_that_is_read_twice_counts_once(rig: Rig) -> None:
     assert await street.units() == [key]
 
 
-async def test_a_share_does_not_grow_on_sessions_that_say_nothing(data_dir: Path) -> None:
+async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None:
     """Where rewards do not arrive in time, no harm is no evidence."""
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
     rig = Rig(data_dir, settings=canary(stages=stages))
@@ -194,7 +198,7 @@ async def test_a_share_does_not_grow_on_sessions_that_say_nothing(data_dir: Path
         await rig.database.close()
 
 
-async def test_who_is_in_no_arm_leaves_no_trace(data_dir: Path) -> None:
+async def test_sessions_outside_the_arms_are_not_stored(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(stages=(RolloutStage(share=Fraction(1, 100)),)))
     await rig.start()
     try:
@@ -207,7 +211,7 @@ async def test_who_is_in_no_arm_leaves_no_trace(data_dir: Path) -> None:
         await rig.database.close()
 
 
-async def test_a_rollback_of_the_champion_holds_the_canary_that_was_compared_with_it(rig: Rig) -> None:
+async def test_rollback_of_the_champion_holds_its_canary(rig: Rig) -> None:
     old, champion = await _two(rig)
     new = await under_way(rig, 2)
     async with rig.database.transaction() as tx:
@@ -216,13 +220,13 @@ async def test_a_rollback_of_the_champion_holds_the_canary_that_was_compared_wit
         events = await transition.finish()
     assert (await Street(rig, 9).last()).phase == "hold"
     assert await rig.state(new) == "held"
-    (routing,) = [one for one in events if isinstance(one, Routing)]
+    (routing,) = [event for event in events if isinstance(event, Routing)]
     assert (routing.champion, routing.split) == (old, None)
     assert champion in routing.withdrawn
-    assert {one.who for one in events if isinstance(one, ModelEvent)} == {"ada"}
+    assert {event.who for event in events if isinstance(event, ModelEvent)} == {"ada"}
 
 
-async def test_a_pin_holds_the_canary_and_a_pause_lets_it_neither_grow_nor_win(rig: Rig) -> None:
+async def test_pin_holds_the_canary_and_pause_stops_its_growth(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 10)
@@ -236,7 +240,7 @@ async def test_a_pin_holds_the_canary_and_a_pause_lets_it_neither_grow_nor_win(r
     assert (await street.last()).reason == f"the model is pinned to {old}"
 
 
-async def test_a_canary_that_no_replica_can_serve_is_held(rig: Rig) -> None:
+async def test_canary_refused_by_all_replicas_is_held(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     rig.heartbeat("r1", **{old: "ready", new: "failed"})
@@ -244,7 +248,7 @@ async def test_a_canary_that_no_replica_can_serve_is_held(rig: Rig) -> None:
     assert "no replica can serve it" in (await Street(rig, 11).last()).reason
 
 
-async def test_no_more_versions_an_hour_than_allowed(data_dir: Path) -> None:
+async def test_rollouts_per_hour_are_limited(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(versions_per_hour_max=1, units_max=10))
     await rig.start()
     try:
@@ -263,7 +267,7 @@ async def test_no_more_versions_an_hour_than_allowed(data_dir: Path) -> None:
         await rig.database.close()
 
 
-async def test_nothing_begins_before_live_traffic_is_read(rig: Rig) -> None:
+async def test_rollout_waits_until_traffic_is_read(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     rig.watching = False
     new = await rig.checkpoint(1)
@@ -275,7 +279,7 @@ async def test_nothing_begins_before_live_traffic_is_read(rig: Rig) -> None:
     assert rig.routing.split is None
 
 
-async def test_two_candidates_at_a_time_share_a_control_and_one_promotion_holds_the_other(data_dir: Path) -> None:
+async def test_promotion_of_one_candidate_holds_the_other(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(slots=2, stages=HALF))
     await rig.start()
     try:
@@ -303,13 +307,13 @@ async def test_two_candidates_at_a_time_share_a_control_and_one_promotion_holds_
 @pytest.mark.parametrize(
     ("compute", "reason"), [(lambda session: 1 / 0, "ZeroDivisionError"), (lambda session: float("nan"), "finite")]
 )
-async def test_a_metric_that_fails_ends_its_rollout_and_not_the_registry(
+async def test_failed_metric_holds_its_rollout_only(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, compute: Compute, reason: str
 ) -> None:
     await rig.crowned(0)
     broken = Metric(compute, higher_is_better=True, bounds=(0.0, 1.0))
     # Who leads a rollout keeps what it finds at its first tick, so this comes before it begins.
-    monkeypatch.setattr(metrics, "named", lambda _name: broken)
+    monkeypatch.setattr(metrics, "metric_named", lambda _name: broken)
     await under_way(rig)
     await rig.director.tick()
     street = Street(rig, 14)
@@ -335,8 +339,8 @@ async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path)
             await street.watch(wait_s)
         assert await street.units() == [user]
         async with rig.database.transaction() as tx:
-            (found,) = [json.loads(row.found) for row in await tx.execute(select(READINGS))]
-        assert found["reward"] == 0.5, "the mean of the two sessions of the window; the third came later"
+            (reading,) = [json.loads(row.found) for row in await tx.execute(select(READINGS))]
+        assert reading["reward"] == 0.5, "the mean of the two sessions of the window; the third came later"
     finally:
         await rig.database.close()
 
@@ -350,28 +354,28 @@ async def _two(rig: Rig) -> tuple[str, str]:
     return old, new
 
 
-async def test_only_the_words_of_its_tenant_and_of_the_right_service_count_for_a_session(rig: Rig) -> None:
+async def test_unit_ignores_events_of_other_tenants_and_forged_sources(rig: Rig) -> None:
     """Another tenant may name the session, and any producer a reserved source: neither is kept, nor takes room."""
     await rig.crowned(0)
     await under_way(rig)
     street = Street(rig, 1)
     (key,) = await street.sessions(1, rewarded=False)
     foreign = feedback(session_key=key, tenant="b", value=0.0)
-    own = feedback(session_key=key, value=1.0)
+    accepted = feedback(session_key=key, value=1.0)
     forged = street.reward(key, 0.0, revision=7)
     sources = ("function:answer", "judge:helpfulness", "learned:thumbs", "feedback", "feedback:tone", "Judge：x")
     for source in sources:
         for producer in ("unknown", "headrace/collector", "headrace/judge2", "agent"):
             await rig.hear(forged.model_copy(update={"source": source, "trajectory_id": producer}), producer=producer)
     await rig.hear(forged.model_copy(update={"tenant": "b"}), foreign)
-    assert await _kept(rig) == {"turns": 1}
+    assert await _stored_rows(rig) == {"turns": 1}
     assert {letter.reason for letter in rig.sent(DeadLetter)} == {"reserved_source"}
     assert len(rig.sent(DeadLetter)) == 4 * len(sources)
-    await rig.hear(own, street.reward(key, 1.0))
-    assert await _kept(rig) == {"turns": 1, "feedback": 1, "rewards": 1}
+    await rig.hear(accepted, street.reward(key, 1.0))
+    assert await _stored_rows(rig) == {"turns": 1, "feedback": 1, "rewards": 1}
 
 
-async def _kept(rig: Rig) -> dict[str, int]:
+async def _stored_rows(rig: Rig) -> dict[str, int]:
     """How many events of each topic are kept of all units."""
     async with rig.database.transaction() as tx:
         return dict(Counter((await tx.execute(select(EVENTS.c.topic))).scalars()))

@@ -16,7 +16,7 @@ from headrace_runtime import migrations
 from tests.unit.registry.rig import MODEL, Rig
 
 
-async def test_the_migrated_schema_is_the_one_in_tables(rig: Rig) -> None:
+async def test_migrations_create_the_schema_of_the_tables(rig: Rig) -> None:
     def differences(connection: Connection) -> list[object]:
         context = MigrationContext.configure(connection, opts={"version_table": "schema_version"})
         return list(compare_metadata(context, METADATA))
@@ -25,7 +25,7 @@ async def test_the_migrated_schema_is_the_one_in_tables(rig: Rig) -> None:
         assert await tx.run_sync(differences) == []
 
 
-async def test_a_model_of_before_has_a_history_of_champions(
+async def test_migration_adds_the_history_of_champions(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as the versions tell it: each champion knew whom it took over from."""
@@ -61,6 +61,6 @@ async def test_a_model_of_before_has_a_history_of_champions(
         async with rig.database.transaction() as tx:
             reigns = (await tx.execute(text("SELECT version FROM champions ORDER BY id"))).scalars().all()
             assert list(reigns) == line
-            assert await store.heir(tx, MODEL, line[3], {line[2]}) == line[1]
+            assert await store.rollback_target(tx, MODEL, line[3], {line[2]}) == line[1]
     finally:
         await rig.database.close()

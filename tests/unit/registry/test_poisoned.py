@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_registry import evaluation, lifecycle
-from headrace_registry.rollouts.conductor import Conductor
+from headrace_registry.rollouts.rollout_controller import RolloutController
 from headrace_runtime.errors import Unavailable
 from tests.unit.registry.live_rollouts import Street, canary, under_way
 from tests.unit.registry.rig import Rig
@@ -24,17 +24,17 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_a_version_about_which_nothing_can_be_decided_is_rejected_and_the_next_one_serves(
+async def test_candidate_without_a_possible_decision_is_rejected(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     (old,) = await rig.crowned(0)
     bad = await rig.checkpoint(1, parent=old)
     plan = lifecycle.plan
 
-    def planted(view: Any, situation: Any) -> Any:
+    def planted(view: Any, inputs: Any) -> Any:
         if view.candidate is not None and view.candidate.version == bad:
             raise ERRORS[kind]()
-        return plan(view, situation)
+        return plan(view, inputs)
 
     monkeypatch.setattr(lifecycle, "plan", planted)
     async with rig.running():
@@ -46,9 +46,7 @@ async def test_a_version_about_which_nothing_can_be_decided_is_rejected_and_the_
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_a_rollout_that_cannot_be_read_is_held(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     rig = Rig(data_dir, settings=canary())
     await rig.start()
     try:
@@ -56,10 +54,10 @@ async def test_a_rollout_that_cannot_be_read_is_held(
         await under_way(rig)
         await rig.director.tick()
 
-        async def planted(_self: Conductor, _rollout: object) -> None:
+        async def planted(_self: RolloutController, _rollout: object) -> None:
             raise ERRORS[kind]()
 
-        monkeypatch.setattr(Conductor, "_take_readings", planted)
+        monkeypatch.setattr(RolloutController, "_take_all_readings", planted)
         for _ in range(4):
             await rig.director.tick()
         last = await Street(rig, 14).last()
@@ -70,9 +68,7 @@ async def test_a_rollout_that_cannot_be_read_is_held(
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_a_gate_run_that_breaks_counts_as_one_that_failed(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_gate_run_with_an_error_counts_as_failed(rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (old,) = await rig.crowned(0)
 
     async def planted(*_arguments: object, **_named: object) -> object:
@@ -85,13 +81,13 @@ async def test_a_gate_run_that_breaks_counts_as_one_that_failed(
     assert rig.routing.champion == old
 
 
-async def test_a_registry_that_lost_its_database_still_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_controller_ends_without_its_database(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no item is at fault for is not swallowed."""
     await rig.crowned(0)
 
-    async def away(_self: Conductor, _model: str) -> bool:
+    async def away(_self: RolloutController, _model: str) -> bool:
         raise Unavailable("the database is away")
 
-    monkeypatch.setattr(Conductor, "tick", away)
+    monkeypatch.setattr(RolloutController, "tick", away)
     with pytest.raises(Unavailable):
         await rig.director.tick()

@@ -28,26 +28,28 @@ def replica(name: str, *versions: LoadedVersion, at_s: float = 0, stopping: bool
     )
 
 
-def test_silent_and_stopping_replicas_do_not_count() -> None:
+def test_live_replicas_leave_out_silent_and_stopping_replicas() -> None:
     replicas = [replica("fresh", at_s=5), replica("silent", at_s=-6), replica("leaving", at_s=5, stopping=True)]
-    assert [one.replica_id for one in probe.live(replicas, START + timedelta(seconds=5))] == ["fresh"]
+    assert [
+        live_replica.replica_id for live_replica in probe.live_replicas(replicas, START + timedelta(seconds=5))
+    ] == ["fresh"]
 
 
-def test_model_that_no_replica_serves_has_each_replicas_reason() -> None:
+def test_unserved_reason_has_each_replicas_reason() -> None:
     refused = replica("a", loaded(V, "failed", error="no memory"))
     unprobed = replica("b", loaded(V, passed=False, error="probe refused"))
     waiting = replica("c", LoadedVersion(version=V, state="loading", error="disk: 1.0 MB are free on /data"))
     reason = "replica a: no memory; replica b: probe refused; replica c: loading: disk: 1.0 MB are free on /data"
-    assert probe.unserved(V, [refused, unprobed, waiting]) == reason
-    assert probe.unserved(V, [refused, replica("d", loaded(V))]) is None
-    assert probe.unserved(V, [replica("e")]) == "replica e: not loaded yet"
-    assert probe.unserved(V, []) == "no replica is alive"
+    assert probe.unserved_reason(V, [refused, unprobed, waiting]) == reason
+    assert probe.unserved_reason(V, [refused, replica("d", loaded(V))]) is None
+    assert probe.unserved_reason(V, [replica("e")]) == "replica e: not loaded yet"
+    assert probe.unserved_reason(V, []) == "no replica is alive"
 
 
-def test_all_ready_with_passed_probes() -> None:
-    found = probe.result(V, [replica("a", loaded(V)), replica("b", loaded(V))])
-    assert found.state == "passed"
-    assert found.statistics == {"replicas": 2.0, "max_abs_delta": 0.001, "parent_max_abs_delta": 0.5}
+def test_probe_result_passes_when_all_replicas_are_ready() -> None:
+    result = probe.probe_result(V, [replica("a", loaded(V)), replica("b", loaded(V))])
+    assert result.state == "passed"
+    assert result.statistics == {"replicas": 2.0, "max_abs_delta": 0.001, "parent_max_abs_delta": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -63,20 +65,22 @@ def test_all_ready_with_passed_probes() -> None:
         ((loaded("m@ffffffffffff"),), "pending", "replica b: not loaded yet"),
     ],
 )
-def test_one_replica_decides_for_all(versions: tuple[LoadedVersion, ...], state: str, reason: str) -> None:
-    found = probe.result(V, [replica("a", loaded(V)), replica("b", *versions)])
-    assert found.state == state
-    assert re.fullmatch(reason, found.reason)
+def test_probe_result_depends_on_the_worst_replica(
+    versions: tuple[LoadedVersion, ...], state: str, reason: str
+) -> None:
+    result = probe.probe_result(V, [replica("a", loaded(V)), replica("b", *versions)])
+    assert result.state == state
+    assert re.fullmatch(reason, result.reason)
 
 
-def test_no_replica_is_not_a_pass() -> None:
-    assert probe.result(V, []).state == "pending"
+def test_probe_result_is_pending_without_replicas() -> None:
+    assert probe.probe_result(V, []).state == "pending"
 
 
-def test_heartbeats_from_before_say_nothing() -> None:
+def test_probe_result_ignores_earlier_heartbeats() -> None:
     failed_once = replica("a", loaded(V, "failed", error="earlier attempt"), at_s=1)
-    assert probe.result(V, [failed_once], START + timedelta(seconds=2)).state == "pending"
-    assert probe.result(V, [failed_once], START + timedelta(seconds=1)).state == "failed"
+    assert probe.probe_result(V, [failed_once], START + timedelta(seconds=2)).state == "pending"
+    assert probe.probe_result(V, [failed_once], START + timedelta(seconds=1)).state == "failed"
 
 
 def test_served_by_any_needs_a_passed_probe() -> None:
@@ -85,7 +89,7 @@ def test_served_by_any_needs_a_passed_probe() -> None:
     assert not probe.served_by_any(V, [replica("a", loaded(V, passed=False))])
 
 
-def test_refused_by_all_needs_all() -> None:
+def test_refused_by_all_needs_all_replicas() -> None:
     broken = replica("a", loaded(V, "failed", error="no memory"))
     assert probe.refused_by_all(V, [broken]) == "no memory"
     assert probe.refused_by_all(V, [broken, replica("b", loaded(V, "loading"))]) is None

@@ -11,7 +11,7 @@ from tests.unit.registry.rig import MODEL, Rig
 PATIENCE_S = 5.0
 
 
-async def test_a_routing_that_the_bus_lost_is_published_again_above_what_it_has(rig: Rig) -> None:
+async def test_reconciler_publishes_a_lost_routing_with_a_higher_revision(rig: Rig) -> None:
     await rig.crowned(0)
     last = rig.routing
     on_bus: dict[str, Routing] = {}
@@ -29,7 +29,7 @@ async def test_a_routing_that_the_bus_lost_is_published_again_above_what_it_has(
     assert rig.routing.revision == 42, "nothing to do"
 
 
-async def test_a_difference_that_goes_away_is_forgotten(rig: Rig) -> None:
+async def test_reconciler_ignores_a_difference_that_ends(rig: Rig) -> None:
     await rig.crowned(0)
     revision = rig.routing.revision
     on_bus: dict[str, Routing] = {}
@@ -43,7 +43,7 @@ async def test_a_difference_that_goes_away_is_forgotten(rig: Rig) -> None:
     assert rig.routing.revision == revision
 
 
-async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
+async def test_reconciler_ignores_a_model_without_a_routing(rig: Rig) -> None:
     await rig.checkpoint(0)
     reconciler = Reconciler(rig.processor, rig.lease, {}, rig.clock, 0.0)
     await reconciler.tick()
@@ -52,9 +52,7 @@ async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("waited_s", "again"), [(PATIENCE_S - 0.5, False), (PATIENCE_S, True), (PATIENCE_S + 1, True)])
-async def test_patience_is_counted_from_when_the_difference_was_first_seen(
-    rig: Rig, waited_s: float, again: bool
-) -> None:
+async def test_reconciler_grace_starts_with_the_difference(rig: Rig, waited_s: float, again: bool) -> None:
     await rig.checkpoint(0)
     await rig.ticks()
     revision = rig.routing.revision

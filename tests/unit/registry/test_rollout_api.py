@@ -29,25 +29,25 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
-    api = RolloutApi(common, rig.settings.rollout, rig.database, made)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    api = RolloutApi(common, rig.settings.rollout, rig.database, changes)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry", headers={WHO_HEADER: "ada"})
 
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    made = Rig(data_dir, settings=canary())
-    await made.start()
-    yield made
-    await made.database.close()
+    opened = Rig(data_dir, settings=canary())
+    await opened.start()
+    yield opened
+    await opened.database.close()
 
 
 def code(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_rollout_is_listed_and_shown_with_its_chart_and_decisions(rig: Rig) -> None:
+async def test_api_shows_a_rollout_with_chart_and_decisions(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     street = Street(rig, 1)
@@ -57,12 +57,12 @@ async def test_a_rollout_is_listed_and_shown_with_its_chart_and_decisions(rig: R
     async with client(rig) as http:
         (listed,) = RolloutList.model_validate_json((await http.get("/v1/rollouts?model=m")).content).data
         assert (listed.version, listed.control, listed.phase, listed.share) == (new, old, "canary", "1/2")
-        shown = RolloutState.model_validate_json((await http.get(f"/v1/rollouts/{listed.id}")).content)
-        assert [event.rollout.kind for event in shown.decisions if event.rollout] == ["begin"]
-        assert shown.chart[-1].units == shown.statistics["candidate_units"] > 0
-        low, high = shown.chart[-1].metrics["reward"][1:]
+        rollout_state = RolloutState.model_validate_json((await http.get(f"/v1/rollouts/{listed.id}")).content)
+        assert [event.rollout.kind for event in rollout_state.decisions if event.rollout] == ["begin"]
+        assert rollout_state.chart[-1].units == rollout_state.statistics["candidate_units"] > 0
+        low, high = rollout_state.chart[-1].metrics["reward"][1:]
         assert low < 0 < high
-        assert shown.higher_is_better["missing"] is False
+        assert rollout_state.higher_is_better["missing"] is False
         assert (await http.get("/v1/rollouts?model=nobody")).json()["data"] == []
         assert code(await http.get("/v1/rollouts/nothing")) == (404, "rollout_not_found")
 
@@ -71,7 +71,7 @@ async def test_a_rollout_is_listed_and_shown_with_its_chart_and_decisions(rig: R
     ("how", "phase", "state"),
     [("stop", "hold", "held"), ("promote", "champion", "promoted"), ("rollback", "rolled_back", "withdrawn")],
 )
-async def test_an_operator_ends_it(rig: Rig, how: str, phase: str, state: str) -> None:
+async def test_api_ends_a_rollout(rig: Rig, how: str, phase: str, state: str) -> None:
     (old,) = await rig.crowned(0)
     new = await under_way(rig)
     async with client(rig) as http:
@@ -83,11 +83,11 @@ async def test_an_operator_ends_it(rig: Rig, how: str, phase: str, state: str) -
     assert rig.routing.champion == (new if how == "promote" else old)
     assert rig.routing.split is None
     assert len(steps(rig, new)) == 2
-    event = [one for one in rig.sent(ModelEvent) if one.version == new][-1]
+    event = [model_event for model_event in rig.sent(ModelEvent) if model_event.version == new][-1]
     assert (event.who, event.reason) == ("ada", "so it is")
 
 
-async def test_one_that_is_asked_for_needs_no_setting_and_no_version_is_asked_for_twice(data_dir: Path) -> None:
+async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary(kind="rolling"))
     await rig.start()
     try:
@@ -115,6 +115,6 @@ async def test_one_that_is_asked_for_needs_no_setting_and_no_version_is_asked_fo
         await rig.database.close()
 
 
-async def test_insiders_alone(rig: Rig) -> None:
+async def test_api_requires_the_internal_key(rig: Rig) -> None:
     async with client(rig, "secret") as http:
         assert (await http.get("/v1/rollouts")).status_code == 401

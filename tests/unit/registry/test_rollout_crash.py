@@ -34,7 +34,7 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
     street = Street(rig, 1)
     street.rewards[new] = reward
     last = await street.last()
-    while last.going_on and len(street.served) < 2000:
+    while last.is_under_way and len(street.served) < 2000:
         if dies:
             await reboot(rig)
         await street.sessions(30)
@@ -42,38 +42,39 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
             await reboot(rig)
         await street.watch(61)
         last = await street.last()
-    told: Told = [
-        (one.rollout.kind, one.reason or "", str(sorted(one.statistics.items())))
-        for one in rig.sent(ModelEvent)
-        if one.rollout is not None and one.rollout.kind != "begin"  # what it says is the gate's, which draws its tasks
+    decisions: Told = [
+        (event.rollout.kind, event.reason or "", str(sorted(event.statistics.items())))
+        for event in rig.sent(ModelEvent)
+        if event.rollout is not None
+        and event.rollout.kind != "begin"  # what it says is the gate's, which draws its tasks
     ]
     assert steps(rig, new).count("begin") == 1
-    return told, await street.readings(), last.phase
+    return decisions, await street.readings(), last.phase
 
 
 @pytest.mark.parametrize(("reward", "phase"), [(0.2, "rolled_back"), (0.7, "champion")])
 @postgres_is_long()
-async def test_a_registry_that_dies_after_every_step_decides_the_same(
+async def test_rollout_decisions_are_the_same_after_crashes(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, reward: float, phase: str
 ) -> None:
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
-    found = []
+    stories = []
     for dies in (False, True):
         rig = Rig(tmp_path / str(dies), database_url, canary(stages=stages))
         await _empty(rig, database_url)
         await rig.start()
         try:
-            found.append(await story(rig, reward, dies=dies))
+            stories.append(await story(rig, reward, dies=dies))
         finally:
             await rig.database.close()
-    assert found[1] == found[0]
-    assert found[0][2] == phase
-    units = [unit for _, unit, _ in found[0][1]]
+    assert stories[1] == stories[0]
+    assert stories[0][2] == phase
+    units = [unit for _, unit, _ in stories[0][1]]
     assert len(set(units)) == len(units), "each is read once"
 
 
-async def test_what_was_decided_while_the_bus_was_away_reaches_it_whole(
+async def test_rollout_decision_without_a_bus_is_published_later(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A routing never shows one half: the decision, the split, the aliases and the withdrawal are one record."""
@@ -101,12 +102,12 @@ async def test_what_was_decided_while_the_bus_was_away_reaches_it_whole(
         for routing in rig.sent(Routing):
             arms = routing.split.arms if routing.split else ()
             assert not {arm.version for arm in arms} & {*routing.withdrawn, routing.champion}
-            assert {arm.version for arm in arms} <= {one.version for one in routing.serve}
+            assert {arm.version for arm in arms} <= {served.version for served in routing.serve}
     finally:
         await rig.database.close()
 
 
-async def test_a_leader_that_lost_its_lease_decides_nothing(data_dir: Path) -> None:
+async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
     """Two registries at once: one leads, the other's transactions are refused."""
     from headrace_registry.leader import LeaderLease, LostLeadership
 

@@ -9,7 +9,7 @@ import pytest
 from headrace_registry.spending import harm, promotion, refusal, success, succession
 
 
-def test_worked_by_hand() -> None:
+def test_spending_equals_a_computation_by_hand() -> None:
     assert [promotion(0.05, number) for number in (1, 2, 3)] == pytest.approx([0.02, 0.04 / 6, 0.04 / 12])
     assert [succession(0.05, number) for number in (1, 2)] == pytest.approx([0.005, 0.01 / 6])
     assert [refusal(0.05, opponents) for opponents in (1, 2)] == pytest.approx([0.025, 0.0125])
@@ -18,7 +18,7 @@ def test_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("versions", [1, 40, 10_000])
-def test_both_together_never_reach_alpha(versions: int) -> None:
+def test_spending_never_exceeds_alpha(versions: int) -> None:
     """Σ 1/(k(k+1)) = 1 - 1/(n+1)."""
     spent = sum(promotion(0.05, number) + succession(0.05, number) for number in range(1, versions + 1))
     assert spent == pytest.approx(0.05 * float(1 - Fraction(1, versions + 1)))

@@ -7,86 +7,93 @@ from sqlalchemy import update
 from headrace_registry import store
 from headrace_registry.tables import VERSIONS
 from tests.unit.registry.rig import MODEL, START
-from tests.unit.registry.transitions import NOBODY, OTHER, Book
+from tests.unit.registry.transitions import NOBODY, OTHER, RegistryState
 
 
-async def test_a_model_is_read_by_its_name(book: Book) -> None:
-    assert await store.model(book.tx, MODEL) is None
-    (mine,) = await book.crown(0)
-    (theirs,) = await book.crown(0, model=OTHER)
-    assert ((await book.model()).champion, (await book.model(OTHER)).champion) == (mine, theirs)
-    assert (await book.version(mine)).model == MODEL
-    assert await store.version(book.tx, NOBODY) is None
+async def test_load_model_reads_the_model_of_that_name(registry: RegistryState) -> None:
+    assert await store.load_model(registry.tx, MODEL) is None
+    (mine,) = await registry.crown(0)
+    (other_version,) = await registry.crown(0, model=OTHER)
+    assert ((await registry.model()).champion, (await registry.model(OTHER)).champion) == (mine, other_version)
+    assert (await registry.version(mine)).model == MODEL
+    assert await store.load_version(registry.tx, NOBODY) is None
 
 
-async def test_versions_come_newest_first_and_no_more_than_wanted(book: Book) -> None:
-    names = [await book.add(step) for step in (2, 0, 1)]
-    await book.add(9, model=OTHER)
-    assert [one.version for one in await store.newest(book.tx, MODEL, 10)] == names[::-1]
-    assert [one.version for one in await store.newest(book.tx, MODEL, 2)] == [names[2], names[1]]
+async def test_newest_versions_are_ordered_and_limited(registry: RegistryState) -> None:
+    names = [await registry.add(step) for step in (2, 0, 1)]
+    await registry.add(9, model=OTHER)
+    assert [version_record.version for version_record in await store.newest_versions(registry.tx, MODEL, 10)] == names[
+        ::-1
+    ]
+    assert [version_record.version for version_record in await store.newest_versions(registry.tx, MODEL, 2)] == [
+        names[2],
+        names[1],
+    ]
 
 
-async def test_only_what_is_withdrawn_is_listed_so_the_last_one_first(book: Book) -> None:
-    names = [await book.add(step) for step in range(3)]
-    theirs = await book.add(9, model=OTHER)
-    await book.transition.withdraw(await book.model(), names[0], "bad")
-    await book.transition.withdraw(await book.model(), names[1], "bad")
-    await book.transition.withdraw(await book.model(OTHER), theirs, "bad")
-    assert await store.withdrawn(book.tx, MODEL, 10) == [names[1], names[0]]
-    assert await store.withdrawn(book.tx, MODEL, 1) == [names[1]]
+async def test_withdrawn_versions_are_ordered_by_withdrawal(registry: RegistryState) -> None:
+    names = [await registry.add(step) for step in range(3)]
+    other_version = await registry.add(9, model=OTHER)
+    await registry.transition.withdraw(await registry.model(), names[0], "bad")
+    await registry.transition.withdraw(await registry.model(), names[1], "bad")
+    await registry.transition.withdraw(await registry.model(OTHER), other_version, "bad")
+    assert await store.withdrawn_versions(registry.tx, MODEL, 10) == [names[1], names[0]]
+    assert await store.withdrawn_versions(registry.tx, MODEL, 1) == [names[1]]
 
 
-async def test_ancestry_is_the_line_back_to_what_is_not_registered(book: Book) -> None:
-    first = await book.add(0, NOBODY)
-    second = await book.add(1, first)
-    third = await book.add(2, second)
-    await book.add(3, second)
-    assert await store.ancestry(book.tx, third) == {first, second, third}
-    assert await store.ancestry(book.tx, None) == set()
-    assert {one.version for one in await store.children(book.tx, [second])} >= {third}
+async def test_ancestry_ends_at_an_unregistered_parent(registry: RegistryState) -> None:
+    first = await registry.add(0, NOBODY)
+    second = await registry.add(1, first)
+    third = await registry.add(2, second)
+    await registry.add(3, second)
+    assert await store.ancestry(registry.tx, third) == {first, second, third}
+    assert await store.ancestry(registry.tx, None) == set()
+    assert {version_record.version for version_record in await store.children(registry.tx, [second])} >= {third}
 
 
-async def test_a_view_has_what_waits_who_has_a_role_and_the_bases(book: Book) -> None:
-    previous, champion = await book.crown(0, 1)
-    rejected, candidate = await book.add(2), await book.add(3)
-    await book.transition.reject(await book.model(), rejected, "worse", {})
-    await book.transition.adopt(await book.model(), candidate, ())
-    event, manifest = book.checkpoint(4, base=rejected)
-    await book.transition.register(event, manifest, None)
-    await book.add(5, model=OTHER)
-    view = await store.view(book.tx, await book.model(), "gate")
-    assert [one.version for one in view.waiting] == [event.version]
+async def test_load_view_has_waiting_versions_roles_and_bases(registry: RegistryState) -> None:
+    previous, champion = await registry.crown(0, 1)
+    rejected, candidate = await registry.add(2), await registry.add(3)
+    await registry.transition.reject(await registry.model(), rejected, "worse", {})
+    await registry.transition.adopt(await registry.model(), candidate, ())
+    event, manifest = registry.checkpoint(4, base=rejected)
+    await registry.transition.register(event, manifest, None)
+    await registry.add(5, model=OTHER)
+    view = await store.load_view(registry.tx, await registry.model(), "gate")
+    assert [version_record.version for version_record in view.waiting] == [event.version]
     assert {*view.versions} == {previous, champion, candidate, event.version, rejected}
 
 
-async def test_what_nobody_trains_waits_only_if_somebody_asked_for_it(book: Book) -> None:
-    event, manifest = book.checkpoint(0)
-    await book.transition.register(event, manifest, None, trained=False)
-    assert (await store.view(book.tx, await book.model(), "gate")).waiting == ()
-    await book.transition.request(await book.version(event.version), "gate")
-    (waiting,) = (await store.view(book.tx, await book.model(), "gate")).waiting
+async def test_load_view_has_untrained_versions_only_on_request(registry: RegistryState) -> None:
+    event, manifest = registry.checkpoint(0)
+    await registry.transition.register(event, manifest, None, trained=False)
+    assert (await store.load_view(registry.tx, await registry.model(), "gate")).waiting == ()
+    await registry.transition.request(await registry.version(event.version), "gate")
+    (waiting,) = (await store.load_view(registry.tx, await registry.model(), "gate")).waiting
     assert waiting.version == event.version
 
 
-async def test_a_view_counts_the_rollouts_of_its_model(book: Book) -> None:
-    await book.crown(0)
+async def test_load_view_counts_rollouts_of_the_model(registry: RegistryState) -> None:
+    await registry.crown(0)
     for begun in range(3):
-        view = await store.view(book.tx, await book.model(), "gate", now=START)
-        assert (view.under_way, view.slots, view.begun_lately) == (begun, 2 if begun else None, begun)
+        view = await store.load_view(registry.tx, await registry.model(), "gate", now=START)
+        assert (view.under_way, view.slots, view.rollouts_last_hour) == (begun, 2 if begun else None, begun)
         if begun < 2:
-            await book.roll_out(1 + begun)
-    assert (await store.view(book.tx, await book.model(), "gate")).begun_lately == 0, "nobody said what time it is"
+            await registry.roll_out(1 + begun)
+    assert (await store.load_view(registry.tx, await registry.model(), "gate")).rollouts_last_hour == 0, (
+        "nobody said what time it is"
+    )
 
 
-async def test_a_version_whose_files_are_gone_says_so(book: Book) -> None:
-    kept, gone = [await book.add(step) for step in range(2)]
-    await book.tx.execute(update(VERSIONS).where(VERSIONS.c.version == gone).values(collected_ms=1))
-    assert [(await book.version(name)).collected for name in (kept, gone)] == [False, True]
+async def test_load_version_reports_collected_files(registry: RegistryState) -> None:
+    present, retired = [await registry.add(step) for step in range(2)]
+    await registry.tx.execute(update(VERSIONS).where(VERSIONS.c.version == retired).values(collected_ms=1))
+    assert [(await registry.version(name)).collected for name in (present, retired)] == [False, True]
 
 
-async def test_only_the_present_gates_word_on_who_has_a_role_counts(book: Book) -> None:
-    previous, champion = await book.crown(0, 1)
+async def test_load_view_uses_audits_of_the_present_gate(registry: RegistryState) -> None:
+    previous, champion = await registry.crown(0, 1)
     for gate, name in (("gate", champion), ("another gate", previous)):
-        await book.transition.evaluated(await book.version(name), gate, {"t": 0.5}, {})
-    view = await store.view(book.tx, await book.model(), "gate")
+        await registry.transition.record_audit(await registry.version(name), gate, {"t": 0.5}, {})
+    view = await store.load_view(registry.tx, await registry.model(), "gate")
     assert view.audited == {champion}

@@ -13,26 +13,26 @@ from benchmarks._gate_trials import Trials, fresh, play
 from benchmarks._gate_worlds import Floats
 from headrace_registry import spending
 from headrace_registry.e_process import EProcess
-from headrace_registry.records import ALONE, Standing
+from headrace_registry.records import CHAMPION_IS_ANCHOR, AnchorState
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import Lead, Trial
+from headrace_registry.trial import SuccessionEvidence, Trial
 
 RULE = GateSettings(margin=0.25, anchor_margin=0.125, tasks_max=2000)
 CANDIDATE, CHAMPION, ANCHOR = "m@c00000000000", "m@d00000000000", "m@a00000000000"
 
 
-def lead(wealth: float = 0.0) -> str:
-    return Lead(CHAMPION, ANCHOR, 0.005, EProcess(0.0, 0.125, log_wealth=wealth)).to_json()
+def evidence_json(wealth: float = 0.0) -> str:
+    return SuccessionEvidence(CHAMPION, ANCHOR, 0.005, EProcess(0.0, 0.125, log_wealth=wealth)).to_json()
 
 
 def played(trial: Trial, scores: Mapping[str, float]) -> Trial:
     """To its end, with scores that are always the same."""
     while trial.state == "open":
-        trial.take({name: scores[name] for name in trial.players})
+        trial.add_scores({name: scores[name] for name in trial.players})
     return trial
 
 
-def test_without_an_anchor_the_champion_decides() -> None:
+def test_trial_without_an_anchor_compares_with_the_champion() -> None:
     trial = played(Trial(RULE, 1, CANDIDATE, CHAMPION), {CANDIDATE: 0.5, CHAMPION: 0.5})
     result = trial.result()
     assert result.passed
@@ -41,93 +41,97 @@ def test_without_an_anchor_the_champion_decides() -> None:
     assert numbers["plays"] == 2 * numbers["tasks"]
     assert (numbers["difference"], numbers["standard_error"]) == (0.0, 0.0)
     assert numbers["alpha"] == pytest.approx(0.02)
-    assert result.standing.anchor == CHAMPION, "as good is not better"
-    assert result.standing.trials == 1
+    assert result.anchor_state.anchor == CHAMPION, "as good is not better"
+    assert result.anchor_state.trials == 1
 
 
-def test_a_version_has_to_pass_against_both() -> None:
+def test_trial_requires_passing_against_champion_and_anchor() -> None:
     """As good as the champion, and 25 points below the anchor."""
-    trial = Trial(RULE, 2, CANDIDATE, CHAMPION, Standing(ANCHOR, 1, lead()))
+    trial = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     assert trial.players == (CANDIDATE, CHAMPION, ANCHOR)
     result = played(trial, {CANDIDATE: 0.5, CHAMPION: 0.5, ANCHOR: 0.75}).result()
     assert not result.passed
     assert result.reason == f"inferior to the anchor {ANCHOR}"
     assert result.statistics["anchor_difference"] == -0.25
     assert result.statistics["anchor_margin"] == 0.125
-    assert result.standing.anchor == ANCHOR
+    assert result.anchor_state.anchor == ANCHOR
 
 
-def test_whoever_is_decided_about_plays_no_more() -> None:
+def test_trial_drops_opponents_with_a_decision() -> None:
     """The margin to the champion is twice that to the anchor, and seen sooner."""
-    trial = Trial(RULE, 2, CANDIDATE, CHAMPION, Standing(ANCHOR, 1, lead()))
+    trial = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     while len(trial.players) == 3:
-        trial.take(dict.fromkeys(trial.players, 0.5))
+        trial.add_scores(dict.fromkeys(trial.players, 0.5))
     assert trial.players == (CANDIDATE, ANCHOR)
     assert played(trial, {CANDIDATE: 0.5, ANCHOR: 0.5}).result().passed
 
 
-def test_a_minimum_is_an_opponent_that_always_scores_it() -> None:
+def test_trial_treats_minimum_score_as_an_opponent() -> None:
     rule = GateSettings(minimum_score=0.5, margin=0.25)
     assert played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.75}).result().passed
     result = played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.0}).result()
     assert result.reason == "inferior to gate.minimum_score = 0.5"
-    assert result.standing == Standing(None, 1, None)
+    assert result.anchor_state == AnchorState(None, 1, None)
 
 
-def test_the_cap_refuses_and_says_which_bound_it_was() -> None:
+def test_trial_at_its_cap_is_undecided_with_the_bound() -> None:
     rule = GateSettings(margin=0.25, tasks_max=2)
     trial = played(Trial(rule, 1, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 1.0})
     assert trial.state == "undecided"
-    said = f"not shown to be better than {CHAMPION} - 0.25"
-    assert trial.result().reason == f"undecided after 2 tasks (gate.tasks_max): {said}"
+    reason = f"not shown to be better than {CHAMPION} - 0.25"
+    assert trial.result().reason == f"undecided after 2 tasks (gate.tasks_max): {reason}"
     fresh_one = Trial(RULE, 1, CANDIDATE, CHAMPION)
-    assert fresh_one.result("gate.timeout_s").reason == f"undecided after 0 tasks (gate.timeout_s): {said}"
+    assert fresh_one.result("gate.timeout_s").reason == f"undecided after 0 tasks (gate.timeout_s): {reason}"
     assert not fresh_one.result("gate.timeout_s").passed
     assert "standard_error" not in fresh_one.result().statistics, "nothing was seen"
 
 
-def test_who_is_shown_to_be_better_is_the_anchor_and_begins_a_family() -> None:
+def test_trial_makes_a_better_version_the_anchor() -> None:
     """Evidence for better comes later than evidence for not worse, so it takes a lead that is carried on."""
     far = played(Trial(RULE, 3, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 0.0})
-    assert far.result().standing.anchor == CHAMPION
-    standing = Standing(ANCHOR, 4, lead(wealth=5.2))
-    follows = played(Trial(RULE, 5, CANDIDATE, CHAMPION, standing), {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5})
-    assert follows.result().standing == ALONE, "the champion, which stays, is its own anchor now"
-    passes = played(Trial(RULE, 5, CANDIDATE, CHAMPION, standing), {CANDIDATE: 1.0, CHAMPION: 1.0, ANCHOR: 0.5})
-    after = passes.result().standing
+    assert far.result().anchor_state.anchor == CHAMPION
+    anchor_state = AnchorState(ANCHOR, 4, evidence_json(wealth=5.2))
+    follows = played(Trial(RULE, 5, CANDIDATE, CHAMPION, anchor_state), {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5})
+    assert follows.result().anchor_state == CHAMPION_IS_ANCHOR, "the champion, which stays, is its own anchor now"
+    passes = played(Trial(RULE, 5, CANDIDATE, CHAMPION, anchor_state), {CANDIDATE: 1.0, CHAMPION: 1.0, ANCHOR: 0.5})
+    after = passes.result().anchor_state
     assert (after.anchor, after.trials) == (CHAMPION, 1)
     assert after.lead is not None
-    fresh_lead = Lead.from_json(after.lead)
-    assert fresh_lead == Lead(CANDIDATE, CHAMPION, spending.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin))
+    fresh_lead = SuccessionEvidence.from_json(after.lead)
+    assert fresh_lead == SuccessionEvidence(
+        CANDIDATE, CHAMPION, spending.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin)
+    )
 
 
-def test_the_anchor_itself_may_come_back_and_its_family_goes_on() -> None:
-    trial = Trial(RULE, 4, ANCHOR, CHAMPION, Standing(ANCHOR, 3, lead()))
+def test_trial_of_the_anchor_continues_its_family() -> None:
+    trial = Trial(RULE, 4, ANCHOR, CHAMPION, AnchorState(ANCHOR, 3, evidence_json()))
     assert trial.players == (ANCHOR, CHAMPION)
-    assert played(trial, {ANCHOR: 0.5, CHAMPION: 0.5}).result().standing == Standing(None, 4, None)
-    again = played(Trial(RULE, 4, ANCHOR, CHAMPION, Standing(ANCHOR, 3, lead())), {ANCHOR: 0.0, CHAMPION: 1.0})
-    assert again.result().standing.anchor == ANCHOR
+    assert played(trial, {ANCHOR: 0.5, CHAMPION: 0.5}).result().anchor_state == AnchorState(None, 4, None)
+    again = played(
+        Trial(RULE, 4, ANCHOR, CHAMPION, AnchorState(ANCHOR, 3, evidence_json())), {ANCHOR: 0.0, CHAMPION: 1.0}
+    )
+    assert again.result().anchor_state.anchor == ANCHOR
 
 
-def test_an_anchor_that_comes_back_where_nobody_else_can_be_served_has_nothing_to_show() -> None:
-    result = Trial(RULE, 4, ANCHOR, None, Standing(ANCHOR, 3)).result()
-    assert (result.passed, result.standing) == (True, Standing(None, 4))
+def test_trial_of_the_anchor_without_opponents_passes() -> None:
+    result = Trial(RULE, 4, ANCHOR, None, AnchorState(ANCHOR, 3)).result()
+    assert (result.passed, result.anchor_state) == (True, AnchorState(None, 4))
 
 
-def test_a_champion_without_a_lead_gets_none() -> None:
+def test_trial_adds_no_evidence_for_a_champion_without_any() -> None:
     """As after a rollback, which keeps the anchor."""
-    trial = Trial(RULE, 4, CANDIDATE, CHAMPION, Standing(ANCHOR, 3))
+    trial = Trial(RULE, 4, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 3))
     result = played(trial, {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5}).result()
-    assert result.standing == Standing(ANCHOR, 4)
+    assert result.anchor_state == AnchorState(ANCHOR, 4)
 
 
-def test_a_lead_goes_on_where_it_was() -> None:
-    first = Trial(RULE, 2, CANDIDATE, CHAMPION, Standing(ANCHOR, 1, lead()))
+def test_trial_continues_the_evidence_of_the_champion() -> None:
+    first = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     for _ in range(3):
-        first.take({CANDIDATE: 0.5, CHAMPION: 0.75, ANCHOR: 0.5})
-    text = first.result().standing.lead
+        first.add_scores({CANDIDATE: 0.5, CHAMPION: 0.75, ANCHOR: 0.5})
+    text = first.result().anchor_state.lead
     assert text is not None
-    bets = Lead.from_json(text).bets
+    bets = SuccessionEvidence.from_json(text).bets
     assert (bets.count, bets.total) == (3, 0.75)
 
 
@@ -138,7 +142,7 @@ def scores(chance: random.Random, *true: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("worse", "wrong"), [(0.0, False), (0.25, True)])
-def test_error_rates_by_brute_force(worse: float, wrong: bool) -> None:
+def test_trial_error_rates_hold_by_brute_force(worse: float, wrong: bool) -> None:
     """800 trials: the share of wrong verdicts is below its bound (0.02 and 0.05), as far as 800 can tell."""
     chance = random.Random(5)
     count = 0
@@ -150,18 +154,18 @@ def test_error_rates_by_brute_force(worse: float, wrong: bool) -> None:
                 candidate, champion = 0.0, 1.0
             elif worse:
                 candidate = champion
-            trial.take({CANDIDATE: candidate, CHAMPION: champion})
+            trial.add_scores({CANDIDATE: candidate, CHAMPION: champion})
         count += trial.result().passed is wrong
     assert count / 800 <= (0.02 if wrong else 0.05) + 0.01
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_service_and_the_benchmark_agree_on_every_run(seed: int) -> None:
+def test_trial_agrees_with_the_benchmark(seed: int) -> None:
     """Two programs of one design: equal scores give equal verdicts, numbers and leads."""
     print(f"seed {seed}")
     runs, rule = 30, GateSettings(margin=0.2, anchor_margin=0.15, tasks_max=300)
     draw = np.random.default_rng(seed)
-    told = (draw.random((rule.tasks_max, 3, runs)) < draw.uniform(0.4, 0.6, (1, 3, runs))).astype(float)
+    scores = (draw.random((rule.tasks_max, 3, runs)) < draw.uniform(0.4, 0.6, (1, 3, runs))).astype(float)
     apart = np.arange(runs) % 2 == 0
     numbers = draw.integers(1, 5, runs).astype(float)
     trials = Trials(
@@ -172,23 +176,23 @@ def test_the_service_and_the_benchmark_agree_on_every_run(seed: int) -> None:
     def source(_limits: Floats, at: NDArray[np.int64]) -> Floats:
         nonlocal task
         task += 1
-        found: Floats = told[task][:, at]
-        return found
+        chosen: Floats = scores[task][:, at]
+        return chosen
 
-    found = play(draw, rule, trials, source)
+    simulated = play(draw, rule, trials, source)
     for run in range(runs):
-        standing = Standing(ANCHOR, 0, lead()) if apart[run] else ALONE
-        trial = Trial(rule, int(numbers[run]), CANDIDATE, CHAMPION, standing)
+        anchor_state = AnchorState(ANCHOR, 0, evidence_json()) if apart[run] else CHAMPION_IS_ANCHOR
+        trial = Trial(rule, int(numbers[run]), CANDIDATE, CHAMPION, anchor_state)
         if apart[run]:
-            assert trial._champions_lead is not None
-            trial._champions_lead.bets.gap = rule.anchor_margin
+            assert trial._champion_evidence is not None
+            trial._champion_evidence.bets.gap = rule.anchor_margin
         names = (CANDIDATE, CHAMPION, ANCHOR)
         while trial.state == "open":
-            values = dict(zip(names, told[trial.tasks][:, run], strict=True))
-            trial.take({name: values[name] for name in trial.players})
-        assert (trial.state == "passed", trial.state == "failed") == (found.passed[run], found.failed[run])
-        assert (trial.tasks, trial.plays) == (found.tasks[run], found.plays[run])
-        assert trial._lead is not None
-        assert trial._lead.bets.log_wealth == pytest.approx(found.succession_state[0, run])
-        if trial._champions_lead is not None:
-            assert trial._champions_lead.bets.log_wealth == pytest.approx(found.champions_lead[0, run])
+            values = dict(zip(names, scores[trial.tasks][:, run], strict=True))
+            trial.add_scores({name: values[name] for name in trial.players})
+        assert (trial.state == "passed", trial.state == "failed") == (simulated.passed[run], simulated.failed[run])
+        assert (trial.tasks, trial.plays) == (simulated.tasks[run], simulated.plays[run])
+        assert trial._candidate_evidence is not None
+        assert trial._candidate_evidence.bets.log_wealth == pytest.approx(simulated.succession_state[0, run])
+        if trial._champion_evidence is not None:
+            assert trial._champion_evidence.bets.log_wealth == pytest.approx(simulated.champions_lead[0, run])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
-from headrace_registry.records import ALONE, ModelRecord, VersionRecord
+from headrace_registry.records import CHAMPION_IS_ANCHOR, ModelRecord, VersionRecord
 from headrace_registry.rollouts import steps as rollouts
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.transition import Transition
@@ -18,7 +18,7 @@ OTHER = "other"
 NOBODY = "m@0123456789ab"
 
 
-class Book:
+class RegistryState:
     """Change by `transition`; then look."""
 
     def __init__(self, rig: Rig, tx: AsyncConnection) -> None:
@@ -29,8 +29,8 @@ class Book:
     def checkpoint(
         self, step: int, parent: str | None = None, model: str = MODEL, base: str | None = None
     ) -> tuple[Checkpoint, Manifest]:
-        given, ref = self._rig.manifest(step, parent=parent, base=base)
-        manifest = given.model_copy(update={"name": model})
+        base_manifest, ref = self._rig.manifest(step, parent=parent, base=base)
+        manifest = base_manifest.model_copy(update={"name": model})
         event = Checkpoint(
             time=self._rig.clock.now(),
             model=model,
@@ -60,19 +60,26 @@ class Book:
         name = await self.add(step)
         plan = RolloutPlan(slots=slots)
         await rollouts.begin(
-            self.transition, await self.model(), name, "canary", plan, standing=ALONE, reason="better", statistics={}
+            self.transition,
+            await self.model(),
+            name,
+            "canary",
+            plan,
+            anchor_state=CHAMPION_IS_ANCHOR,
+            reason="better",
+            statistics={},
         )
         return name
 
     async def model(self, name: str = MODEL) -> ModelRecord:
-        found = await store.model(self.tx, name)
-        assert found
-        return found
+        record = await store.load_model(self.tx, name)
+        assert record
+        return record
 
     async def version(self, name: str) -> VersionRecord:
-        found = await store.version(self.tx, name)
-        assert found
-        return found
+        record = await store.load_version(self.tx, name)
+        assert record
+        return record
 
     async def states(self, *names: str) -> list[str]:
         return [(await self.version(name)).state for name in names]
@@ -80,7 +87,7 @@ class Book:
     async def routings(self) -> list[Routing]:
         return [event for event in await self.transition.finish() if isinstance(event, Routing)]
 
-    def told(self) -> list[tuple[str, str, str | None]]:
+    def decisions(self) -> list[tuple[str, str, str | None]]:
         """Decision, version and previous, since it was last asked."""
         events = [event for event in self.transition.events if isinstance(event, ModelEvent)]
         self.transition.events.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace_collector.trajectories import trajectory
+from headrace_collector.trajectories import build_trajectory
 from headrace_schemas import Experience, Grammar, Sampling, Turn
 from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat, grammar_of
 from headrace_trainer.batches.batch import Row
@@ -18,8 +18,8 @@ FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name
 
 def experience_of(*turns: Turn) -> Experience | None:
     """Of the run's only branch, as the scorer would make it; None where the run has none."""
-    made = trajectory(
-        turns, given_up=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
+    made = build_trajectory(
+        turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )
     if not made.branches:
         return None

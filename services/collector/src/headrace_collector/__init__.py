@@ -1,1 +1,1 @@
-"""The collector: turns to trajectories."""
+"""The collector: assembles trajectories from turns."""

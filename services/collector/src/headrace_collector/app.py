@@ -1,4 +1,4 @@
-"""The collector's composition root."""
+"""Composition root of the collector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
-from headrace_collector.idle import find_idle
+from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
@@ -32,6 +32,7 @@ async def run(common: Common, settings: CollectorSettings) -> None:
 
 
 def service(settings: CollectorSettings, started: datetime) -> StreamService:
+    """Return the description of the stream service. `started` is the start of this process."""
     collector = Collector(settings, started)
     return StreamService(
         name="collector",
@@ -46,9 +47,9 @@ def service(settings: CollectorSettings, started: datetime) -> StreamService:
         after_batch=collector.close_ended,
         timers=[
             Timer(_ENDS_INTERVAL_S, collector.close_ended),
-            Timer(_BOUNDS_INTERVAL_S, partial(upkeep.keep_bounds, settings=settings)),
-            Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, settings=settings)),
-            Timer(_TARGETS_INTERVAL_S, partial(upkeep.find_targets, settings=settings)),
+            Timer(_BOUNDS_INTERVAL_S, partial(upkeep.close_surplus_sessions, settings=settings)),
+            Timer(_FORGET_INTERVAL_S, partial(upkeep.delete_old_rows, settings=settings)),
+            Timer(_TARGETS_INTERVAL_S, partial(upkeep.check_feedback_targets, settings=settings)),
         ],
         workers=lambda processor: [_watch_idle(processor, settings, started)],
     )
@@ -64,7 +65,7 @@ async def _watch_idle(processor: Processor, settings: CollectorSettings, started
         except Unavailable as error:
             log.warning("idle_postponed", error=str(error))
             continue
-        step = partial(find_idle, settings=settings, started=started, turns_end=turns_end)
+        step = partial(end_idle_runs, settings=settings, started=started, turns_end=turns_end)
         try:
             await in_turns(processor.clock, partial(processor.step, step))
         except StepFailed as error:

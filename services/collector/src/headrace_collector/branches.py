@@ -1,7 +1,7 @@
 """Builds the branches of a run: a turn continues another turn only by exact token prefix.
 
-Each choice of a turn is a node. Its parent is the node with the longest token sequence that its turn's prompt begins
-with. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
+Each choice of a turn is a node. Its parent is the node with the longest token sequence that is a prefix of its turn's
+prompt. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
 trainable continuation extends the sequence. Each other child starts a new sequence that repeats the prefix as context.
 So a sampled token lies in exactly one span of exactly one branch (P2).
 """
@@ -26,44 +26,46 @@ class _Node:
     trainable: bool
     children: list[_Node] = field(default_factory=list)
     longest: tuple[int, int] = field(init=False)
-    """Length of the longest trainable sequence through this node, and of the longest of all."""
+    """Length of the longest trainable sequence through this node, and of the longest sequence of all."""
 
     @property
     def order(self) -> tuple[object, ...]:
         return (self.turn.started_at, self.turn.turn_id, self.choice.index)
 
 
-def pack(ids: Sequence[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as int32 bytes."""
     return array("i", ids).tobytes()
 
 
-def branches(turns: Sequence[Turn]) -> tuple[list[Branch], list[Dialogue]]:
-    """The branches of a run in the order of their first sampled token, and the dialogue of each.
+def build_branches(turns: Sequence[Turn]) -> tuple[list[Branch], list[Dialogue]]:
+    """Return the branches of a run in the order of their first sampled token, and the dialogue of each.
 
     Turns that cannot be trained are context. A sequence without trainable turns gives a dialogue but no branch. The
     order of `turns` makes no difference.
     """
     sequences = _sequences(_roots(_nodes(turns)))
     trained = [sequence for sequence in sequences if any(node.trainable for node in sequence)]
-    others = [sequence for sequence in sequences if not any(node.trainable for node in sequence)]
+    untrained = [sequence for sequence in sequences if not any(node.trainable for node in sequence)]
     trained.sort(key=lambda sequence: next(node.order for node in sequence if node.trainable))
-    others.sort(key=lambda sequence: sequence[0].order)
-    return [_branch(sequence) for sequence in trained], [_dialogue(sequence) for sequence in (*trained, *others)]
+    untrained.sort(key=lambda sequence: sequence[0].order)
+    return [_branch(sequence) for sequence in trained], [_dialogue(sequence) for sequence in (*trained, *untrained)]
 
 
 def _nodes(turns: Sequence[Turn]) -> list[_Node]:
     nodes = []
     for turn in turns:
-        prompt = pack(turn.prompt_token_ids)
+        prompt = pack_ids(turn.prompt_token_ids)
         for choice in turn.choices:
             if choice.token_ids:
-                sequence = prompt + pack(choice.token_ids)
+                sequence = prompt + pack_ids(choice.token_ids)
                 nodes.append(_Node(turn, choice, prompt, sequence, turn.sampling.untruncated))
     return sorted(nodes, key=lambda node: (len(node.prompt), node.order))
 
 
 def _roots(nodes: Sequence[_Node]) -> list[_Node]:
-    """Link children to parents; `nodes` are sorted so that parents come first."""
+    """Link children to their parents and return the nodes without a parent. `nodes` are sorted so that parents come
+    first."""
     roots: list[_Node] = []
     parent_of: dict[str, _Node | None] = {}
     continued: Counter[int] = Counter()
@@ -75,19 +77,20 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
         parent = parent_of[turn_id]
         (roots if parent is None else parent.children).append(node)
     for node in reversed(nodes):
-        own = (len(node.sequence) if node.trainable else 0, len(node.sequence))
-        node.longest = max([own, *(child.longest for child in node.children)])
+        own_length = (len(node.sequence) if node.trainable else 0, len(node.sequence))
+        node.longest = max([own_length, *(child.longest for child in node.children)])
     return roots
 
 
 def _parent(node: _Node, earlier: Sequence[_Node], continued: Counter[int]) -> _Node | None:
-    """The node with the longest fitting sequence. Equal parallel samples are continued in turn."""
+    """Return the node with the longest sequence that is a prefix of the prompt. Equal parallel samples are continued in
+    turn."""
     fitting = [other for other in earlier if node.prompt.startswith(other.sequence)]
     return min(fitting, key=lambda other: (-len(other.sequence), continued[id(other)], other.order), default=None)
 
 
 def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
-    found = []
+    sequences = []
     starts = list(roots)
     while starts:
         node = starts.pop()
@@ -98,12 +101,12 @@ def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
             starts += [child for child in node.children if child is not successor]
             node = successor
             sequence.append(node)
-        found.append(sequence)
-    return found
+        sequences.append(sequence)
+    return sequences
 
 
 def _branch(sequence: Sequence[_Node]) -> Branch:
-    """The branch ends with its last trained token; nothing after it is trained."""
+    """Return the branch of a sequence. It ends with its last trained token."""
     trained = [node for node in sequence if node.trainable]
     last = trained[-1]
     spans = tuple(

@@ -13,11 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import feedback_targets, metrics, store
 from headrace_collector.facts import TurnFacts
-from headrace_collector.ordered_feedback import OrderedFeedback
-from headrace_collector.retries import superseded
-from headrace_collector.runs import SessionRun, partition
+from headrace_collector.feedback_targets import OrderedFeedback
+from headrace_collector.retries import superseded_turns
+from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
-from headrace_collector.trajectories import trajectory
+from headrace_collector.trajectories import build_trajectory
 from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
@@ -31,7 +31,7 @@ _DEAD_LETTER_BYTES_MAX = 1_500_000
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An open run and the feedback about it: what lists turns of it, and what is about its session."""
+    """An open run and the feedback about it: feedback that lists its turns, and feedback about its session."""
 
     run: SessionRun
     listed: Sequence[Feedback]
@@ -39,7 +39,7 @@ class Candidate:
 
 
 Choose = Callable[[Sequence[Candidate]], Sequence[Candidate]]
-"""Which of a session's open runs to close."""
+"""Selects which of a session's open runs to close."""
 
 
 async def close_runs(
@@ -51,82 +51,82 @@ async def close_runs(
     reason: EndReason,
     choose: Choose,
 ) -> list[Event]:
-    """Close the open runs that `choose` picks, and return their trajectories. A session is its tenant's alone."""
+    """Close the open runs that `choose` selects, and return their trajectories. A session belongs to one tenant."""
     session = await store.lock_session(tx, session_key)
     if session is None or not session["open_turns"] or session["tenant"] != tenant:
         return []
-    turns, feedback = await known_of(tx, now, settings, session)
-    runs = await runs_of(tx, turns, feedback)
+    turns, feedback = await load_session(tx, now, settings, session)
+    runs = await find_open_runs(tx, turns, feedback)
     candidates = [
         Candidate(
             run,
-            feedback_targets.about_run(run, feedback),
-            feedback_targets.about_session(run, feedback, session["began"]),
+            feedback_targets.feedback_about_run(run, feedback),
+            feedback_targets.feedback_about_session(run, feedback, session["began"]),
         )
         for run in runs
     ]
     chosen = choose(candidates)
     if not chosen:
         return []
-    given_up = superseded(turns)
+    superseded = superseded_turns(turns)
 
     async def close(candidate: Candidate) -> list[Event]:
-        return await _close(tx, now, candidate, given_up, reason)
+        return await _close(tx, now, candidate, superseded, reason)
 
     async def refuse(candidate: Candidate, error: str) -> list[Event]:
         return await _refuse(tx, now, candidate.run.turn_ids, f"its run cannot be closed: {error}")
 
     events = await each(tx, "collector.close", chosen, close, refuse)
-    left = [candidate.run for candidate in candidates if candidate not in chosen]
-    await store.recount(tx, session_key, left, round(settings.idle_s * 1000))
-    await store.mark_used(tx, feedback_targets.used_up(feedback, left, turns), now)
+    still_open = [candidate.run for candidate in candidates if candidate not in chosen]
+    await store.update_open_size(tx, session_key, still_open, round(settings.idle_s * 1000))
+    await store.mark_used(tx, feedback_targets.used_feedback(feedback, still_open, turns), now)
     return events
 
 
-async def known_of(
+async def load_session(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, session: RowMapping
 ) -> tuple[list[TurnFacts], list[OrderedFeedback]]:
-    """The turns and the feedback of a session that say which of its open turns are one run."""
+    """Return the turns and the feedback of a session that determine its runs."""
     since_ms = epoch_ms(now - timedelta(seconds=settings.retention_s))
     turns = await store.facts_of_session(tx, session["session_key"], since_ms)
     return turns, await store.feedback_of_session(tx, session["session_key"], session["tenant"], since_ms)
 
 
-async def runs_of(
+async def find_open_runs(
     tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[OrderedFeedback]
 ) -> Sequence[SessionRun]:
-    """The open runs of a session; tokens are read only when conversations alone do not tell."""
-    listings = feedback_targets.listings(feedback)
-    found = partition(turns, listings)
-    if found.ties:
-        found = partition(turns, listings, await store.load_tokens(tx, found.ties))
-    return found.runs
+    """Return the open runs of a session. Tokens are read only if the conversations are ambiguous."""
+    listings = feedback_targets.listings_in(feedback)
+    partition = partition_runs(turns, listings)
+    if partition.ties:
+        partition = partition_runs(turns, listings, await store.load_tokens(tx, partition.ties))
+    return partition.runs
 
 
 async def _close(
-    tx: AsyncConnection, now: datetime, candidate: Candidate, given_up: Collection[str], reason: EndReason
+    tx: AsyncConnection, now: datetime, candidate: Candidate, superseded: Collection[str], reason: EndReason
 ) -> list[Event]:
     turns = await store.load_turns(tx, candidate.run.turn_ids)
     build = partial(
-        trajectory,
+        build_trajectory,
         turns,
-        given_up=given_up,
+        superseded=superseded,
         about_run=candidate.listed,
         about_session=candidate.general,
         reason=reason,
         models=candidate.run.models,
-        turns_from=candidate.run.place,
+        turns_from=candidate.run.log_offset,
         now=now,
     )
     try:
-        made = await beside_loop(store.packed_bytes(turns), build)
-    except ValidationError as error:  # one run that fits no event must not hold up all others
+        trajectory = await beside_loop(store.packed_bytes(turns), build)
+    except ValidationError as error:  # one run that fits no event must not delay all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
         return await _refuse(tx, now, candidate.run.turn_ids, text)
-    await store.close(tx, candidate.run.turn_ids, made.trajectory_id, now)
-    _count(made)
-    return [made]
+    await store.close(tx, candidate.run.turn_ids, trajectory.trajectory_id, now)
+    _count_metrics(trajectory)
+    return [trajectory]
 
 
 async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, tenant: str, error: str) -> list[Event]:
@@ -136,12 +136,12 @@ async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, t
         return []
     turn_ids = await store.open_turns(tx, session_key)
     letters = await _refuse(tx, now, turn_ids, f"its session cannot be read: {error}")
-    await store.recount(tx, session_key, [], 0)
+    await store.update_open_size(tx, session_key, [], 0)
     return letters
 
 
 async def _refuse(tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str) -> list[Event]:
-    """Close turns without a trajectory, and return the dead letter of each, as it was stored."""
+    """Close turns without a trajectory, and return the dead letter of each, with the content as it was stored."""
     letters: list[Event] = []
     for turn_id, session_key, payload in await store.load_payloads(tx, turn_ids):
         value, headers = (payload or b"")[:_DEAD_LETTER_BYTES_MAX], (("ce_id", turn_id.encode("utf-8", "replace")),)
@@ -151,9 +151,9 @@ async def _refuse(tx: AsyncConnection, now: datetime, turn_ids: Collection[str],
     return letters
 
 
-def _count(made: Trajectory) -> None:
-    metrics.TRAJECTORIES.labels(made.end_reason).inc()
-    metrics.BRANCHES.observe(len(made.branches))
-    metrics.TURNS.observe(len(made.turn_ids))
-    for item in made.left_out:
+def _count_metrics(trajectory: Trajectory) -> None:
+    metrics.TRAJECTORIES.labels(trajectory.end_reason).inc()
+    metrics.BRANCHES.observe(len(trajectory.branches))
+    metrics.TURNS.observe(len(trajectory.turn_ids))
+    for item in trajectory.left_out:
         metrics.LEFT_OUT.labels(item.reason).inc()

@@ -26,12 +26,12 @@ from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
 
 _AT_ONCE_MAX = 200
-"""Ends that one transaction applies; the timer takes the rest, until nothing is due."""
+"""Largest number of ends that one transaction applies. The timer applies the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end to remember. The fields are those of the table; without a session key it is for all of the tenant."""
+    """One end. The fields are those of the table. Without a session key it ends all sessions of the tenant."""
 
     tenant: str
     session_key: str | None
@@ -44,7 +44,8 @@ class End:
     unseen_since_ms: int | None = None
 
 
-async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
+async def store_ends(tx: AsyncConnection, now: datetime, *new_ends: End) -> None:
+    """Store ends, to be applied once their offsets are processed."""
     rows = [
         {
             "tenant": end.tenant,
@@ -58,7 +59,7 @@ async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
             "unseen_since_ms": end.unseen_since_ms,
             "at_ms": epoch_ms(now),
         }
-        for end in found
+        for end in new_ends
     ]
     if rows:
         await tx.execute(insert(ends), rows)
@@ -67,31 +68,35 @@ async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
 async def apply_ends(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
 ) -> Sequence[Event]:
-    """Apply what is due, oldest first, and return the trajectories. `started` is when this service did."""
-    due = await _due(tx, now, settings, started)
-    if not due:
+    """Apply the ends that are due, the oldest first, and return the trajectories.
+
+    Args:
+        started: When this process started. Time before it does not make an end overdue.
+    """
+    due_ends = await _load_due_ends(tx, now, settings, started)
+    if not due_ends:
         return []
 
     async def apply(row: RowMapping) -> list[Event]:
         if row["session_key"] is None:
-            await _spread(tx, row)
+            await _replace_by_session_ends(tx, row)
             return []
         key, tenant, reason = row["session_key"], row["tenant"], row["reason"]
-        return await close_runs(tx, now, settings, key, tenant, reason, _chooser(row))
+        return await close_runs(tx, now, settings, key, tenant, reason, _run_filter(row))
 
     async def refuse(row: RowMapping, error: str) -> list[Event]:
         if row["session_key"] is None:
             return []
         return await refuse_session(tx, now, row["session_key"], row["tenant"], error)
 
-    events = await each(tx, "collector.ends", due, apply, refuse)
-    await tx.execute(delete(ends).where(ends.c.id.in_([row["id"] for row in due])))
-    if any(row["session_key"] is None for row in due):
+    events = await each(tx, "collector.ends", due_ends, apply, refuse)
+    await tx.execute(delete(ends).where(ends.c.id.in_([row["id"] for row in due_ends])))
+    if any(row["session_key"] is None for row in due_ends):
         events += await apply_ends(tx, now, settings, started)
-    return Unfinished(events) if len(due) == _AT_ONCE_MAX else events
+    return Unfinished(events) if len(due_ends) == _AT_ONCE_MAX else events
 
 
-async def _due(
+async def _load_due_ends(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
 ) -> Sequence[RowMapping]:
     turns, feedback = stream.positions.alias(), stream.positions.alias()
@@ -114,17 +119,17 @@ async def _due(
     return (await tx.execute(query)).mappings().all()
 
 
-async def _spread(tx: AsyncConnection, row: RowMapping) -> None:
+async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None:
     """Replace a tenant's end, whose offsets were reached, by an end for each open session in its partition."""
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
-    given = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
-    each = select(*[given.get(name, sessions.c.session_key) for name in names]).where(
+    constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
+    session_ends = select(*[constants.get(name, sessions.c.session_key) for name in names]).where(
         sessions.c.tenant == row["tenant"], sessions.c.partition == row["partition"], IS_OPEN
     )
-    await tx.execute(insert(ends).from_select(names, each))
+    await tx.execute(insert(ends).from_select(names, session_ends))
 
 
-def _chooser(row: RowMapping) -> Choose:
+def _run_filter(row: RowMapping) -> Choose:
     listed = frozenset(json.loads(row["msg_ids"])) if row["msg_ids"] else None
     before_ms, unseen_since_ms, commit = row["before_ms"], row["unseen_since_ms"], row["reason"] == "commit"
 
@@ -134,7 +139,7 @@ def _chooser(row: RowMapping) -> Choose:
             (listed is None or not run.turn_ids.isdisjoint(listed))
             and (before_ms is None or run.time_ms <= before_ms)
             and (unseen_since_ms is None or run.seen_ms <= unseen_since_ms)
-            and (not commit or feedback_targets.judged([*candidate.general, *candidate.listed]))
+            and (not commit or feedback_targets.has_judgement([*candidate.general, *candidate.listed]))
         )
 
     return lambda candidates: [candidate for candidate in candidates if ends(candidate)]

@@ -1,4 +1,4 @@
-"""The facts about a turn that decide its run. They are small, so a whole session can be read at once."""
+"""The facts about a turn that determine its run. They are small, so a whole session can be read at once."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from headrace_schemas import Turn
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """`prefixes` and `replies` are digests of `headrace_collector.digests`; times are milliseconds since 1970."""
+    """Facts about one turn. `prefixes` and `replies` are digests (`headrace_collector.digests`); times are ms since
+    1970."""
 
     turn_id: str
     model: str
     explicit: bool
-    """Whether the client named the session; otherwise several runs that open alike may share its key."""
+    """Whether the client named the session. Otherwise several runs with the same opening may share its key."""
     task_id: str | None
     run_id: str | None
     request_digest: str
     retry: int
     delivered: bool
-    place: int
-    """Its offset on `turns`: the order in which turns were captured, whatever any clock says."""
+    log_offset: int
+    """Its offset on `turns`, which orders turns independently of all clocks."""
     time_ms: int
     seen_ms: int
-    """When this service first saw it."""
+    """When this service first processed it."""
     completions: int
     tokens: int
     """Length of its longest branch: the prompt and the longest completion."""
     prefixes: tuple[bytes, ...]
     replies: tuple[bytes, ...]
     trajectory_id: str | None = None
-    """Of the trajectory that it went into; None while its run is open."""
+    """The trajectory that contains it; None while its run is open."""
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sorts a turn behind every turn that it continues or repeats."""
-        return (len(self.prefixes), self.retry, self.place, self.turn_id)
+        """Sort key that puts a turn after every turn that it continues or repeats."""
+        return (len(self.prefixes), self.retry, self.log_offset, self.turn_id)
 
 
-def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
-    prefixes = digests.prefixes(turn.messages)
+def turn_facts(turn: Turn, seen: datetime, log_offset: int) -> TurnFacts:
+    """Return the facts about a turn with this offset on `turns`."""
+    prefixes = digests.prefix_digests(turn.messages)
     return TurnFacts(
         turn_id=turn.turn_id,
         model=turn.model,
@@ -53,11 +55,11 @@ def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
         request_digest=turn.request_digest,
         retry=turn.retry,
         delivered=turn.delivered,
-        place=place,
+        log_offset=log_offset,
         time_ms=epoch_ms(turn.time),
         seen_ms=epoch_ms(seen),
         completions=len(turn.choices),
         tokens=len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices),
         prefixes=prefixes,
-        replies=digests.replies(turn, prefixes[-1]),
+        replies=digests.reply_digests(turn, prefixes[-1]),
     )

@@ -1,56 +1,73 @@
-"""Which feedback is about which run of a session."""
+"""Matches feedback with the runs of a session."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from headrace_collector.facts import TurnFacts
 from headrace_collector.listings import Listing
-from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.runs import SessionRun
 from headrace_schemas import Feedback
 
 
-def listings(feedback: Sequence[OrderedFeedback]) -> list[Listing]:
+@dataclass(frozen=True, slots=True)
+class OrderedFeedback:
+    """A feedback with its position in the log, which orders feedback by the time of its acknowledgement."""
+
+    event: Feedback
+    log_offset: int
+    turns_until: int
+    """End offset of `turns` when the feedback was given: earlier turns existed then."""
+    event_id: str = ""
+    """The `event_id` of its row."""
+
+
+def listings_in(feedback: Sequence[OrderedFeedback]) -> list[Listing]:
+    """Return the listings of all feedback that lists the turns of a run."""
     return [
-        Listing(frozenset(one.event.msg_ids), one.event.task_id, one.event.run_id, one.place)
-        for one in feedback
-        if one.event.lists_a_run
+        Listing(frozenset(item.event.msg_ids), item.event.task_id, item.event.run_id, item.log_offset)
+        for item in feedback
+        if item.event.lists_a_run
     ]
 
 
-def about_run(run: SessionRun, feedback: Sequence[OrderedFeedback]) -> list[Feedback]:
-    """Feedback that lists turns of the run."""
-    return [one.event for one in feedback if not run.turn_ids.isdisjoint(one.event.msg_ids)]
+def feedback_about_run(run: SessionRun, feedback: Sequence[OrderedFeedback]) -> list[Feedback]:
+    """Return the feedback that lists turns of the run."""
+    return [item.event for item in feedback if not run.turn_ids.isdisjoint(item.event.msg_ids)]
 
 
-def about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: int) -> list[Feedback]:
-    """Feedback without listed turns: about runs that had begun when it was given, else about the session's first run.
+def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: int) -> list[Feedback]:
+    """Return feedback without listed turns about runs that had begun when it was given, else about the session's first
+    run.
 
     `began` is the offset of the session's first turn: no run gets feedback about an earlier run.
     """
     return [
-        one.event
-        for one in feedback
-        if not one.event.msg_ids and (run.place < one.turns_until or (one.turns_until <= began and run.place == began))
+        item.event
+        for item in feedback
+        if not item.event.msg_ids
+        and (run.log_offset < item.turns_until or (item.turns_until <= began and run.log_offset == began))
     ]
 
 
-def used_up(feedback: Sequence[OrderedFeedback], left: Sequence[SessionRun], closed: Iterable[TurnFacts]) -> list[str]:
-    """Return the names of feedback that cannot be about the runs that are `left` open, nor about later turns."""
-    open_turns = {turn for run in left for turn in run.turn_ids}
-    known = {turn.turn_id for turn in closed}
+def used_feedback(
+    feedback: Sequence[OrderedFeedback], open_runs: Sequence[SessionRun], closed: Iterable[TurnFacts]
+) -> list[str]:
+    """Return the ids of feedback that can concern neither the remaining `open_runs` nor later turns."""
+    open_turns = {turn for run in open_runs for turn in run.turn_ids}
+    closed_turns = {turn.turn_id for turn in closed}
     return [
-        one.name
-        for one in feedback
+        item.event_id
+        for item in feedback
         if (
-            open_turns.isdisjoint(one.event.msg_ids) and not known.isdisjoint(one.event.msg_ids)
-            if one.event.msg_ids
-            else all(run.place >= one.turns_until for run in left)
+            open_turns.isdisjoint(item.event.msg_ids) and not closed_turns.isdisjoint(item.event.msg_ids)
+            if item.event.msg_ids
+            else all(run.log_offset >= item.turns_until for run in open_runs)
         )
     ]
 
 
-def judged(feedback: Sequence[Feedback]) -> bool:
-    """Whether the feedback judges: a value in any form, an edit or a preference that stands."""
-    return any(one.has_content for one in feedback)
+def has_judgement(feedback: Sequence[Feedback]) -> bool:
+    """Return whether some feedback has a value in any form, an edit or a preference that is not withdrawn."""
+    return any(item.has_content for item in feedback)

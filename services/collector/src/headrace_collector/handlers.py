@@ -1,4 +1,4 @@
-"""The collector's handlers. Their effects depend only on the event and the tables."""
+"""Handlers of the collector. Their effects depend only on the event and the tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_collector import ends, store
 from headrace_collector.closing import Candidate, close_runs
 from headrace_collector.ends import End
-from headrace_collector.facts import facts_of
+from headrace_collector.facts import turn_facts
 from headrace_collector.runs import SessionRun
 from headrace_collector.schema import feedback as feedback_table
 from headrace_collector.settings import CollectorSettings
@@ -26,33 +26,37 @@ from headrace_schemas.ids import key_of_response, session_key
 from headrace_schemas.text import printable
 
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
-"""What an end must not overtake. Feedback may say which turns are one run, so an end waits for it, too."""
+"""Topics whose earlier records an end must not overtake. Feedback may list the turns of a run, so an end waits for it,
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """`started` is when this process did: nothing is called idle or overdue because the collector was away."""
+    """The handlers. `started` is the start of this process: time while the collector was away makes no run idle or
+    overdue."""
 
     settings: CollectorSettings
     started: datetime
 
     async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
-        """Store it. If its session has become too large, close the runs that were idle for longest.
+        """Store the turn. If its session has become too large, close the runs that were idle for longest.
 
-        Raises `InvalidEvent` for a turn that is too long, and for one that is not of the session that it names.
+        Raises:
+            InvalidEvent: The turn is too long, or it is not of the session that it names.
         """
         _check_session(turn)
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
-        facts = facts_of(turn, handling.now, handling.received.place)
-        load = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
-        if load is None or not self._too_large(load):
+        facts = turn_facts(turn, handling.now, handling.received.place)
+        size = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
+        if size is None or not self._too_large(size):
             return []
         key, tenant = turn.session_key, turn.tenant
         return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store it until its run closes; if it ends its session, store the end, too. A task closes nothing."""
+        """Store the feedback until its run closes, and its end if it ends its session. Feedback about a task is
+        ignored."""
         if feedback.level == "task":
             return []
         record = handling.received.record
@@ -77,13 +81,13 @@ class Collector:
                 turns_until=until,
                 msg_ids=feedback.msg_ids,
             )
-            await ends.remember(handling.tx, handling.now, end)
+            await ends.store_ends(handling.tx, handling.now, end)
         return []
 
     async def on_session_end(self, end: SessionEnd, handling: Handling) -> Sequence[Event]:
-        """Remember it. Raises `InvalidEvent` for the end of a session that is not named."""
+        """Store the end. Raises `InvalidEvent` for the end of a session without its key."""
         if end.scope == "session" and end.session_key is None:
-            raise InvalidEvent("invalid_event", "a session's end needs its session_key")
+            raise InvalidEvent("invalid_event", "session_key: is missing; the end of a session needs it")
         partition = handling.received.record.partition
         remembered = End(
             tenant=end.tenant,
@@ -94,36 +98,39 @@ class Collector:
             feedback_until=handling.ends["feedback"].get(partition, 0),
             before_ms=epoch_ms(end.before) if end.before and end.scope == "tenant" else None,
         )
-        await ends.remember(handling.tx, handling.now, remembered)
+        await ends.store_ends(handling.tx, handling.now, remembered)
         return []
 
     async def close_ended(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         """Close the sessions whose ends are due, now that more records were processed."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
-    def _too_large(self, load: store.SessionSize) -> bool:
-        most = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
-        return load.completions >= most[0] or load.longest_tokens >= most[1]
+    def _too_large(self, size: store.SessionSize) -> bool:
+        limits = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
+        return size.completions >= limits[0] or size.longest_tokens >= limits[1]
 
     def _surplus(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Runs that are too large themselves, and all but the newest and what fits beside it into half of the bound on
-        completions: not to be done at every turn."""
+        """Return the runs to close in a session that is too large.
+
+        These are runs that are too large themselves, and all but the newest run and what fits beside it into half of
+        the bound on completions, so that not every turn closes a run.
+        """
         surplus: list[Candidate] = []
-        kept: list[SessionRun] = []
+        remaining: list[SessionRun] = []
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
-            together = store.SessionSize.of([*kept, candidate.run])
-            crowded = bool(kept) and together.completions >= self.settings.completions_per_session_max / 2
+            together = store.SessionSize.of([*remaining, candidate.run])
+            crowded = bool(remaining) and together.completions >= self.settings.completions_per_session_max / 2
             if crowded or self._too_large(store.SessionSize.of([candidate.run])):
                 surplus.append(candidate)
             else:
-                kept.append(candidate.run)
+                remaining.append(candidate.run)
         return surplus
 
 
 def _check_session(turn: Turn) -> None:
     """Raise `InvalidEvent` unless session key and response id are those of the turn's tenant and session."""
     if turn.session_key != session_key(turn.tenant, turn.session_id):
-        raise InvalidEvent("foreign_session_key", "session_key: is not that of tenant and session_id")
+        raise InvalidEvent("foreign_session_key", "session_key: does not match tenant and session_id")
     if key_of_response(turn.turn_id) not in (None, turn.session_key):
         raise InvalidEvent("foreign_turn_id", f"turn_id: {printable(turn.turn_id)!r} is of another session")
 

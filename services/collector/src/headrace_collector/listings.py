@@ -1,4 +1,4 @@
-"""Feedback that lists turns, and what that says about runs."""
+"""Feedback that lists turns, and the runs that follow from it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The turns that one feedback lists, and the run that it names, if it does."""
+    """The turns that one feedback lists, and the run that it names, if any."""
 
     turn_ids: frozenset[str]
     task_id: str | None
     run_id: str | None
-    place: int
-    """Of the feedback on its log."""
+    log_offset: int
+    """Offset of the feedback."""
 
     def names_another_run_than(self, other: Listing) -> bool:
         if self.run_id is None or other.run_id is None:
@@ -23,30 +23,32 @@ class Listing:
         return tasks_differ or self.run_id != other.run_id
 
 
-def by_name(listings: Sequence[Listing]) -> dict[str, str]:
-    """Turn to the run id that the last of its lists gives it."""
-    return {turn: one.run_id for one in _ordered(listings) if one.run_id for turn in one.turn_ids}
+def run_ids_by_turn(listings: Sequence[Listing]) -> dict[str, str]:
+    """Return for each turn the run id that the last of its listings gives it."""
+    return {turn: listing.run_id for listing in _ordered(listings) if listing.run_id for turn in listing.turn_ids}
 
 
-def by_overlap(listings: Sequence[Listing]) -> dict[str, str]:
-    """Turn to the first turn of its group. Lists that overlap are one group. Equal run ids do not make a group, because
-    clients count their runs from 0 again. A list with another run id than the lists it overlaps takes its turns.
+def groups_by_turn(listings: Sequence[Listing]) -> dict[str, str]:
+    """Return for each listed turn the first turn of its group.
+
+    Listings that overlap are one group. Equal run ids do not make a group, because clients count their runs from 0
+    again. A listing with another run id than the listings that it overlaps takes its turns out of their group.
     """
     groups: list[tuple[set[str], Listing]] = []
     for listing in _ordered(listings):
         members = set(listing.turn_ids)
-        kept = []
+        remaining = []
         for group, last in groups:
             if group.isdisjoint(members):
-                kept.append((group, last))
+                remaining.append((group, last))
             elif listing.names_another_run_than(last):
-                kept.append((group - listing.turn_ids, last))
+                remaining.append((group - listing.turn_ids, last))
             else:
                 members |= group
                 listing = listing if listing.run_id else replace(listing, task_id=last.task_id, run_id=last.run_id)
-        groups = [*kept, (members, listing)]
+        groups = [*remaining, (members, listing)]
     return {turn: min(group) for group, _ in groups for turn in group}
 
 
 def _ordered(listings: Sequence[Listing]) -> list[Listing]:
-    return sorted(listings, key=lambda one: one.place)
+    return sorted(listings, key=lambda listing: listing.log_offset)

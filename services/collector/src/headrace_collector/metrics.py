@@ -1,4 +1,4 @@
-"""The collector's metrics."""
+"""Metrics of the collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which turns of a session are one run. A pure function; the order of arrival makes no difference."""
+"""Divides the turns of a session into runs. A pure function; the order of arrival makes no difference."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_collector.facts import TurnFacts
-from headrace_collector.listings import Listing, by_name, by_overlap
-from headrace_collector.retries import superseded
+from headrace_collector.listings import Listing, groups_by_turn, run_ids_by_turn
+from headrace_collector.retries import superseded_turns
 
 Label = tuple[object, ...]
-"""What the turns of one run share."""
+"""Value that the turns of one run share."""
 
 Tokens = Mapping[str, tuple[bytes, Sequence[bytes]]]
-"""Turn to its prompt ids and, for each choice, prompt and sampled ids, as bytes."""
+"""For each turn, its prompt ids and, for each choice, prompt and sampled ids, as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRun:
-    """Open turns that belong together, oldest first, all of one model."""
+    """Open turns that belong together, the oldest first, all of one model."""
 
     turns: tuple[TurnFacts, ...]
     models: int
-    """How many models the run called; each is a trajectory of its own."""
+    """Number of models that the run called; each has a trajectory of its own."""
 
     @property
     def turn_ids(self) -> frozenset[str]:
         return frozenset(turn.turn_id for turn in self.turns)
 
     @property
-    def place(self) -> int:
-        """Where it begins on `turns`."""
-        return min(turn.place for turn in self.turns)
+    def log_offset(self) -> int:
+        """Offset of its first turn on `turns`."""
+        return min(turn.log_offset for turn in self.turns)
 
     @property
     def time_ms(self) -> int:
@@ -45,18 +45,20 @@ class SessionRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPartition:
-    """A session's open runs, oldest first. `ties` are turns that only their tokens can assign to a run."""
+    """A session's open runs, the oldest first. `ties` are turns that only their tokens can assign to a run."""
 
     runs: tuple[SessionRun, ...]
     ties: frozenset[str]
 
 
-def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None) -> RunPartition:
-    """Split the open ones of a session's `turns` into runs.
+def partition_runs(
+    turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None
+) -> RunPartition:
+    """Divide the open turns of a session into runs.
 
     A session that the client named is one run, unless feedback or the client's own run ids name several. Otherwise a
-    feedback that lists turns says exactly which are one run, and the rest go with the turn whose conversation they
-    continue. What continues a closed run starts a new one.
+    feedback that lists turns defines exactly one run, and the other turns belong to the run whose conversation they
+    continue. A turn that continues a closed run starts a new one.
     """
     labels = _Labels(turns, listings, tokens or {})
     by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))
@@ -65,37 +67,39 @@ def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: T
         if turn.trajectory_id is None:
             by_label[label][turn.model].append(turn)
     runs = [
-        SessionRun(tuple(sorted(members, key=lambda turn: (turn.place, turn.turn_id))), len(models))
+        SessionRun(tuple(sorted(members, key=lambda turn: (turn.log_offset, turn.turn_id))), len(models))
         for models in by_label.values()
         for members in models.values()
     ]
-    return RunPartition(tuple(sorted(runs, key=lambda run: (run.place, run.turns[0].turn_id))), frozenset(labels.ties))
+    return RunPartition(
+        tuple(sorted(runs, key=lambda run: (run.log_offset, run.turns[0].turn_id))), frozenset(labels.ties)
+    )
 
 
 class _Labels:
-    """Labels turns one by one, in their `order`."""
+    """Assigns labels to turns one by one, in their `order`."""
 
     def __init__(self, turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens) -> None:
         self._tokens = tokens
         self._explicit = any(turn.explicit for turn in turns)
-        self._listed = by_name(listings) if self._explicit else by_overlap(listings)
+        self._listed = run_ids_by_turn(listings) if self._explicit else groups_by_turn(listings)
         names = {self._listed.get(turn.turn_id, turn.run_id) for turn in turns} - {None}
         self._split = len(names) > 1 or not self._explicit
-        self._original = {retry: turn for turn, retry in superseded(turns).items()}
+        self._original = {retry: turn for turn, retry in superseded_turns(turns).items()}
         self._label: dict[str, Label] = {}
         self._by_reply: dict[bytes, list[tuple[TurnFacts, int]]] = defaultdict(list)
         self._continued: Counter[tuple[str, int]] = Counter()
         self.ties: set[str] = set()
 
     def assign(self, turn: TurnFacts) -> Label:
-        label = self._own(turn) or self._inherited(turn)
+        label = self._explicit_label(turn) or self._inherited_label(turn)
         self._label[turn.turn_id] = ("after", turn.trajectory_id) if turn.trajectory_id else label
-        if self._joinable(turn.turn_id):
+        if self._may_be_joined(turn.turn_id):
             for choice, reply in enumerate(turn.replies):
                 self._by_reply[reply].append((turn, choice))
         return label
 
-    def _own(self, turn: TurnFacts) -> Label | None:
+    def _explicit_label(self, turn: TurnFacts) -> Label | None:
         if not self._split:
             return ("session",)
         if self._explicit:
@@ -105,13 +109,13 @@ class _Labels:
             return ("listed", self._listed[turn.turn_id])
         return ("named", turn.task_id, turn.run_id) if turn.run_id else None
 
-    def _joinable(self, turn_id: str) -> bool:
-        """Whether other turns may join the run of this turn. A run that a feedback lists is exact."""
+    def _may_be_joined(self, turn_id: str) -> bool:
+        """Return whether other turns may join the run of this turn. A run that a feedback lists is exact."""
         return self._explicit or turn_id not in self._listed
 
-    def _inherited(self, turn: TurnFacts) -> Label:
+    def _inherited_label(self, turn: TurnFacts) -> Label:
         original = self._original.get(turn.turn_id)
-        if original in self._label and self._joinable(original):
+        if original in self._label and self._may_be_joined(original):
             return self._label[original]
         for prefix in reversed(turn.prefixes[:-1]):
             continues = self._by_reply.get(prefix)
@@ -122,23 +126,24 @@ class _Labels:
         return ("session",) if self._explicit else ("starts", turn.turn_id)
 
     def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
-        """Of equal conversations: the longest exact token prefix, then an open run, then the least continued one."""
-        found = list(candidates)
-        if len({self._label[parent.turn_id] for parent, _ in found}) > 1:
-            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in found)}
+        """Return the parent among equal conversations: longest exact token prefix, then open run, then fewest
+        continuations."""
+        parents = list(candidates)
+        if len({self._label[parent.turn_id] for parent, _ in parents}) > 1:
+            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in parents)}
         return min(
-            found,
-            key=lambda one: (
-                -self._shared(turn, *one),
-                one[0].trajectory_id is not None,
-                self._continued[one[0].turn_id, one[1]],
-                one[0].place,
-                one[0].turn_id,
+            parents,
+            key=lambda parent_choice: (
+                -self._shared(turn, *parent_choice),
+                parent_choice[0].trajectory_id is not None,
+                self._continued[parent_choice[0].turn_id, parent_choice[1]],
+                parent_choice[0].log_offset,
+                parent_choice[0].turn_id,
             ),
         )
 
     def _shared(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> int:
-        """How many bytes of exact history the two share: all of the parent's or nothing."""
+        """Return the bytes of exact history that the two share: all of the parent's history or 0."""
         if turn.turn_id not in self._tokens or parent.turn_id not in self._tokens:
             return 0
         history = self._tokens[parent.turn_id][1][choice]

@@ -1,4 +1,4 @@
-"""The collector's tables. Times are milliseconds since 1970."""
+"""Tables of the collector. Times are milliseconds since 1970."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ stream = StreamTables(metadata)
 
 
 def _partial(name: str, *columns: str, where: str) -> Index:
-    """An index over the few rows that a timer looks for among the many that are remembered.
+    """Return an index over the few rows that a timer looks for among the many that are stored.
 
-    A query uses it only when its own condition is spelled like `where`, with no parameter in it (`IS_OPEN`, `IS_OVER`).
+    A query uses it only when its own condition is spelled like `where`, without a parameter in it (`IS_OPEN`,
+    `IS_OVER`).
     """
     return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 
@@ -84,11 +85,11 @@ feedback = Table(
     Column("event_id", Text, primary_key=True),
     Column("session_key", Text, nullable=False),
     Column("partition", Integer, nullable=False),
-    Column("source_offset", BigInteger, nullable=False),  # its place: what was said later has a higher one
+    Column("source_offset", BigInteger, nullable=False),  # orders feedback: later feedback has a higher offset
     Column("turns_until", BigInteger, nullable=False),  # turns before this offset were sent before the feedback
     Column("at_ms", BigInteger, nullable=False),
     Column("resolved", Boolean, nullable=False),  # whether its target has been found
-    Column("used_ms", BigInteger),  # when the last run that it could be about was closed
+    Column("used_ms", BigInteger),  # when the last run that it can concern was closed
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key", "used_ms"),
     Index("ix_feedback_resolved", "resolved", "at_ms"),
@@ -106,7 +107,7 @@ ends = Table(
     Column("reason", Text, nullable=False),
     Column("msg_ids", Text),  # JSON; only runs with one of these turns
     Column("before_ms", BigInteger),  # only runs whose last turn is not newer
-    Column("unseen_since_ms", BigInteger),  # only runs of which nothing has been seen since
+    Column("unseen_since_ms", BigInteger),  # only runs without a turn since then
     Column("at_ms", BigInteger, nullable=False),
     Index("ix_ends_at", "at_ms"),
 )

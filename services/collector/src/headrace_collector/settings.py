@@ -1,4 +1,4 @@
-"""The collector's section of the settings file."""
+"""The section `[collector]`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from headrace_runtime.settings import Port, ServiceSettings
 
 
 class CollectorSettings(ServiceSettings):
-    """When sessions end, and how much is kept of them."""
+    """When sessions end, and how long their turns are stored."""
 
     COMMON: ClassVar = ("idle_s",)
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""
     idle_s: Annotated[float, Field(gt=0)] = 300.0
-    """A run ends when nothing was seen of it for this long; counted from the service's own start at the earliest."""
+    """Seconds without a turn after which a run ends; counted from the start of the service at the earliest."""
     end_wait_s: Annotated[float, Field(gt=0)] = 900.0
-    """How long an end waits at most for the turns that were sent before it."""
+    """Seconds that an end waits at most for the turns that were sent before it."""
     feedback_wait_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long feedback waits for its turns before it is dead-lettered as `unknown_target`."""
+    """Seconds that feedback waits for its turns before it is dead-lettered as `unknown_target`."""
     completions_per_session_max: Annotated[int, Field(ge=1, le=896)] = 800
-    """A session with this many open completions is closed (`limit`); what follows is a new trajectory."""
+    """Number of open completions at which a session is closed (`limit`); later turns start a new trajectory."""
     tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
-    """The same for the longest branch, in tokens: a prompt and what was sampled after it."""
+    """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
-    """Beyond this many open sessions those that were not seen for longest are closed (`limit`)."""
+    """Number of open sessions beyond which the sessions that were idle for longest are closed (`limit`)."""
     retention_s: Annotated[float, Field(ge=0)] = 900.0
-    """How long the content of closed turns stays in the database."""
+    """Seconds that the content of closed turns stays in the database."""
     remember_s: Annotated[float, Field(gt=0)] = 604_800.0
-    """How long it is remembered which turns there were, for late turns and late feedback."""
+    """Seconds that the ids of turns stay in the database, for late turns and late feedback."""

@@ -1,4 +1,4 @@
-"""What the collector reads and writes of its tables. Every function runs in its caller's transaction."""
+"""Reads and writes the tables of the collector. Every function runs in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import digests
-from headrace_collector.branches import pack
+from headrace_collector.branches import pack_ids
 from headrace_collector.facts import TurnFacts
-from headrace_collector.ordered_feedback import OrderedFeedback
+from headrace_collector.feedback_targets import OrderedFeedback
 from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.aside import beside_loop
@@ -29,7 +29,9 @@ from headrace_schemas.text import printable
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
 _TOKEN_BYTES = 4
-_FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
+_COLUMN_NAMES = {"log_offset": "place"}
+"""Columns that are named differently from the field of `TurnFacts`."""
+_FACTS = [turns.c[_COLUMN_NAMES.get(field.name, field.name)].label(field.name) for field in fields(TurnFacts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,18 @@ class SessionSize:
 async def add_turn(
     tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int
 ) -> SessionSize | None:
-    """Keep a turn as open, and say how much of its session is open now. None: this turn is known already.
+    """Store a turn as open, and return the size of the open turns of its session. None: the turn is already stored.
 
-    Raises `InvalidEvent` when another session has a turn of this id.
+    Raises:
+        InvalidEvent: Another session has a turn of this id.
     """
     row = asdict(facts) | {
         "session_key": turn.session_key,
-        "prefixes": digests.pack(facts.prefixes),
-        "replies": digests.pack(facts.replies),
+        "prefixes": digests.join_digests(facts.prefixes),
+        "replies": digests.join_digests(facts.replies),
         "payload": turn.to_json(),
     }
+    row["place"] = row.pop("log_offset")
     if not await upsert(tx, turns, {"turn_id": row.pop("turn_id")}, row, update=False):
         owner = await tx.scalar(select(turns.c.session_key).where(turns.c.turn_id == turn.turn_id))
         if owner not in (None, turn.session_key):
@@ -74,17 +78,18 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
         "open_turns": 1,
         "open_completions": facts.completions,
         "open_tokens": facts.tokens,
-        "began": facts.place,
+        "began": facts.log_offset,
         "seen_ms": facts.seen_ms,
         "check_ms": check_ms,
     }
-    row = (await tx.execute(_opening(tx.dialect.name), added)).one()
+    row = (await tx.execute(_open_turn_statement(tx.dialect.name), added)).one()
     return SessionSize(row.open_completions, row.open_tokens)
 
 
 @cache
-def _opening(dialect: str) -> Any:
-    """Adds to what is open of a session. A run that is open already keeps its time of looking for idleness."""
+def _open_turn_statement(dialect: str) -> Any:
+    """Return the statement that adds a turn to the open turns of a session. An open session keeps the time of its idle
+    check."""
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
     summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions")}
@@ -103,28 +108,31 @@ def _opening(dialect: str) -> Any:
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
-    """The session's row, locked until this transaction ends."""
+    """Return the session's row, locked until this transaction ends."""
     query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
 
 async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int) -> list[TurnFacts]:
-    """Of every open turn, and of the last that were closed since then: a key may be in use for ever."""
-    own = select(*_FACTS).where(turns.c.session_key == session_key)
-    closed = own.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
-    found = []
-    for query in (own.where(turns.c.closed_ms.is_(None)), closed):
-        found += [_facts(row) for row in (await tx.execute(query)).mappings()]
-    return found
+    """Return the facts about every open turn, and about the last turns that were closed since `since_ms`.
+
+    Closed turns are limited, because a session key may be in use for ever.
+    """
+    session_turns = select(*_FACTS).where(turns.c.session_key == session_key)
+    closed = session_turns.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
+    facts = []
+    for query in (session_turns.where(turns.c.closed_ms.is_(None)), closed):
+        facts += [_facts(row) for row in (await tx.execute(query)).mappings()]
+    return facts
 
 
 def _facts(row: RowMapping) -> TurnFacts:
-    packed = {name: digests.unpack(row[name]) for name in ("prefixes", "replies")}
+    packed = {name: digests.split_digests(row[name]) for name in ("prefixes", "replies")}
     return TurnFacts(**{**row, **packed})
 
 
 async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Turn]:
-    """The events of those turns whose content is still kept, in the order in which they were captured."""
+    """Return the events of those turns whose content is still stored, in the order in which they were captured."""
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
     payloads = [payload for payload in (await tx.execute(query)).scalars() if payload is not None]
     return await beside_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
@@ -132,68 +140,70 @@ async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Tur
 
 def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:
     shared: dict[int, int] = {}
-    return [_light(Turn.from_stored(payload), shared) for payload in payloads]
+    return [_share_token_objects(Turn.from_stored(payload), shared) for payload in payloads]
 
 
-def _light(turn: Turn, shared: dict[int, int]) -> Turn:
-    """The turn with one number object for each token of the vocabulary.
+def _share_token_objects(turn: Turn, shared: dict[int, int]) -> Turn:
+    """Return the turn with one number object for each token of the vocabulary.
 
-    Each prompt of a run holds most of the one before it, and numbers of their own would take five times the memory.
+    Each prompt of a run contains most of the one before it, and number objects of its own would take five times the
+    memory.
     """
     ids = turn.prompt_token_ids
     return turn.model_copy(update={"prompt_token_ids": tuple(map(shared.setdefault, ids, ids))})
 
 
 async def load_payloads(tx: AsyncConnection, turn_ids: Collection[str]) -> list[tuple[str, str, bytes | None]]:
-    """Return id, session key and stored content of those turns, which need not be readable."""
+    """Return id, session key and stored content of the turns. The content need not be readable."""
     columns = turns.c.turn_id, turns.c.session_key, turns.c.payload
     rows = await tx.execute(select(*columns).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place))
     return [(row.turn_id, row.session_key, row.payload) for row in rows]
 
 
 async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
+    """Return the ids of a session's open turns."""
     query = select(turns.c.turn_id).where(turns.c.session_key == session_key, turns.c.closed_ms.is_(None))
     return (await tx.execute(query)).scalars().all()
 
 
 async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
+    """Return the token sequences of the turns."""
     turns = await load_turns(tx, turn_ids)
     return await beside_loop(packed_bytes(turns), lambda: _tokens(turns))
 
 
 def packed_bytes(turns: Iterable[Turn]) -> int:
-    """Return about how many bytes the tokens of turns take."""
+    """Return about how many bytes the tokens of the turns take."""
     return sum(_TOKEN_BYTES * len(turn.prompt_token_ids) for turn in turns)
 
 
 def _tokens(turns: Iterable[Turn]) -> Tokens:
-    found = {}
+    tokens = {}
     for turn in turns:
-        prompt = pack(turn.prompt_token_ids)
-        found[turn.turn_id] = (prompt, [prompt + pack(choice.token_ids) for choice in turn.choices])
-    return found
+        prompt = pack_ids(turn.prompt_token_ids)
+        tokens[turn.turn_id] = (prompt, [prompt + pack_ids(choice.token_ids) for choice in turn.choices])
+    return tokens
 
 
 async def feedback_of_session(
     tx: AsyncConnection, session_key: str, tenant: str, since_ms: int
 ) -> list[OrderedFeedback]:
-    """What may be about an open run or was so since then, in the order in which it was said (P10).
-
-    What another tenant said is none of it.
-    """
+    """Return the tenant's feedback that may concern an open run, or did so since `since_ms`, in the order of the log
+    (P10)."""
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
-    found = []
+    ordered = []
     for row in rows:
         event = read_feedback(row.payload)
         if event is not None and event.tenant == tenant:
-            found.append(OrderedFeedback(event, row.source_offset, row.turns_until, row.event_id))
-    return sorted(found, key=lambda one: one.place)
+            ordered.append(OrderedFeedback(event, row.source_offset, row.turns_until, row.event_id))
+    return sorted(ordered, key=lambda item: item.log_offset)
 
 
 def read_feedback(payload: bytes) -> Feedback | None:
-    """None for feedback that an older release accepted and that breaks a rule of today: it does not count."""
+    """Parse stored feedback. None: an older release accepted feedback that breaks a rule of today; it does not
+    count."""
     try:
         return Feedback.from_stored(payload)
     except InvalidEvent as error:
@@ -202,25 +212,28 @@ def read_feedback(payload: bytes) -> Feedback | None:
 
 
 async def close(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: str, now: datetime) -> None:
+    """Mark turns as closed with their trajectory."""
     values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
     await tx.execute(update(turns).where(turns.c.turn_id.in_(turn_ids)).values(values))
 
 
-async def mark_used(tx: AsyncConnection, names: Collection[str], now: datetime) -> None:
-    """Mark feedback that cannot be about an open or a later run. `names` are the `event_id` of its rows."""
-    if names:
-        used = update(feedback).where(feedback.c.event_id.in_(names), feedback.c.used_ms.is_(None))
+async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: datetime) -> None:
+    """Mark feedback that can concern neither an open nor a later run. `event_ids` are those of its rows."""
+    if event_ids:
+        used = update(feedback).where(feedback.c.event_id.in_(event_ids), feedback.c.used_ms.is_(None))
         await tx.execute(used.values(used_ms=epoch_ms(now)))
 
 
-async def recount(tx: AsyncConnection, session_key: str, left: Iterable[SessionRun], idle_ms: int) -> None:
-    """Set what is open of a session to the runs that are `left`."""
-    runs: Sequence[SessionRun] = list(left)
-    load = SessionSize.of(runs)
+async def update_open_size(
+    tx: AsyncConnection, session_key: str, open_runs: Iterable[SessionRun], idle_ms: int
+) -> None:
+    """Store the size of `open_runs` as the open turns of the session."""
+    runs: Sequence[SessionRun] = list(open_runs)
+    size = SessionSize.of(runs)
     values = {
         "open_turns": sum(len(run.turns) for run in runs),
-        "open_completions": load.completions,
-        "open_tokens": load.longest_tokens,
+        "open_completions": size.completions,
+        "open_tokens": size.longest_tokens,
         "check_ms": min((run.seen_ms + idle_ms for run in runs), default=None),
     }
     await tx.execute(update(sessions).where(sessions.c.session_key == session_key).values(values))

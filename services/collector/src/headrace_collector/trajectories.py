@@ -1,11 +1,11 @@
-"""Turns and feedback of one run to its trajectory. Pure."""
+"""Builds the trajectory of a run from its turns and feedback. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from headrace_collector.branches import branches
+from headrace_collector.branches import build_branches
 from headrace_schemas import Feedback, Tool, Trajectory, Turn
 from headrace_schemas.bounds import merge_contexts
 from headrace_schemas.events.trajectory import EndReason, LeftOutReason
@@ -15,10 +15,10 @@ from headrace_schemas.left_out import left_out, left_out_reason
 _TOOLS_MAX = 1024
 
 
-def trajectory(
+def build_trajectory(
     turns: Sequence[Turn],
     *,
-    given_up: Collection[str],
+    superseded: Collection[str],
     about_run: Sequence[Feedback],
     about_session: Sequence[Feedback],
     reason: EndReason,
@@ -26,16 +26,22 @@ def trajectory(
     turns_from: int,
     now: datetime,
 ) -> Trajectory:
-    """The trajectory of a run's turns, all of one model, in the order in which they were captured.
+    """Return the trajectory of a run's turns, all of one model, in the order in which they were captured.
 
-    `given_up` are turns that a retry took the place of. `about_run` is feedback that lists turns of the run,
-    `about_session` what names no turns; in each the last wins, and what lists turns wins over the rest.
-    Raises pydantic's `ValidationError` when the run does not fit an event; the bounds in settings keep it from that.
+    Args:
+        superseded: Ids of turns that a retry replaced.
+        about_run: Feedback that lists turns of the run. The last one wins, also over `about_session`.
+        about_session: Feedback without listed turns. The last one wins.
+        models: Number of models that the run called.
+        turns_from: Offset of its first turn on `turns`.
+
+    Raises:
+        ValidationError: The run does not fit an event. The bounds in the settings prevent this.
     """
     ordered, first = turns, turns[0]
-    reasons = {turn.turn_id: cause for turn in ordered if (cause := _left_out_reason(turn, given_up))}
-    spoken = [turn for turn in ordered if reasons.get(turn.turn_id) in (None, "truncated_sampling")]
-    graph, dialogues = branches(spoken)
+    reasons = {turn.turn_id: cause for turn in ordered if (cause := _left_out_reason(turn, superseded))}
+    branch_turns = [turn for turn in ordered if reasons.get(turn.turn_id) in (None, "truncated_sampling")]
+    graph, dialogues = build_branches(branch_turns)
     feedback = [*about_session, *about_run]
     return Trajectory(
         time=now,
@@ -44,8 +50,8 @@ def trajectory(
         session_id=first.session_id,
         tenant=first.tenant,
         purpose="eval" if any(turn.purpose == "eval" for turn in ordered) else "train",
-        task_id=_named([about_session, ordered, about_run], "task_id"),
-        run_id=_named([about_session, ordered, about_run], "run_id"),
+        task_id=_last_value([about_session, ordered, about_run], "task_id"),
+        run_id=_last_value([about_session, ordered, about_run], "run_id"),
         model=first.model,
         branches=tuple(graph),
         dialogues=tuple(dialogues),
@@ -53,23 +59,23 @@ def trajectory(
         left_out=tuple(left_out(turn, reasons[turn.turn_id]) for turn in ordered if turn.turn_id in reasons),
         untrained=next((turn.untrained for turn in ordered if turn.untrained), None),
         shadow_of=next((turn.shadow_of for turn in ordered if turn.shadow_of), None),
-        parts=max([1, *(one.run_sessions for one in about_run)]) * models,
+        parts=max([1, *(item.run_sessions for item in about_run)]) * models,
         end_reason=reason,
         started_at=first.started_at,
         turns_from=turns_from,
-        context=merge_contexts(one.context for one in feedback),
+        context=merge_contexts(item.context for item in feedback),
     )
 
 
-def _left_out_reason(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
-    return "retried" if turn.turn_id in given_up else left_out_reason(turn)
+def _left_out_reason(turn: Turn, superseded: Collection[str]) -> LeftOutReason | None:
+    return "retried" if turn.turn_id in superseded else left_out_reason(turn)
 
 
-def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:
+def _last_value(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:
     values = [getattr(item, field) for items in sources for item in items]
     return next((value for value in reversed(values) if value), None)
 
 
 def _tools(turns: Sequence[Turn]) -> tuple[Tool, ...]:
-    """Every tool that the run was offered; of several definitions the last."""
+    """Return every tool that the run was offered, with the last of several definitions."""
     return tuple({tool.function.name: tool for turn in turns for tool in turn.tools}.values())[:_TOOLS_MAX]

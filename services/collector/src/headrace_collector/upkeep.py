@@ -1,4 +1,4 @@
-"""Periodic work: keep the bounds, delete old content, dead-letter feedback without a target."""
+"""Periodic work: limit the open sessions, delete old content, dead-letter feedback without a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy import RowMapping, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import metrics
-from headrace_collector.ends import End, remember
+from headrace_collector.ends import End, store_ends
 from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions, stream, turns
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
@@ -26,8 +26,8 @@ _SURPLUS_AT_ONCE_MAX = 500
 _TARGETS_AT_ONCE_MAX = 50
 
 
-async def keep_bounds(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Close the sessions that were not seen for longest when there are too many, and measure."""
+async def close_surplus_sessions(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
+    """Close the sessions that were idle for longest when there are too many, and set the gauges."""
     count = await count_some(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
     metrics.OPEN_SESSIONS.set(count)
     metrics.WAITING_ENDS.set(await count_some(tx, None, ends, COUNTED_MAX))
@@ -36,30 +36,30 @@ async def keep_bounds(tx: AsyncConnection, now: datetime, settings: CollectorSet
     if surplus > 0:
         oldest = select(sessions).where(IS_OPEN).order_by(sessions.c.seen_ms).limit(surplus)
         rows = (await tx.execute(oldest)).mappings()
-        await remember(tx, now, *(End(row["tenant"], row["session_key"], row["partition"], "limit") for row in rows))
+        await store_ends(tx, now, *(End(row["tenant"], row["session_key"], row["partition"], "limit") for row in rows))
     return []
 
 
-async def forget(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
+async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
     """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, some at a time."""
     dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
     forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
-    closed, said, seen = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
-    stale = select(turns.c.turn_id).where(closed <= dropped, turns.c.payload.is_not(None)).order_by(closed)
-    kept = update(turns).where(turns.c.turn_id.in_(stale.limit(AT_ONCE_MAX))).values(payload=None)
+    closing_time, feedback_time, session_time = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
+    stale = select(turns.c.turn_id).where(closing_time <= dropped, turns.c.payload.is_not(None)).order_by(closing_time)
+    cleared = update(turns).where(turns.c.turn_id.in_(stale.limit(AT_ONCE_MAX))).values(payload=None)
     more = [
-        (await tx.execute(kept)).rowcount >= AT_ONCE_MAX,
-        await remove_some(tx, turns, closed <= forgotten, order=closed),
-        await remove_some(tx, feedback, feedback.c.resolved & (said <= forgotten), order=said),
-        await remove_some(tx, sessions, IS_OVER & (seen <= forgotten), order=seen),
+        (await tx.execute(cleared)).rowcount >= AT_ONCE_MAX,
+        await remove_some(tx, turns, closing_time <= forgotten, order=closing_time),
+        await remove_some(tx, feedback, feedback.c.resolved & (feedback_time <= forgotten), order=feedback_time),
+        await remove_some(tx, sessions, IS_OVER & (session_time <= forgotten), order=session_time),
     ]
     return Unfinished() if any(more) else []
 
 
-async def find_targets(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
+async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
     """Check the targets of feedback that has waited long enough; dead-letter feedback without a target.
 
-    Only the oldest is looked at: where a partition of `turns` lags, what came after its feedback waits with it.
+    Only the oldest feedback is checked: where a partition of `turns` lags, all later feedback waits with it.
     """
     waited = now - timedelta(seconds=settings.feedback_wait_s)
     overdue = waited - timedelta(seconds=settings.end_wait_s)
@@ -73,52 +73,54 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: CollectorSe
         .limit(_TARGETS_AT_ONCE_MAX)
     )
     reached_it = feedback.c.turns_until <= func.coalesce(reached.scalar_subquery(), 0)
-    due = select(feedback).where(feedback.c.event_id.in_(oldest), reached_it | (feedback.c.at_ms <= epoch_ms(overdue)))
-    in_order = due.order_by(feedback.c.at_ms, feedback.c.source_offset)
+    due_feedback = select(feedback).where(
+        feedback.c.event_id.in_(oldest), reached_it | (feedback.c.at_ms <= epoch_ms(overdue))
+    )
+    in_order = due_feedback.order_by(feedback.c.at_ms, feedback.c.source_offset)
     rows: Sequence[RowMapping] = (await tx.execute(in_order)).mappings().all()
 
-    async def look(row: RowMapping) -> list[Event]:
+    async def examine(row: RowMapping) -> list[Event]:
         event = Feedback.from_stored(row["payload"])
         if await _has_target(tx, event):
             await tx.execute(update(feedback).where(feedback.c.event_id == row["event_id"]).values(resolved=True))
             return []
         named = f"{len(event.msg_ids)} turns" if event.msg_ids else "its session"
         error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
-        await _forget_feedback(tx, row)
+        await _delete_feedback(tx, row)
         return [dead_letter("collector", _record(row, event), "unknown_target", error)]
 
     async def refuse(row: RowMapping, error: str) -> list[Event]:
-        await _forget_feedback(tx, row)
+        await _delete_feedback(tx, row)
         headers = (("ce_id", row["event_id"].encode("utf-8", "replace")),)
-        place = "feedback", row["partition"], row["source_offset"]
-        record = Record(*place, row["session_key"].encode(), row["payload"], headers)
+        position = "feedback", row["partition"], row["source_offset"]
+        record = Record(*position, row["session_key"].encode(), row["payload"], headers)
         return [dead_letter("collector", record, "handler_error", error)]
 
-    letters = await each(tx, "collector.targets", rows, look, refuse)
+    letters = await each(tx, "collector.targets", rows, examine, refuse)
     return Unfinished(letters) if rows else letters
 
 
-async def _forget_feedback(tx: AsyncConnection, row: RowMapping) -> None:
-    """Forget it together with its id, so that its dead letter may be retried."""
+async def _delete_feedback(tx: AsyncConnection, row: RowMapping) -> None:
+    """Delete the feedback together with its id, so that its dead letter may be retried."""
     await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
     await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))
 
 
 def _record(row: RowMapping, event: Feedback) -> Record:
-    """As it was on the bus, so that it keeps its place when it is put back."""
+    """Return the record as it was on the bus, so that it keeps its offset when it is retried."""
     envelope = Envelope.of(event, "collector", after={"turns": row["turns_until"]})
-    place = "feedback", row["partition"], row["source_offset"]
-    return Record(*place, event.key.encode(), row["payload"], envelope.headers())
+    position = "feedback", row["partition"], row["source_offset"]
+    return Record(*position, event.key.encode(), row["payload"], envelope.headers())
 
 
 async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:
-    elsewhere = {key_of_response(turn) for turn in event.msg_ids} - {None, event.session_key}
-    if elsewhere:  # as the first releases sent it: all that was listed, to each session that it was about
+    foreign_keys = {key_of_response(turn) for turn in event.msg_ids} - {None, event.session_key}
+    if foreign_keys:  # the first releases sent all listed turns to each session that had one of them
         return True
-    known = select(sessions.c.session_key).where(
+    sessions_found = select(sessions.c.session_key).where(
         sessions.c.session_key == event.session_key, sessions.c.tenant == event.tenant
     )
     if event.msg_ids:
         listed = select(turns.c.turn_id).where(turns.c.turn_id.in_(event.msg_ids))
-        known = known.where(listed.where(turns.c.session_key == event.session_key).exists())
-    return (await tx.scalar(known.limit(1))) is not None
+        sessions_found = sessions_found.where(listed.where(turns.c.session_key == event.session_key).exists())
+    return (await tx.scalar(sessions_found.limit(1))) is not None

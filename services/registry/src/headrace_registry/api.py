@@ -1,4 +1,4 @@
-"""The REST interface: read models and versions; promote, roll back, withdraw."""
+"""REST interface for models: list models and versions; promote, roll back, withdraw, pin and pause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_registry import changes, http, lifecycle, probe, states, store
 from headrace_registry.catalog import audit
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.records import ModelRecord
-from headrace_registry.rollouts import kept, settling
+from headrace_registry.rollouts import apply_outcome, rollout_store
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import Clock
 from headrace_runtime.database import Database
@@ -36,11 +36,14 @@ from headrace_schemas.registry_api import (
 
 log = get_logger(__name__)
 Change = Callable[[Transition, ModelRecord, AsyncConnection], Awaitable[None]]
-"""May raise `Refused`: then nothing has changed."""
+"""Change of a model inside a transaction. When it raises `Refused`, the transaction stores none of it."""
 
 
 class RegistryApi:
-    """Any registry answers reads; only the leader takes changes. A change returns once it is durable and published."""
+    """REST pages of models and their versions.
+
+    Every registry answers reads; only the leader accepts changes. A change returns once it is durable and published.
+    """
 
     def __init__(
         self,
@@ -48,16 +51,16 @@ class RegistryApi:
         database: Database,
         clock: Clock,
         replicas: Callable[[], Iterable[Replica]],
-        made: RegistryChanges,
+        changes: RegistryChanges,
     ) -> None:
         self._common = common
         self._database = database
         self._clock = clock
         self._replicas = replicas
-        self._changes = made
+        self._changes = changes
 
     def routes(self) -> list[Route]:
-        guarded = partial(http.for_insiders, self._common)
+        guarded = partial(http.require_key, self._common)
         return [
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{name}", guarded(self.model)),
@@ -74,31 +77,31 @@ class RegistryApi:
 
     async def models(self, _request: Request) -> Response:
         async with self._database.transaction() as tx:
-            records = [await changes.model(tx, name) for name in await store.model_names(tx)]
-            data = [await states.of_model(tx, record, self._alive()) for record in records]
-            return http.answer(ModelList(data=tuple(data)))
+            records = [await changes.require_model(tx, name) for name in await store.model_names(tx)]
+            data = [await states.model_state(tx, record, self._alive()) for record in records]
+            return http.json_response(ModelList(data=tuple(data)))
 
     async def model(self, request: Request) -> Response:
         async with self._database.transaction() as tx:
-            record = await changes.model(tx, request.path_params["name"])
-            return http.answer(await states.of_model(tx, record, self._alive()))
+            record = await changes.require_model(tx, request.path_params["name"])
+            return http.json_response(await states.model_state(tx, record, self._alive()))
 
     def _alive(self) -> list[Replica]:
-        return probe.live(self._replicas(), self._clock.now())
+        return probe.live_replicas(self._replicas(), self._clock.now())
 
     async def versions(self, request: Request) -> Response:
-        limit = http.limit(parameters_of(request, "limit"))
+        limit = http.limit_parameter(parameters_of(request, "limit"))
         async with self._database.transaction() as tx:
-            record = await changes.model(tx, request.path_params["name"])
-            found = await store.newest(tx, record.model, limit)
-            return http.answer(VersionList(data=await states.of_versions(tx, found)))
+            record = await changes.require_model(tx, request.path_params["name"])
+            versions = await store.newest_versions(tx, record.model, limit)
+            return http.json_response(VersionList(data=await states.version_states(tx, versions)))
 
     async def promote(self, request: Request) -> Response:
-        """202: the version is the next candidate; the decision follows as an event."""
-        body = await http.body(request, PromoteRequest)
+        """Make a version the next candidate. Answer 202: the decision is published later, as an event."""
+        body = await http.read_body(request, PromoteRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
-            version = await changes.version(tx, model, body.version)
+            version = await changes.require_version(tx, model, body.version)
             if version.version == model.champion:
                 raise Refused(409, "already_champion", f"{version.version} is the champion", "version")
             if model.pinned not in (None, version.version):
@@ -114,7 +117,7 @@ class RegistryApi:
                 )
             if version.state == "canary" and not body.force:
                 raise Refused(409, "canary", f"{version.version} is under way on live traffic already", "version")
-            problem = lifecycle.objection(version, await store.view(tx, model, "", version))
+            problem = lifecycle.incompatibility(version, await store.load_view(tx, model, "", version))
             if problem:
                 raise Refused(409, "incompatible_version", f"{version.version}: {problem}", "version")
             await transition.request(version, "force" if body.force else "gate")
@@ -122,7 +125,7 @@ class RegistryApi:
         return await self._change(request, change, version=body.version, status=202)
 
     async def roll_back(self, request: Request) -> Response:
-        body = await http.body(request, RollbackRequest)
+        body = await http.read_body(request, RollbackRequest)
 
         async def change(transition: Transition, model: ModelRecord, _tx: AsyncConnection) -> None:
             if model.champion is None or model.previous is None:
@@ -135,10 +138,10 @@ class RegistryApi:
         return await self._change(request, change, why=body.reason)
 
     async def withdraw(self, request: Request) -> Response:
-        body = await http.body(request, WithdrawRequest)
+        body = await http.read_body(request, WithdrawRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
-            version = await changes.version(tx, model, body.version)
+            version = await changes.require_version(tx, model, body.version)
             if version.version == model.champion:
                 raise Refused(409, "is_champion", f"{version.version} is the champion; roll back instead", "version")
             if version.state != "withdrawn":
@@ -147,17 +150,17 @@ class RegistryApi:
         return await self._change(request, change, version=body.version, why=body.reason)
 
     async def pin(self, request: Request) -> Response:
-        """Pin the champion, or another version, which becomes champion once it is probed."""
-        body = await http.body(request, PinRequest)
+        """Pin the champion or another version. Another version becomes champion once it passed its probe."""
+        body = await http.read_body(request, PinRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             name = body.version or model.champion
             if name is None:
                 raise Refused(409, "no_champion", f"model {model.model} has no champion to pin; name a version")
-            version = await changes.version(tx, model, name)
+            version = await changes.require_version(tx, model, name)
             if version.state == "withdrawn":
                 raise Refused(409, "withdrawn", f"{name} was withdrawn; promote it with `force` first", "version")
-            problem = lifecycle.objection(version, await store.view(tx, model, "", version))
+            problem = lifecycle.incompatibility(version, await store.load_view(tx, model, "", version))
             if problem:
                 raise Refused(409, "incompatible_version", f"{name}: {problem}", "version")
             await transition.pin(model, name)
@@ -171,17 +174,19 @@ class RegistryApi:
         return await self._hold(request, "unpinned", lambda transition, model: transition.unpin(model))
 
     async def pause(self, request: Request) -> Response:
-        """New versions are registered and wait. Requests of operators still take effect."""
+        """Stop new versions from becoming candidates. Versions that an operator requests are still tried."""
         return await self._hold(request, "paused", lambda transition, model: transition.pause(model, True))
 
     async def stop(self, request: Request) -> Response:
-        """A pause, and every rollout that is under way is held: from now on the champion serves everybody."""
-        body = await http.body(request, HoldRequest)
+        """Pause the model and hold every rollout under way, so that the champion serves all traffic."""
+        body = await http.read_body(request, HoldRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             await transition.pause(model, True)
-            for one in await kept.under_way(tx, model.model):
-                await settling.hold(transition, one, body.reason or "an operator stopped it", dict(one.statistics))
+            for rollout in await rollout_store.under_way(tx, model.model):
+                await apply_outcome.hold(
+                    transition, rollout, body.reason or "an operator stopped it", dict(rollout.statistics)
+                )
 
         return await self._change(request, change, why=body.reason)
 
@@ -191,7 +196,7 @@ class RegistryApi:
     async def _hold(
         self, request: Request, event: str, hold: Callable[[Transition, ModelRecord], Awaitable[None]]
     ) -> Response:
-        body = await http.body(request, HoldRequest)
+        body = await http.read_body(request, HoldRequest)
 
         async def change(transition: Transition, model: ModelRecord, _tx: AsyncConnection) -> None:
             await hold(transition, model)
@@ -205,8 +210,8 @@ class RegistryApi:
         name = request.path_params["name"]
 
         async def work(tx: AsyncConnection, _now: datetime, transition: Transition) -> None:
-            await change(transition, await changes.model(tx, name), tx)
+            await change(transition, await changes.require_model(tx, name), tx)
 
         action = request.url.path.rpartition("/")[2]
-        act = audit.Act(audit.asker(request, self._common), action, version, why)
-        return http.answer(await self._changes.make(name, act, work), status)
+        act = audit.AuditedAction(audit.requester(request, self._common), action, version, why)
+        return http.json_response(await self._changes.make(name, act, work), status)

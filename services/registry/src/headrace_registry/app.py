@@ -1,4 +1,4 @@
-"""The registry's composition root: database, lease, bus, director, REST."""
+"""Composition root of the registry: database, leader lease, bus, model controller and REST interface."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import asyncio
 from headrace_registry.api import RegistryApi
 from headrace_registry.catalog.api import CatalogApi
 from headrace_registry.changes import RegistryChanges
-from headrace_registry.director import Director
+from headrace_registry.checkpoint_reader import CheckpointReader
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.gate import Gate
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
-from headrace_registry.reader import CheckpointReader
+from headrace_registry.model_controller import ModelController
 from headrace_registry.reconcile import Reconciler
 from headrace_registry.rollouts.api import RolloutApi
-from headrace_registry.rollouts.live import LiveReader
 from headrace_registry.rollouts.reports import Reports
-from headrace_registry.rollouts.watching import TurnHandler, WordHandler
+from headrace_registry.rollouts.traffic_handlers import SessionEventHandler, TurnHandler
+from headrace_registry.rollouts.traffic_reader import TrafficReader
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.shadow.asking import GatewayAnswers
+from headrace_registry.shadow.gateway_client import GatewayAnswers
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_runtime import disk, migrations, topics, web
@@ -40,11 +40,11 @@ from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Tra
 
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
-_BOUND_INTERVAL_S = 30.0
+_STORAGE_LIMIT_INTERVAL_S = 30.0
 
 
 async def run(common: Common, settings: RegistrySettings) -> None:
-    """Run until cancelled. Answers reads from the start, decides once it leads."""
+    """Run until cancelled. A standby answers reads; only the leader makes decisions."""
     blobs = BlobStore.open(common)
     database = Database.open("registry", common)
     producer = EventProducer(common.bus, "headrace/registry", blobs)
@@ -78,7 +78,10 @@ class _Registry:
         turns = TurnHandler(self._lease, settings.rollout.events_per_unit_max, sampler)
         self._processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **live(turns, self._lease, settings)},
+            handlers={
+                Checkpoint.topic: CheckpointHandler(blobs, self._lease),
+                **traffic_handlers(turns, self._lease, settings),
+            },
             after_batch=turns.write_counts,
             database=database,
             tables=STREAM,
@@ -88,8 +91,8 @@ class _Registry:
             limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
-        self._live = LiveReader(
-            self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._director.wake.set()
+        self._traffic_reader = TrafficReader(
+            self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._model_controller.wake.set()
         )
         answers = None
         if settings.rollout.shadow.tenants:
@@ -97,13 +100,13 @@ class _Registry:
             shadow = settings.rollout.shadow
             answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
         reports = Reports(common.data_dir / "registry" / "rollouts", settings.rollout.reports_kept_max)
-        self._director = Director(
+        self._model_controller = ModelController(
             self._processor,
             self._lease,
             Gate(settings.gate),
             settings,
             self._replicas.rows.values,
-            self._watch,
+            self._follow_traffic,
             reports,
             answers,
         )
@@ -112,27 +115,27 @@ class _Registry:
             blobs, self._processor, self._lease, settings.retired_for_s, settings.versions_bytes_max
         )
         self._garbage = garbage
-        made = RegistryChanges(self._processor, self._lease, self._director.wake.set)
-        self._api = RegistryApi(common, database, clock, self._replicas.rows.values, made)
-        self._rollouts = RolloutApi(common, settings.rollout, database, made)
-        self._catalog = CatalogApi(common, settings, blobs, database, made, garbage)
+        changes = RegistryChanges(self._processor, self._lease, self._model_controller.wake.set)
+        self._api = RegistryApi(common, database, clock, self._replicas.rows.values, changes)
+        self._rollouts = RolloutApi(common, settings.rollout, database, changes)
+        self._catalog = CatalogApi(common, settings, blobs, database, changes, garbage)
 
     async def run(self) -> None:
         checks: dict[str, web.Check] = {
             "database": self._database.ready,
-            "bus": self._connected,
-            "consumer": self._reading,
+            "bus": self._is_connected,
+            "consumer": self._is_consuming,
         }
         pages = [*self._api.routes(), *self._catalog.routes(), *self._rollouts.routes()]
         async with web.serve(web.app(checks, pages, self._common), self._settings, self._common.security) as port:
             log.info("listening", port=port)
             try:
                 await disk.with_room(self._lease.acquire)
-                await self._lead()
+                await self._run_as_leader()
             finally:
                 await self._lease.release()
 
-    async def _lead(self) -> None:
+    async def _run_as_leader(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._lease.keep())
             group.create_task(self._replicas.run())
@@ -140,43 +143,44 @@ class _Registry:
             await asyncio.gather(self._replicas.loaded.wait(), self._routings.loaded.wait())
             await disk.with_room(self._processor.recover)
             group.create_task(self._reader.run())
-            group.create_task(self._live.run())
-            group.create_task(self._director.run())
+            group.create_task(self._traffic_reader.run())
+            group.create_task(self._model_controller.run())
             group.create_task(self._reconcile())
             group.create_task(self._prune())
-            group.create_task(self._keep_bound())
+            group.create_task(self._keep_storage_limit())
 
-    def _watch(self, wanted: bool) -> bool:
-        if wanted:
-            self._live.wanted.set()
+    def _follow_traffic(self, enabled: bool) -> bool:
+        if enabled:
+            self._traffic_reader.enabled.set()
         else:
-            self._live.wanted.clear()
-        return self._live.following.is_set()
+            self._traffic_reader.enabled.clear()
+        return self._traffic_reader.following.is_set()
 
-    def _reading(self) -> bool:
+    def _is_consuming(self) -> bool:
         return self._processor.paused is None
 
-    def _connected(self) -> bool:
-        """A standby has nothing to read."""
-        return self._reader.following.is_set() or not self._lease.held.is_set()
+    def _is_connected(self) -> bool:
+        """Return whether the checkpoint reader is connected. A standby reads no topic, so it always counts as
+        connected."""
+        return self._reader.following.is_set() or not self._lease.acquired.is_set()
 
     def _replica_changed(self, key: str, replica: Replica | None) -> None:
         seen = replica and (replica.versions, replica.stopping)
         if self._versions_seen.get(key) != seen:
             self._versions_seen[key] = seen
-            self._director.wake.set()
+            self._model_controller.wake.set()
 
     async def _reconcile(self) -> None:
         while True:
             await asyncio.sleep(self._settings.poll_s)
             await self._isolated.run("reconcile", self._reconciler.tick, None)
 
-    async def _keep_bound(self) -> None:
+    async def _keep_storage_limit(self) -> None:
         while True:
-            await asyncio.sleep(_BOUND_INTERVAL_S)
+            await asyncio.sleep(_STORAGE_LIMIT_INTERVAL_S)
             try:
-                await disk.with_room(self._garbage.keep_bound)
-            except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # nothing goes, and the next round tries
+                await disk.with_room(self._garbage.keep_limit)
+            except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # the next round tries again
                 log.warning("versions_not_bounded", error=str(error))
 
     async def _prune(self) -> None:
@@ -185,7 +189,12 @@ class _Registry:
             await self._isolated.run("prune", lambda: disk.with_room(self._processor.prune), None)
 
 
-def live(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
-    """What is read of users' sessions while a rollout goes on."""
-    said = WordHandler(lease, settings.rollout.events_per_unit_max)
-    return {Turn.topic: turns, Reward.topic: said, Feedback.topic: said, Trajectory.topic: said}
+def traffic_handlers(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
+    """Return the handlers of the topics that are read while a rollout is under way."""
+    session_events = SessionEventHandler(lease, settings.rollout.events_per_unit_max)
+    return {
+        Turn.topic: turns,
+        Reward.topic: session_events,
+        Feedback.topic: session_events,
+        Trajectory.topic: session_events,
+    }

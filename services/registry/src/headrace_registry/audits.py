@@ -1,10 +1,10 @@
-"""`python -m headrace_registry.audits`: versions in, their plays of audit tasks out (`auditing.py`)."""
+"""`python -m headrace_registry.audits`: reads versions and prints their scores on audit tasks (`audit_filter`)."""
 
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
-    "registry", "Has the gate's program play audit tasks.", RegistrySettings, "headrace_registry.auditing:run"
+    "registry", "Plays audit tasks with the gate's program.", RegistrySettings, "headrace_registry.audit_filter:run"
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Carries out what somebody asks for: one transaction with the lease, the change and its line in the audit log.
+"""Applies a change that an operator requests: lease check, change and audit entry in one transaction.
 
-What is refused changes nothing. What is answered is durable and published.
+A refused change stores nothing. An answered change is durable and published.
 """
 
 from __future__ import annotations
@@ -21,37 +21,44 @@ from headrace_schemas import Event
 from headrace_schemas.registry_api import ModelState
 
 Work = Callable[[AsyncConnection, datetime, Transition], Awaitable[str | None]]
-"""Changes the state, and says what the audit log shall keep besides the request. May raise `Refused` at any point."""
+"""Changes the state, or raises `Refused`. Returns the detail that the audit log stores besides the request."""
 
 
 class RegistryChanges:
-    """Only the leader makes any. `changed` wakes whoever acts on the state."""
+    """Changes requested over REST. Only the leader makes any. `changed` is called after each of them."""
 
     def __init__(self, processor: Processor, lease: LeaderLease, changed: Callable[[], None]) -> None:
         self._processor = processor
         self._lease = lease
         self._changed = changed
 
-    async def make(self, name: str, act: audit.Act, work: Work) -> ModelState:
-        """The model afterwards. Raises `Refused`."""
-        self.check_leads()
-        after: list[ModelState] = []
-        refused: list[Refused] = []
+    async def make(self, name: str, action: audit.AuditedAction, work: Work) -> ModelState:
+        """Apply `work` to the model `name` in one transaction, and return the model's state afterwards.
+
+        Raises:
+          Refused: The change is not allowed, this registry is a standby, or the bus or the database is
+              unavailable.
+        """
+        self.require_leadership()
+        model_states: list[ModelState] = []
+        refusals: list[Refused] = []
 
         async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-            after.clear()
-            refused.clear()
+            model_states.clear()
+            refusals.clear()
             await self._lease.check(tx)
             try:
                 async with tx.begin_nested():
-                    transition = Transition(tx, now, act.asker.who or None)
+                    transition = Transition(tx, now, action.asker.who or None)
                     detail = await work(tx, now, transition)
                     events = await transition.finish()
-                    noted = audit.Act(act.asker, act.action, act.version, act.why, detail or act.detail)
-                    await audit.write(tx, now, name, noted)
-                    after.append(await states.of_model(tx, await model(tx, name)))
+                    audited_action = audit.AuditedAction(
+                        action.asker, action.action, action.version, action.why, detail or action.detail
+                    )
+                    await audit.add_entry(tx, now, name, audited_action)
+                    model_states.append(await states.model_state(tx, await require_model(tx, name)))
             except Refused as error:
-                refused.append(error)
+                refusals.append(error)
                 return ()
             return events
 
@@ -60,33 +67,33 @@ class RegistryChanges:
         except LostLeadership:
             raise _standby() from None
         except Unavailable as error:
-            raise Refused(503, "unavailable", f"not done, or done and not yet published: {error}") from None
-        if refused:
-            raise refused[0]
+            raise Refused(503, "unavailable", f"the change was not made, or it is not published yet: {error}") from None
+        if refusals:
+            raise refusals[0]
         self._changed()
-        return after[0]
+        return model_states[0]
 
-    def check_leads(self) -> None:
-        """Raises `Refused` 503 while another registry leads."""
-        if not self._lease.held.is_set():
+    def require_leadership(self) -> None:
+        """Raise `Refused` 503 unless this registry is the leader."""
+        if not self._lease.acquired.is_set():
             raise _standby()
 
 
-async def model(tx: AsyncConnection, name: str) -> ModelRecord:
-    """Raises `Refused` 404."""
-    record = await store.model(tx, name)
+async def require_model(tx: AsyncConnection, name: str) -> ModelRecord:
+    """Return the model, or raise `Refused` 404."""
+    record = await store.load_model(tx, name)
     if record is None:
         raise Refused(404, "model_not_found", f"there is no model {name!r}", "model")
     return record
 
 
-async def version(tx: AsyncConnection, record: ModelRecord, name: str) -> VersionRecord:
-    """Raises `Refused` 404."""
-    found = await store.version(tx, name)
-    if found is None or found.model != record.model:
+async def require_version(tx: AsyncConnection, record: ModelRecord, name: str) -> VersionRecord:
+    """Return the version of that model, or raise `Refused` 404."""
+    version_record = await store.load_version(tx, name)
+    if version_record is None or version_record.model != record.model:
         raise Refused(404, "version_not_found", f"model {record.model!r} has no version {name!r}", "version")
-    return found
+    return version_record
 
 
 def _standby() -> Refused:
-    return Refused(503, "not_leader", "this registry is a standby; ask the leader")
+    return Refused(503, "not_leader", "this registry is a standby; send the request to the leader")

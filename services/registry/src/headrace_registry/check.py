@@ -1,4 +1,4 @@
-"""Checks what would stop the first promotion: a gate whose program does not run, or answers wrongly."""
+"""Checks a setting that would stop the first promotion: a gate whose program does not run or prints wrong lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 
 from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.settings import GateRaySettings, RegistrySettings
-from headrace_registry.stand_in_gateway import answering
+from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_schemas.gate import Tasks
@@ -18,20 +18,22 @@ _TASKS = 8
 
 
 async def check(_common: Common, settings: RegistrySettings) -> list[str]:
-    """Let the gate's program play a few tasks against a stand-in gateway, for a minute at most. Raises `SettingError`.
+    """Play a few tasks of the gate's program against a stand-in gateway, for one minute at most. Raises `SettingError`.
 
-    A program that still runs after a minute has passed: it may be silent for `gate.silence_s`.
+    A program that still runs after a minute has passed, because it may print nothing for `gate.silence_s`.
     """
     gate = settings.gate
     if not gate.command:
         return []
     Gate(gate)
-    with answering() as base_url:
-        here = {"base_url": base_url, "silence_s": min(gate.silence_s, _CHECK_S), "ray": GateRaySettings()}
-        short = gate.model_copy(update=here)  # workers on other machines could not reach a stand-in on this one
+    with run_stand_in() as base_url:
+        overrides = {"base_url": base_url, "silence_s": min(gate.silence_s, _CHECK_S), "ray": GateRaySettings()}
+        check_settings = gate.model_copy(
+            update=overrides
+        )  # workers on other machines could not reach a stand-in on this one
         try:
-            async with asyncio.timeout(_CHECK_S), Gate(short).session() as session:
-                plays = enumerate(_some(session.tasks))
+            async with asyncio.timeout(_CHECK_S), Gate(check_settings).session() as session:
+                plays = enumerate(_sample_tasks(session.tasks))
                 await asyncio.gather(*(session.play(VERSION, task, seed) for seed, task in plays))
         except TimeoutError:
             pass
@@ -42,5 +44,5 @@ async def check(_common: Common, settings: RegistrySettings) -> list[str]:
     return []
 
 
-def _some(tasks: Tasks) -> list[str]:
+def _sample_tasks(tasks: Tasks) -> list[str]:
     return list(dict.fromkeys(chain(tasks.gate[:_TASKS], tasks.audit[:_TASKS])))

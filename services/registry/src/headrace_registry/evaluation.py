@@ -1,4 +1,4 @@
-"""Runs a trial or an audit with the gate's program: draws tasks and seeds, and bounds how many plays run at once."""
+"""Runs a trial or an audit with the gate's program: draws tasks and seeds, and limits how many plays run at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headrace_schemas.gate import Tasks
 T = TypeVar("T")
 _SEEDS = 2**31
 _SHARE_BESIDE_TRIAL = 8
-"""An audit beside a trial has one of so many plays."""
+"""An audit that runs beside a trial gets 1 / 8 of the concurrent plays."""
 _AHEAD = 2
-"""Plays that may be requested ahead, as a multiple of `concurrency`: a slow task does not hold up others."""
+"""Plays that may be requested ahead, as a multiple of `concurrency`, so that a slow task does not delay the others."""
 
 
 class PlaySession(Protocol):
@@ -41,16 +41,17 @@ class Audit:
     score: float
     plays: int
     standard_error: float | None
-    """Of `score`, as if plays were independent; None for a single play."""
+    """Standard error of `score`, as if plays were independent, or None for a single play."""
 
     def statistics(self) -> dict[str, float]:
         numbers = {"score": self.score, "tasks": float(self.plays)}
         return numbers if self.standard_error is None else {**numbers, "score_standard_error": self.standard_error}
 
 
-def draws(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
-    """An endless sequence of independent gate tasks and seeds. So the differences of a trial are exchangeable, and each
-    has the mean over all tasks. Equal seeds give equal draws.
+def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
+    """Yield an endless sequence of independent gate tasks and seeds. Equal seeds give equal draws.
+
+    The differences of a trial are therefore exchangeable, and each has the mean over all tasks.
     """
     chance = random.Random(seed)
     while True:
@@ -58,46 +59,47 @@ def draws(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
 
 
 async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, timeout_s: float) -> TrialResult:
-    """Play `trial` to its end. All versions play the same tasks, which depend only on candidate and trial number.
+    """Play `trial` to its end. All versions play the same tasks, which depend on the candidate and the trial number
+    alone.
 
-    Scores are taken in the order of the draws, not of the answers. Raises what `play` raises.
+    Scores are added in the order of the draws, not of the answers. Raises what `session.play` raises.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await _play(session, trial, concurrency)
+            await _play_trial(session, trial, concurrency)
     except TimeoutError:
         return trial.result("gate.timeout_s")
     return trial.result()
 
 
-async def _play(session: PlaySession, trial: Trial, concurrency: int) -> None:
-    chosen = draws(session.tasks, f"{trial.candidate} {trial.number}")
-    room = asyncio.Semaphore(concurrency)
-    ahead: deque[asyncio.Task[dict[str, float]]] = deque()
+async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> None:
+    task_seeds = draw_tasks(session.tasks, f"{trial.candidate} {trial.number}")
+    slots = asyncio.Semaphore(concurrency)
+    rounds: deque[asyncio.Task[dict[str, float]]] = deque()
 
-    async def one(player: str, task: str, seed: int) -> float:
-        async with room:
-            return await session.play(player, task, seed)
+    async def play_one(version: str, task: str, seed: int) -> float:
+        async with slots:
+            return await session.play(version, task, seed)
 
-    async def everybody(players: tuple[str, ...], task: str, seed: int) -> dict[str, float]:
-        scores = await asyncio.gather(*(one(player, task, seed) for player in players))
+    async def play_round(players: tuple[str, ...], task: str, seed: int) -> dict[str, float]:
+        scores = await asyncio.gather(*(play_one(player, task, seed) for player in players))
         return dict(zip(players, scores, strict=True))
 
     try:
         while trial.state == "open":
-            left = trial.rule.tasks_max - trial.tasks
-            while len(ahead) < min(left, 1 + _AHEAD * concurrency // len(trial.players)):
-                ahead.append(asyncio.create_task(everybody(trial.players, *next(chosen))))
-            trial.take(await ahead.popleft())
+            remaining = trial.rule.tasks_max - trial.tasks
+            while len(rounds) < min(remaining, 1 + _AHEAD * concurrency // len(trial.players)):
+                rounds.append(asyncio.create_task(play_round(trial.players, *next(task_seeds))))
+            trial.add_scores(await rounds.popleft())
     finally:
-        await _given_up(ahead)
+        await _cancel(rounds)
 
 
-class AuditRoom:
-    """Bounds how many plays of audits run at once: `async with` it around each play.
+class AuditLimiter:
+    """Limits how many plays of audits run at once. Use `async with` around each play.
 
-    At most `concurrency` run while no trial does, and an eighth of that beside one: a trial decides what is served, and
-    an audit decides nothing. Plays that have begun are finished, so none of them is lost or counted twice.
+    At most `concurrency` plays run while no trial does, and an eighth of that beside a trial: a trial decides what is
+    served, and an audit decides nothing. A play that has begun is finished, so none is lost or counted twice.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -109,7 +111,7 @@ class AuditRoom:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Leave most plays to the trial that the body runs."""
+        """Leave most plays to the trial that the body of the `with` statement runs."""
         self._trials += 1
         try:
             yield
@@ -128,30 +130,33 @@ class AuditRoom:
         self._changed.set()
 
 
-async def run_audit(session: PlaySession, version: str, *, plays: int, room: AuditRoom) -> Audit:
-    """Play audit tasks with one version and sum up the scores."""
-    return summary(await played(session, version, plays, room=room))
+async def run_audit(session: PlaySession, version: str, *, plays: int, limiter: AuditLimiter) -> Audit:
+    """Play audit tasks with one version, and return the summary of the scores."""
+    return summarize_audit(await play_audit_tasks(session, version, plays, limiter=limiter))
 
 
-async def played(session: PlaySession, version: str, plays: int, *, room: AuditRoom) -> list[tuple[str, float]]:
-    """Play `plays` audit tasks in turn. Returns each task with its score. Every version gets the same tasks and seeds,
-    so that audits can be compared. Raises what `play` raises.
+async def play_audit_tasks(
+    session: PlaySession, version: str, plays: int, *, limiter: AuditLimiter
+) -> list[tuple[str, float]]:
+    """Play `plays` audit tasks in turn, and return each task with its score.
+
+    Every version gets the same tasks and seeds, so that audits can be compared. Raises what `session.play` raises.
     """
     tasks = session.tasks.audit
 
-    async def one(number: int) -> tuple[str, float]:
-        async with room:
+    async def play_one(number: int) -> tuple[str, float]:
+        async with limiter:
             task = tasks[number % len(tasks)]
             return task, await session.play(version, task, number)
 
-    running = [asyncio.create_task(one(number)) for number in range(plays)]
+    running = [asyncio.create_task(play_one(number)) for number in range(plays)]
     try:
         return await asyncio.gather(*running)
     finally:
-        await _given_up(running)
+        await _cancel(running)
 
 
-async def _given_up(plays: Iterable[asyncio.Task[T]]) -> None:
+async def _cancel(plays: Iterable[asyncio.Task[T]]) -> None:
     """Cancel plays that are no longer needed."""
     tasks = list(plays)
     for task in tasks:
@@ -159,8 +164,8 @@ async def _given_up(plays: Iterable[asyncio.Task[T]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def summary(scores: list[tuple[str, float]]) -> Audit:
-    """Of at least one play."""
+def summarize_audit(scores: list[tuple[str, float]]) -> Audit:
+    """Return mean and standard error of at least one play."""
     by_task: dict[str, list[float]] = defaultdict(list)
     for task, score in scores:
         by_task[task].append(score)
@@ -169,4 +174,6 @@ def summary(scores: list[tuple[str, float]]) -> Audit:
     error = None
     if count > 1:
         error = math.sqrt(math.fsum((score - mean) ** 2 for _, score in scores) / (count - 1) / count)
-    return Audit({task: math.fsum(found) / len(found) for task, found in by_task.items()}, mean, count, error)
+    return Audit(
+        {task: math.fsum(task_scores) / len(task_scores) for task, task_scores in by_task.items()}, mean, count, error
+    )

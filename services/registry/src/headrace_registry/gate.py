@@ -1,4 +1,4 @@
-"""Runs the gate's program: a user's program that plays held-out tasks on request (`headrace_schemas.gate`)."""
+"""Runs the gate's program: a program of the user that plays held-out tasks on request (`headrace_schemas.gate`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace_schemas.gate import Play, Played, Tasks
 T = TypeVar("T")
 _CHUNK = 65_536
 _LINE_BYTES_MAX = 16_777_216
-"""The bound is high because the first line names every task."""
+"""Longest line that the program may print. The first line names every task, so the bound is high."""
 _ERROR_TAIL = 500
 _SHAPES = {
     Tasks: '{"gate": [names of tasks], "audit": [other names]}',
@@ -33,7 +33,10 @@ _SHAPES = {
 
 
 class GateFailed(HeadraceError):
-    """The program gave no score: it ended, was silent, or its output was wrong. A failure never counts as a score."""
+    """The program returned no score: it ended, printed nothing for too long, or printed a wrong line.
+
+    A failure never counts as a score.
+    """
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -41,22 +44,26 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """Starts `gate.command`, once for each session; or, with `gate.ray.workers`, what has copies of it play."""
+    """Starts `gate.command` once for each session. With `gate.ray.workers`, it starts a program that runs copies of
+    it."""
 
     def __init__(self, settings: GateSettings) -> None:
-        """Raises `SettingError` for workers where there is no Ray."""
+        """Create the gate. Raises `SettingError` where workers are configured and Ray is not installed."""
         if settings.ray.workers and find_spec("ray") is None:
             raise SettingError("registry.gate.ray.workers", settings.ray.workers, "install headrace-registry[ray]")
         self._settings = settings
         self.configured = bool(settings.command)
         self.sha256 = program_digest(settings.command)
-        """Identifies the gate, its command and its code: scores of different gates are not compared. It is that of the
-        session that began last, since each session starts the program anew."""
+        """Digest of the gate's command and code. Scores of different gates are never compared.
+
+        It is the digest of the last session, because each session starts the program again.
+        """
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[GateSession]:
-        """The running program, once it has named its tasks. Raises `GateFailed`. When the body ends, the program and
-        its children are killed.
+        """Start the program and yield the session once the program has named its tasks. Raises `GateFailed`.
+
+        When the body ends, the program and its children are killed.
         """
         command = self._command()
         self.sha256 = await asyncio.to_thread(program_digest, self._settings.command)
@@ -72,7 +79,7 @@ class Gate:
         session = GateSession(process, command[0], self._settings)
         reading = asyncio.create_task(session.read())
         try:
-            await session.announced()
+            await session.wait_for_tasks()
             yield session
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -82,7 +89,7 @@ class Gate:
             await process.wait()
 
     def _environment(self) -> Mapping[str, str]:
-        if self._settings.ray.workers:  # a program of ours, which joins the cluster and names variables for the copies
+        if self._settings.ray.workers:  # our own program needs the whole environment to join the cluster
             return os.environ
         return program_environment(self._settings.passed_on)
 
@@ -90,11 +97,11 @@ class Gate:
         if self._settings.ray.workers:
             return [sys.executable, "-m", "headrace_registry.gate_workers", self._settings.model_dump_json()]
         values = {"{base_url}": self._settings.base_url, "{python}": sys.executable}
-        return [_filled(argument, values) for argument in self._settings.command]
+        return [_fill_placeholders(argument, values) for argument in self._settings.command]
 
 
 class GateSession:
-    """A running program. `play` may be called concurrently; the caller bounds how often."""
+    """A running program. `play` may be called concurrently; the caller limits how many plays run."""
 
     def __init__(self, process: Process, name: str, settings: GateSettings) -> None:
         assert process.stdin is not None
@@ -106,56 +113,60 @@ class GateSession:
         self._settings = settings
         self._tasks: asyncio.Future[Tasks] = asyncio.get_running_loop().create_future()
         self._waiting: dict[Play, asyncio.Future[float]] = {}
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_output_s = asyncio.get_running_loop().time()
         self._problem: GateFailed | None = None
 
     @property
     def tasks(self) -> Tasks:
         return self._tasks.result()
 
-    async def announced(self) -> None:
-        await self._answer(self._tasks, "its tasks")
+    async def wait_for_tasks(self) -> None:
+        """Wait until the program has named its tasks. Raises `GateFailed`."""
+        await self._wait_for(self._tasks, "its tasks")
 
     async def play(self, version: str, task: str, seed: int) -> float:
-        """The score of one play. Raises `GateFailed`; all other plays that are running then raise it, too."""
+        """Return the score of one play. Raises `GateFailed`, as do all other plays that are running then."""
         if self._problem is not None:
             raise self._problem
         play = Play(version=version, task=task, seed=seed)
         if play in self._waiting:
-            return await self._answer(self._waiting[play], f"{len(self._waiting)} plays")
+            return await self._wait_for(self._waiting[play], f"{len(self._waiting)} plays")
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         if not self._waiting:
-            self._heard_s = asyncio.get_running_loop().time()
+            self._last_output_s = asyncio.get_running_loop().time()
         self._waiting[play] = answer
-        with contextlib.suppress(ConnectionError):  # `read` finds out why it has stopped reading
+        with contextlib.suppress(ConnectionError):  # `read` reports why the program stopped reading
             self._stdin.write(play.model_dump_json().encode() + b"\n")
             await self._stdin.drain()
-        return await self._answer(answer, f"{len(self._waiting)} plays")
+        return await self._wait_for(answer, f"{len(self._waiting)} plays")
 
-    async def _answer(self, future: asyncio.Future[T], what: str) -> T:
-        """Wait for the answer. Any line of the program counts as a sign of life."""
+    async def _wait_for(self, future: asyncio.Future[T], request: str) -> T:
+        """Wait for the future of a request. Any line of the program counts as a sign of life."""
         loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
         while not future.done():
-            left_s = self._heard_s + silence_s - loop.time()
-            if left_s <= 0:
-                raise GateFailed(f"silent for gate.silence_s = {silence_s:g}, asked for {what}", timed_out=True)
-            await asyncio.wait([future], timeout=left_s)
+            remaining_s = self._last_output_s + silence_s - loop.time()
+            if remaining_s <= 0:
+                raise GateFailed(
+                    f"no output for gate.silence_s = {silence_s:g} s while {request} were requested", timed_out=True
+                )
+            await asyncio.wait([future], timeout=remaining_s)
         return future.result()
 
     async def read(self) -> None:
-        """Read the output of the program until it ends. Never raises: errors are passed to every waiting play."""
-        errors = asyncio.create_task(_tail(self._stderr))
+        """Read the output of the program until it ends. Errors are passed to every waiting play and never raised
+        here."""
+        errors = asyncio.create_task(_read_tail(self._stderr))
         problem = GateFailed("the run was cancelled")
         try:
-            await self._lines()
+            await self._read_lines()
             await self._process.wait()
-            said = await errors
+            stderr_tail = await errors
             if self._process.returncode:
                 status = f"{self._name} ended with status {self._process.returncode}"
-                problem = GateFailed(f"{status}: {said or 'no message on stderr'}")
+                problem = GateFailed(f"{status}: {stderr_tail or 'no message on stderr'}")
             else:
-                before = "its standard input did" if self._tasks.done() else "it had named its tasks"
-                problem = GateFailed(f"it ended before {before}")
+                missing = "its standard input" if self._tasks.done() else "naming its tasks"
+                problem = GateFailed(f"the program ended before {missing}")
         except GateFailed as error:
             problem = error
         finally:
@@ -166,38 +177,44 @@ class GateSession:
                 _fail(answer, problem)
             _fail(self._tasks, problem)
 
-    async def _lines(self) -> None:
+    async def _read_lines(self) -> None:
         size = number = 0
-        while line := await self._line():
-            self._heard_s = asyncio.get_running_loop().time()
+        while line := await self._read_line():
+            self._last_output_s = asyncio.get_running_loop().time()
             number += 1
             size += len(line)
             if size > self._settings.output_bytes_max:
-                raise GateFailed(f"it printed more than gate.output_bytes_max = {self._settings.output_bytes_max}")
+                raise GateFailed(
+                    f"the program printed more than gate.output_bytes_max = {self._settings.output_bytes_max}"
+                )
             if line.strip():
-                self._take(line, number)
+                self._handle_line(line, number)
 
-    async def _line(self) -> bytes:
+    async def _read_line(self) -> bytes:
         try:
             return await self._stdout.readline()
         except ValueError:
             raise GateFailed(f"a line is longer than {_LINE_BYTES_MAX} bytes") from None
 
-    def _take(self, line: bytes, number: int) -> None:
-        kind: type[Tasks] | type[Played] = Played if self._tasks.done() else Tasks
+    def _handle_line(self, line: bytes, number: int) -> None:
+        message_type: type[Tasks] | type[Played] = Played if self._tasks.done() else Tasks
         try:
-            told = kind.model_validate_json(line)
+            message = message_type.model_validate_json(line)
         except ValidationError as error:
-            raise GateFailed(f"line {number} of its output is not {_SHAPES[kind]}: {_first(error)}") from None
-        if isinstance(told, Tasks):
-            self._tasks.set_result(told)
+            raise GateFailed(
+                f"line {number} of its output is not {_SHAPES[message_type]}: {_first_error(error)}"
+            ) from None
+        if isinstance(message, Tasks):
+            self._tasks.set_result(message)
             return
-        play = Play(version=told.version, task=told.task, seed=told.seed)
+        play = Play(version=message.version, task=message.task, seed=message.seed)
         answer = self._waiting.pop(play, None)
         if answer is None:
-            raise GateFailed(f"line {number} of its output answers a play that it was not asked for: {told.task!r}")
+            raise GateFailed(
+                f"line {number} of its output has the score of a play that was not requested: {message.task!r}"
+            )
         if not answer.done():
-            answer.set_result(told.score)
+            answer.set_result(message.score)
 
 
 def _fail(waiting: asyncio.Future[T], problem: GateFailed) -> None:
@@ -206,18 +223,18 @@ def _fail(waiting: asyncio.Future[T], problem: GateFailed) -> None:
         waiting.exception()  # a cancelled caller never retrieves it
 
 
-def _filled(argument: str, values: Mapping[str, str]) -> str:
+def _fill_placeholders(argument: str, values: Mapping[str, str]) -> str:
     for placeholder, value in values.items():
         argument = argument.replace(placeholder, value)
     return argument
 
 
-def _first(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     first = error.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
+async def _read_tail(stream: asyncio.StreamReader) -> str:
     last = b""
     while chunk := await stream.read(_CHUNK):
         last = (last + chunk)[-_ERROR_TAIL:]

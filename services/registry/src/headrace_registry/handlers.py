@@ -1,4 +1,4 @@
-"""`checkpoints`: a new version is checked and registered."""
+"""Handler of `checkpoints`: checks a new version and registers it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from headrace_schemas.manifest import Manifest
 
 
 class CheckpointHandler:
-    """Registers what the trainer published; a version whose manifest is not what its name says is rejected."""
+    """Registers versions that the trainer published. Rejects a version whose manifest does not match its name."""
 
     def __init__(self, blobs: BlobStore, lease: LeaderLease) -> None:
         self._blobs = blobs
         self._lease = lease
 
     async def __call__(self, event: Checkpoint, handling: Handling) -> Sequence[Event]:
-        """Raises `Unavailable` while the blob store is away, `LostLeadership`."""
+        """Register the version of a checkpoint. Raises `Unavailable` while the blob store is away, and
+        `LostLeadership`."""
         await self._lease.check(handling.tx)
         manifest, problem = await self._manifest(event)
         transition = Transition(handling.tx, handling.now)

@@ -1,4 +1,4 @@
-"""Bodies in, answers out, for all pages of the REST interface."""
+"""Request bodies, parameters and responses for all pages of the REST interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ M = TypeVar("M", bound=Model)
 Page = Callable[[Request], Awaitable[Response]]
 
 
-def for_insiders(common: Common, page: Page) -> Page:
-    """Require the internal key, where there is one, for reads and changes."""
+def require_key(common: Common, page: Page) -> Page:
+    """Wrap a page so that it requires the internal key, where one is set, for reads and changes."""
 
     async def guarded(request: Request) -> Response:
         require_internal_key(request, common)
@@ -30,12 +30,13 @@ def for_insiders(common: Common, page: Page) -> Page:
     return guarded
 
 
-def answer(value: Model, status: int = 200) -> Response:
+def json_response(value: Model, status: int = 200) -> Response:
+    """Return `value` as JSON, without fields that are None."""
     return Response(value.model_dump_json(exclude_none=True), status, media_type="application/json")
 
 
-async def body(request: Request, model: type[M]) -> M:
-    """Raises `Refused` 400 or 413."""
+async def read_body(request: Request, model: type[M]) -> M:
+    """Parse the request's body. Raises `Refused` 400 or 413."""
     content = b""
     async for chunk in request.stream():
         content += chunk
@@ -49,12 +50,13 @@ async def body(request: Request, model: type[M]) -> M:
         raise Refused(400, "invalid_request", f"{where or 'body'}: {first['msg']}", where or None) from None
 
 
-def limit(parameters: Mapping[str, str]) -> int:
-    return number(parameters, "limit", 100, _LIST_MAX)
+def limit_parameter(parameters: Mapping[str, str]) -> int:
+    """Return the query parameter `limit`. Raises `Refused` 400."""
+    return number_parameter(parameters, "limit", 100, _LIST_MAX)
 
 
-def number(parameters: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """A query parameter from 1 to `most`. Raises `Refused` 400."""
+def number_parameter(parameters: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """Return a query parameter from 1 to `most`. Raises `Refused` 400."""
     text = parameters.get(name, str(default))
     if not (text.isascii() and text.isdecimal()) or len(text) > 19 or not 1 <= int(text) <= most:
         raise Refused(400, "invalid_request", f"{name} must be a number from 1 to {most}", name)

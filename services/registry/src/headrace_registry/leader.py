@@ -1,7 +1,7 @@
 """Leader election by a lease in the database. Every transaction that writes checks the lease again.
 
-So a leader that was paused and lost its lease cannot write any more. A standby decides with its own monotonic clock
-whether the lease has run out: a row that has not changed for `lease_s` belongs to a dead leader. Clocks of two
+A leader that was paused and lost its lease therefore cannot write any more. A standby decides with its own monotonic
+clock whether the lease has run out: a row that has not changed for `lease_s` belongs to a dead leader. Clocks of two
 machines are never compared.
 """
 
@@ -28,41 +28,45 @@ _NAME = "leader"
 
 
 class LostLeadership(Unavailable):
-    """Another registry leads, and `LeaderLease.keep` ends this process.
+    """Another registry is the leader. `LeaderLease.keep` ends this process.
 
-    It is `Unavailable`, because the event at hand is valid: it is left undone, never dead-lettered.
+    The error is `Unavailable`, because the event at hand is valid: it is not processed, and never dead-lettered.
     """
 
 
 class LeaderLease:
-    """`acquire` waits for the lease, `keep` renews it, `check` fences a transaction, `release` ends it."""
+    """Lease of the one registry that may write.
+
+    `acquire` waits for the lease, `keep` renews it, `check` fences a transaction, `release` gives it up.
+    """
 
     def __init__(self, database: Database, clock: Clock, lease_s: float) -> None:
         self._database = database
         self._clock = clock
         self._lease_s = lease_s
         self.holder = holders.me()
-        self.held = asyncio.Event()
+        self.acquired = asyncio.Event()
         self._seen: tuple[str, int] | None = None
-        """The row of another leader, as last seen, ..."""
+        """The row of another leader as it was last read."""
         self._seen_s = 0.0
-        """... and when it was first seen like this, by our monotonic clock."""
+        """When that row was first read in this state, by this process's monotonic clock."""
 
     async def acquire(self) -> None:
-        """Returns as the leader. The lease of a dead process of this machine is taken at once."""
+        """Wait until this process is the leader. The lease of a dead process of this machine is taken at once."""
         LEADER.set(0)
         waited = False
-        while not await self._take():
+        while not await self._acquire_once():
             if not waited:
                 log.info("standing_by")
                 waited = True
             await self._clock.sleep(min(1.0, self._lease_s / 4))
-        self.held.set()
+        self.acquired.set()
         LEADER.set(1)
         log.info("leading")
 
     async def keep(self) -> None:
-        """Raises `LostLeadership` if another process has it, or if it could not be renewed in time."""
+        """Renew the lease until cancelled. Raises `LostLeadership` if another process took it or it could not be
+        renewed in time."""
         renewed = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(self._lease_s / 4)
@@ -72,7 +76,7 @@ class LeaderLease:
                 renewed = self._clock.monotonic_s()
             except LostLeadership:
                 raise
-            except DiskFull as error:  # no other process can write it either, and `check` fences a late writer
+            except DiskFull as error:  # no other process can write the lease either, and `check` fences a late writer
                 log.warning("lease_not_renewed", error=str(error))
             except Unavailable as error:
                 if self._clock.monotonic_s() - renewed > self._lease_s:
@@ -80,29 +84,29 @@ class LeaderLease:
                 log.warning("lease_not_renewed", error=str(error))
 
     async def check(self, tx: AsyncConnection) -> None:
-        """Hold the lease's row for the rest of `tx`, or raise `LostLeadership`."""
+        """Lock the row of the lease for the rest of `tx`. Raises `LostLeadership` if this process does not hold it."""
         query = select(LEASE.c.holder).where(LEASE.c.name == _NAME).with_for_update()
         if (await tx.execute(query)).scalar_one_or_none() != self.holder:
             raise self._lost()
 
     async def release(self) -> None:
-        """Let a standby take over at once. Best effort: otherwise the standby waits for `lease_s`."""
-        if self.held.is_set():
-            self.held.clear()
+        """Let a standby take over at once. If this fails, the standby waits for `lease_s`."""
+        if self.acquired.is_set():
+            self.acquired.clear()
             LEADER.set(0)
             with contextlib.suppress(Unavailable):
                 async with self._database.transaction() as tx:
                     await tx.execute(delete(LEASE).where(LEASE.c.name == _NAME, LEASE.c.holder == self.holder))
 
-    async def _take(self) -> bool:
-        """Become the holder, unless another holder is alive."""
-        asked_s = self._clock.monotonic_s()
+    async def _acquire_once(self) -> bool:
+        """Take the lease, unless another holder is alive. Return whether it was taken."""
+        now_s = self._clock.monotonic_s()
         async with self._database.transaction() as tx:
             row = await self._row(tx)
             if row is None:
                 return await upsert(tx, LEASE, {"name": _NAME}, self._values(0), update=False)
             holder, mark = row
-            silent = self._seen == row and asked_s - self._seen_s >= self._lease_s
+            silent = self._seen == row and now_s - self._seen_s >= self._lease_s
             if holder == self.holder or silent or holders.died(holder):
                 await tx.execute(update(LEASE).where(LEASE.c.name == _NAME).values(self._values(mark)))
                 return True
@@ -111,7 +115,8 @@ class LeaderLease:
         return False
 
     async def _renew(self) -> bool:
-        """Renew the lease. False: it is lost, and not taken again, because another leader may have written since."""
+        """Renew the lease. Return False if it was lost: another leader may have written since, so it is not taken
+        again."""
         async with self._database.transaction() as tx:
             row = await self._row(tx)
             if row is None or row[0] != self.holder:
@@ -120,17 +125,20 @@ class LeaderLease:
             return True
 
     async def _row(self, tx: AsyncConnection) -> tuple[str, int] | None:
-        found = (await tx.execute(select(LEASE).where(LEASE.c.name == _NAME).with_for_update())).mappings()
-        row = found.one_or_none()
+        rows = (await tx.execute(select(LEASE).where(LEASE.c.name == _NAME).with_for_update())).mappings()
+        row = rows.one_or_none()
         return None if row is None else (row["holder"], row["expires_ms"])
 
     def _values(self, mark: int) -> dict[str, str | int]:
-        """Each renewal changes the mark, also when our clock stands still or has been set back. It is a time for the
-        sake of earlier releases, which compare it with theirs."""
+        """Return the row of a renewed lease.
+
+        Each renewal changes the mark, even when the clock stands still or was set back. The mark is a time because
+        earlier releases compare it with their clock.
+        """
         expires_ms = epoch_ms(self._clock.now() + timedelta(seconds=self._lease_s))
         return {"holder": self.holder, "expires_ms": max(mark + 1, expires_ms)}
 
     def _lost(self) -> LostLeadership:
-        self.held.clear()
+        self.acquired.clear()
         LEADER.set(0)
         return LostLeadership(f"{self.holder} is not the leader any more; it stands by after its restart")

@@ -1,4 +1,4 @@
-"""What the registry counts beside the shared metrics."""
+"""Metrics of the registry besides those that all services have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS_FULL = Counter(
 )
 UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
 Level: TypeAlias = Gauge
-"""What a rollout's gauges are."""
+"""Type of the gauges of a rollout."""
 ROLLOUT_STEPS = Counter("headrace_registry_rollout_steps_total", "Steps of rollouts", ["model", "kind"])
 ROLLOUT_UNITS_READ = Counter(
     "headrace_registry_rollout_units_read_total", "Units that came to the age of their first reading", ["model", "arm"]
@@ -32,7 +32,7 @@ ROLLOUT_DIFFERENCE = Gauge(
     ["model", "slot", "metric", "end"],
 )
 SHADOW_PROMPTS = Counter(
-    "headrace_registry_shadow_prompts_total", "Prompts of shadows, by what became of them", ["model", "outcome"]
+    "headrace_registry_shadow_prompts_total", "Prompts of shadows, by outcome", ["model", "outcome"]
 )
 ROLLOUT_HARM = Gauge(
     "headrace_registry_rollout_harm",

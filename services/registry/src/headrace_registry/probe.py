@@ -1,4 +1,4 @@
-"""The result of a version's probe on the live replicas."""
+"""Result of a version's probe on the live replicas."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ _REASONS_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`passed`: every live replica holds the version ready with a passed probe. `failed`: one of them refuses it."""
+    """Result of a probe over all live replicas.
+
+    `passed`: every live replica reports the version ready with a passed probe. `failed`: one of them refuses it.
+    `pending`: the rest.
+    """
 
     state: Literal["passed", "pending", "failed"]
     reason: str = ""
     statistics: dict[str, float] = field(default_factory=dict)
 
 
-def live(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
-    """Those whose last heartbeat is not older than its `ttl_s` and who are not going away."""
+def live_replicas(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
+    """Return the replicas whose last heartbeat is not older than its `ttl_s` and that are not stopping."""
     return [
         replica
         for replica in replicas
@@ -30,8 +34,9 @@ def live(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
     ]
 
 
-def result(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeResult:
-    """The result for `version` by the heartbeats of live replicas. Heartbeats from before `since` are ignored."""
+def probe_result(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeResult:
+    """Return the result for `version` from the heartbeats of live replicas. Heartbeats from before `since` are
+    ignored."""
     if not replicas:
         return ProbeResult("pending", "no replica is alive")
     pending: list[str] = []
@@ -39,9 +44,9 @@ def result(version: str, replicas: Sequence[Replica], since: datetime | None = N
     parents: list[float] = []
     for replica in replicas:
         loaded = _loaded(replica, version) if since is None or replica.time >= since else None
-        objection = _objection(loaded) if loaded else None
-        if objection:
-            return ProbeResult("failed", f"replica {replica.replica_id}: {objection}")
+        failure = _failure(loaded) if loaded else None
+        if failure:
+            return ProbeResult("failed", f"replica {replica.replica_id}: {failure}")
         if loaded is None or loaded.state != "ready" or loaded.probe is None:
             pending.append(f"replica {replica.replica_id}: {_progress(loaded)}")
             continue
@@ -57,21 +62,22 @@ def result(version: str, replicas: Sequence[Replica], since: datetime | None = N
 
 
 def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:
-    """Whether some replica could answer with `version` now."""
-    loaded = (_loaded(replica, version) for replica in replicas)
+    """Return whether at least one replica has `version` ready and probed."""
+    entries = (_loaded(replica, version) for replica in replicas)
     return any(
-        one is not None and one.state == "ready" and one.probe is not None and one.probe.passed for one in loaded
+        entry is not None and entry.state == "ready" and entry.probe is not None and entry.probe.passed
+        for entry in entries
     )
 
 
 def refused_by_all(version: str, replicas: Sequence[Replica]) -> str | None:
-    """The first replica's error when every one of them failed to serve `version`, else None."""
-    found = [_loaded(replica, version) for replica in replicas]
-    errors = [_objection(loaded) if loaded else None for loaded in found]
+    """Return the first replica's error if every replica failed to serve `version`, else None."""
+    entries = [_loaded(replica, version) for replica in replicas]
+    errors = [_failure(loaded) if loaded else None for loaded in entries]
     return errors[0] if errors and all(errors) else None
 
 
-def unserved(version: str, replicas: Sequence[Replica]) -> str | None:
+def unserved_reason(version: str, replicas: Sequence[Replica]) -> str | None:
     """Return why no live replica serves `version`, with each replica's reason; None while some replica serves it."""
     if served_by_any(version, replicas):
         return None
@@ -80,7 +86,7 @@ def unserved(version: str, replicas: Sequence[Replica]) -> str | None:
     reasons = []
     for replica in replicas:
         loaded = _loaded(replica, version)
-        reasons.append(f"replica {replica.replica_id}: {(loaded and _objection(loaded)) or _progress(loaded)}")
+        reasons.append(f"replica {replica.replica_id}: {(loaded and _failure(loaded)) or _progress(loaded)}")
     return "; ".join(reasons[:_REASONS_MAX])
 
 
@@ -88,7 +94,7 @@ def _loaded(replica: Replica, version: str) -> LoadedVersion | None:
     return next((loaded for loaded in replica.versions if loaded.version == version), None)
 
 
-def _objection(loaded: LoadedVersion) -> str | None:
+def _failure(loaded: LoadedVersion) -> str | None:
     if loaded.state == "failed":
         return loaded.error or "failed to load"
     if loaded.probe is not None and not loaded.probe.passed:

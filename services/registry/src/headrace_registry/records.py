@@ -11,15 +11,15 @@ from headrace_schemas.blobs import BlobRef
 
 State = Literal["registered", "probing", "evaluating", "canary", "promoted", "held", "rejected", "skipped", "withdrawn"]
 """registered → probing → evaluating → (canary →) promoted, or rejected; held when its rollout ended without a verdict;
-skipped when a newer version came; withdrawn when it, or a version that it descends from, was withdrawn."""
+skipped when a newer version arrived; withdrawn when it, or a version that it descends from, was withdrawn."""
 
 Request = Literal["", "gate", "force"]
-"""What an operator asked for: nothing, promotion through the gate, promotion past the gate (never past the probe)."""
+"""Request of an operator: none, promotion through the gate, or promotion past the gate (never past the probe)."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One registered version. `number` is the order of arrival, `changed` when it came into its `state`."""
+    """One registered version. `number` is the order of arrival, `changed` the time when it entered its `state`."""
 
     number: int
     version: str
@@ -37,14 +37,14 @@ class VersionRecord:
     registered: datetime
     changed: datetime
     rollout: str | None = None
-    """The kind and share that an operator asked for, as `rollouts.wish.Wish` writes it."""
+    """Kind and share that an operator requested, as `rollouts.settings.RequestedRollout` in JSON."""
     trained: bool = True
-    """By a trainer of ours."""
+    """Whether a trainer of this installation made it."""
     label: str | None = None
     served: bool = False
-    """Somebody asked for it to be held ready."""
+    """Whether an operator asked for it to be loaded by replicas."""
     retired_at: datetime | None = None
-    """Since when it never serves again."""
+    """When it was retired, or None."""
     collected: bool = False
 
     @property
@@ -53,24 +53,24 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AnchorState:
     """The anchor of a model: a version that candidates are compared with besides the champion. None: the champion."""
 
     anchor: str | None = None
     """The best version so far: the last one that was shown to be better than the anchor before it."""
     trials: int = 0
-    """How many versions were compared with this anchor: the size of the family so far."""
+    """Number of versions that were compared with this anchor: the size of the family so far."""
     lead: str | None = None
-    """The champion's evidence that it is better than the anchor, as `trial.Lead` writes it."""
+    """The champion's evidence that it is better than the anchor: `trial.SuccessionEvidence` as JSON."""
 
 
-ALONE = Standing()
+CHAMPION_IS_ANCHOR = AnchorState()
 """The champion is its own anchor, and no version was compared with it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """The roles of versions, pin and pause, and the revision of the last published routing."""
+    """Roles of the versions of a model, its pin and pause, and the revision of the last published routing."""
 
     model: str
     champion: str | None
@@ -79,21 +79,21 @@ class ModelRecord:
     pinned: str | None
     """The one version that may be champion until it is unpinned."""
     paused: bool
-    """Only versions that an operator asks for move."""
+    """Whether only versions that an operator requests may change roles."""
     revision: int
     routing: str | None
     anchor: str | None
     trials: int
     lead: str | None
     family: int = 0
-    """How many rollouts there were against the champion or its equals."""
+    """Number of rollouts against the champion or its equals."""
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.anchor, self.trials, self.lead)
+    def anchor_state(self) -> AnchorState:
+        return AnchorState(self.anchor, self.trials, self.lead)
 
-    def may_move(self, version: VersionRecord) -> bool:
-        """Whether pin and pause allow that `version` becomes candidate and champion."""
+    def may_change_roles(self, version: VersionRecord) -> bool:
+        """Return whether pin and pause allow `version` to become candidate and champion."""
         if self.pinned is not None:
             return version.version == self.pinned and bool(version.request)
         return not self.paused or bool(version.request)
@@ -101,35 +101,35 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial: the opponents, whether the candidate passed, and the anchor from now on."""
+    """Result of a trial: the opponents, whether the candidate passed, and the anchor from now on."""
 
     champion: str | None
     anchor: str | None
     passed: bool
     reason: str
     statistics: Mapping[str, float]
-    standing: Standing
+    anchor_state: AnchorState
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What the next decision about a model needs from the database."""
+    """The part of the database that the next decision about a model depends on."""
 
     model: ModelRecord
     versions: Mapping[str, VersionRecord]
-    """Those with a role, those that wait, and the bases of either; by name."""
+    """By name: versions with a role, waiting versions, and the bases of both."""
     waiting: tuple[VersionRecord, ...]
-    """In state `registered`, in the order of arrival."""
+    """Versions in state `registered`, in the order of arrival."""
     trial_result: TrialResult | None
-    """What the present gate found of the candidate."""
+    """Result of the candidate's trial by the present gate."""
     audited: frozenset[str]
-    """Those of champion, previous and candidate whose score the present gate has measured on the audit tasks."""
+    """Versions among champion, previous and candidate whose score the present gate has measured on the audit tasks."""
     under_way: int = 0
-    """Rollouts that are going on."""
+    """Number of rollouts under way."""
     slots: int | None = None
-    """How many there may be at a time while these go on; None: none goes on."""
-    begun_lately: int = 0
-    """Rollouts that began within the last hour."""
+    """Number of rollouts that may be under way together while the present ones last, or None without any."""
+    rollouts_last_hour: int = 0
+    """Number of rollouts that began within the last hour."""
 
     @property
     def champion(self) -> VersionRecord | None:

@@ -1,4 +1,4 @@
-"""What rollouts keep: each one's rules and place, who is in an arm, what is known of them, and what was read of it."""
+"""Tables of rollouts: rules and phase of each, the units of its arms, their events, and the readings of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UNITS = Table(
     Column("candidate", Boolean, nullable=False),
     Column("enrolled_ms", BigInteger, nullable=False),  # by the rollout's clock
     Column("looks", BigInteger, nullable=False),  # how many of the plan's readings were taken
-    Column("events", BigInteger, nullable=False),  # how many are kept
+    Column("events", BigInteger, nullable=False),  # how many are stored; -1: the unit is closed
     Index("ix_rollout_units_due", "rollout_id", "looks", "enrolled_ms"),
 )
 

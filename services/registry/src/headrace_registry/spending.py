@@ -9,39 +9,40 @@ its place with about 2 ln k more evidence.
 from __future__ import annotations
 
 _FOR_PROMOTIONS = 0.8
-"""The share for wrong promotions. The rest is for wrongly finding a version better than the anchor (`succession`)."""
+"""Share of α for wrong promotions. The rest is for wrongly finding a version better than the anchor (`succession`)."""
 
 
 def promotion(alpha: float, number: int) -> float:
-    """The error for promoting the `number`-th version of a family wrongly; numbers start at 1."""
+    """Return the error probability for promoting the `number`-th version of a family wrongly. Numbers start at 1."""
     return _FOR_PROMOTIONS * alpha * _share(number)
 
 
 def succession(alpha: float, number: int) -> float:
-    """The error for making the `number`-th version of a family the anchor although it is not better."""
+    """Return the error probability for making the `number`-th version of a family the anchor although it is not
+    better."""
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 
 
 def refusal(beta: float, opponents: int) -> float:
-    """The error for finding an equal version inferior to one of its opponents.
+    """Return the error probability for finding an equal version inferior to one of its opponents.
 
-    It is half of β. The other half is for trials that are undecided after `tasks_max`.
+    The result is half of β. The other half is for trials that are undecided after `tasks_max`.
     """
     return beta / 2.0 / opponents
 
 
 def success(alpha: float, number: int, metrics: int) -> float:
-    """How probable it may be that one of a rollout's success metrics is wrongly found good enough.
+    """Return the error probability for one success metric of a rollout.
 
-    Any of them is enough for a promotion, so they share what the `number`-th version may spend on being promoted.
+    Any success metric is enough for a promotion, so the metrics share what the `number`-th version may spend.
     """
     return promotion(alpha, number) / metrics
 
 
 def harm(beta: float, share: float) -> float:
-    """How probable it may be that a version without harm is rolled back by one test, which has that share of all.
+    """Return the error probability for rolling back a harmless version by one test that has `share` of all tests.
 
-    All of β: a rollout that finds nothing in time ends in hold, and takes nothing back.
+    All of β is spent here: a rollout that finds nothing in time ends in hold and rolls nothing back.
     """
     return beta * share
 

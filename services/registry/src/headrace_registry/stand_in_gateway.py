@@ -14,8 +14,8 @@ _BODY_BYTES_MAX = 16_777_216
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[str]:
-    """A base URL on loopback where every chat completion says the same, streamed or whole, while the body runs."""
+def run_stand_in() -> Iterator[str]:
+    """Serve on loopback while the body runs, and yield the base URL. Every chat completion has the same text."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -56,27 +56,27 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Suppress the log of requests."""
 
 
-def _completion(request: object, part: str, said: dict[str, str], finish_reason: str | None) -> str:
-    asked = request if isinstance(request, dict) else {}
-    count = asked.get("n")
+def _completion(request: object, part: str, message: dict[str, str], finish_reason: str | None) -> str:
+    fields = request if isinstance(request, dict) else {}
+    count = fields.get("n")
     indices = range(count if isinstance(count, int) and 0 < count <= 128 else 1)
-    tokens = _TOKENS if said else 0
-    choice: dict[str, object] = {part: said, "finish_reason": finish_reason}
-    if asked.get("logprobs"):
+    tokens = _TOKENS if message else 0
+    choice: dict[str, object] = {part: message, "finish_reason": finish_reason}
+    if fields.get("logprobs"):
         choice["logprobs"] = {"content": [{"token": "t", "logprob": -1.0, "bytes": None, "top_logprobs": []}] * tokens}
-    if asked.get("return_token_ids"):
+    if fields.get("return_token_ids"):
         choice["token_ids"] = [0] * tokens
     return json.dumps(
         {
             "id": "chatcmpl-placeholder",
             "object": "chat.completion" if part == "message" else "chat.completion.chunk",
             "created": 0,
-            "model": asked.get("model"),
+            "model": fields.get("model"),
             "choices": [{"index": index, **choice} for index in indices],
             "usage": {"prompt_tokens": 1, "completion_tokens": _TOKENS, "total_tokens": 1 + _TOKENS},
-            **({"prompt_token_ids": [0]} if asked.get("return_token_ids") else {}),
+            **({"prompt_token_ids": [0]} if fields.get("return_token_ids") else {}),
         }
     )

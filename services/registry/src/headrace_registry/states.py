@@ -1,4 +1,4 @@
-"""Models and versions as the REST interface shows them."""
+"""Models and versions in the form of the REST interface."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from headrace_schemas.registry_api import ModelState, VersionState
 _TROUBLE_LENGTH_MAX = 4096
 
 
-async def of_model(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica] | None = None) -> ModelState:
-    """Return the state of a model; `replicas` are those alive, None where it does not matter who serves it."""
+async def model_state(
+    tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica] | None = None
+) -> ModelState:
+    """Return the state of a model. `replicas` are the live ones; without them `trouble` is left out."""
     return ModelState(
         id=record.model,
         champion=record.champion,
@@ -33,27 +35,30 @@ async def of_model(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[
 
 
 async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
-    """Return why no replica serves the model. Without a champion that is what keeps the candidate, or what the newest
-    version was refused for."""
+    """Return why no replica serves the model, or None.
+
+    Without a champion, the reason is what delays the candidate, or why the newest version was refused.
+    """
     if record.champion is not None:
-        reason = probe.unserved(record.champion, replicas)
+        reason = probe.unserved_reason(record.champion, replicas)
         return reason and f"no replica serves the champion {record.champion}: {reason}"[:_TROUBLE_LENGTH_MAX]
     if record.candidate is not None:
-        reason = probe.unserved(record.candidate, replicas) or "its trial is under way"
+        reason = probe.unserved_reason(record.candidate, replicas) or "its trial is under way"
         return f"no version serves yet, the candidate is {record.candidate}: {reason}"[:_TROUBLE_LENGTH_MAX]
-    newest = await store.newest(tx, record.model, 1)
-    decided = await store.decisions(tx, [version.version for version in newest])
-    if not decided:
+    newest = await store.newest_versions(tx, record.model, 1)
+    decisions = await store.decisions(tx, [version.version for version in newest])
+    if not decisions:
         return None
-    last = decided[-1]
+    last = decisions[-1]
     return f"no version serves, {last.version} was {last.decision}: {last.reason or 'no reason'}"[:_TROUBLE_LENGTH_MAX]
 
 
-async def of_versions(tx: AsyncConnection, found: Sequence[VersionRecord]) -> tuple[VersionState, ...]:
-    names = [version.version for version in found]
+async def version_states(tx: AsyncConnection, versions: Sequence[VersionRecord]) -> tuple[VersionState, ...]:
+    """Return the states of versions with their decisions and tags."""
+    names = [version.version for version in versions]
     decided = await store.decisions(tx, names)
     tags = await queries.tags(tx, names)
-    return tuple(_version(version, decided, tags.get(version.version, ())) for version in found)
+    return tuple(_version(version, decided, tags.get(version.version, ())) for version in versions)
 
 
 def _version(version: VersionRecord, decided: Sequence[ModelEvent], tags: tuple[str, ...]) -> VersionState:

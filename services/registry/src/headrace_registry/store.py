@@ -1,4 +1,4 @@
-"""Reads the tables into records."""
+"""Reads rows of the tables into records."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from datetime import datetime
 from sqlalchemy import RowMapping, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
-from headrace_registry.rollouts import kept
+from headrace_registry.records import AnchorState, ModelRecord, ModelView, TrialResult, VersionRecord
+from headrace_registry.rollouts import rollout_store
 from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import ModelEvent, RolloutStep
@@ -18,31 +18,34 @@ from headrace_schemas.blobs import BlobRef
 
 
 async def model_names(tx: AsyncConnection) -> list[str]:
+    """Return the names of all models in alphabetical order."""
     return list((await tx.execute(select(MODELS.c.model).order_by(MODELS.c.model))).scalars())
 
 
-async def model(tx: AsyncConnection, name: str) -> ModelRecord | None:
+async def load_model(tx: AsyncConnection, name: str) -> ModelRecord | None:
+    """Return the model of that name, or None."""
     row = (await tx.execute(select(MODELS).where(MODELS.c.model == name))).mappings().one_or_none()
     return ModelRecord(**row) if row else None
 
 
-async def version(tx: AsyncConnection, name: str) -> VersionRecord | None:
+async def load_version(tx: AsyncConnection, name: str) -> VersionRecord | None:
+    """Return the version of that name, or None."""
     return (await _versions(tx, select(VERSIONS).where(VERSIONS.c.version == name))).get(name)
 
 
-async def every(tx: AsyncConnection) -> list[VersionRecord]:
-    """All versions of all models, in the order of arrival."""
+async def all_versions(tx: AsyncConnection) -> list[VersionRecord]:
+    """Return all versions of all models in the order of arrival."""
     return list((await _versions(tx, select(VERSIONS).order_by(VERSIONS.c.number))).values())
 
 
-async def newest(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
-    """A model's versions, the newest first."""
+async def newest_versions(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
+    """Return up to `limit` versions of a model, the newest first."""
     query = select(VERSIONS).where(VERSIONS.c.model == name).order_by(VERSIONS.c.number.desc()).limit(limit)
     return list((await _versions(tx, query)).values())
 
 
-async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
-    """A model's withdrawn versions, the last one first."""
+async def withdrawn_versions(tx: AsyncConnection, name: str, limit: int) -> list[str]:
+    """Return up to `limit` withdrawn versions of a model, the most recently withdrawn first."""
     query = (
         select(VERSIONS.c.version)
         .where(VERSIONS.c.model == name, VERSIONS.c.state == "withdrawn")
@@ -52,13 +55,15 @@ async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
     return list((await tx.execute(query)).scalars())
 
 
-async def heir(tx: AsyncConnection, model: str, champion: str | None, gone: Iterable[str] = ()) -> str | None:
-    """The last champion before the present one that may serve again: neither withdrawn, retired nor `gone`."""
-    out = {champion, *gone}
+async def rollback_target(
+    tx: AsyncConnection, model: str, champion: str | None, excluded: Iterable[str] = ()
+) -> str | None:
+    """Return the last champion before `champion` that may serve again: neither withdrawn, retired nor `excluded`."""
+    skipped = {champion, *excluded}
     query = select(CHAMPIONS.c.version).where(CHAMPIONS.c.model == model).order_by(CHAMPIONS.c.id.desc())
-    line = [name for name in dict.fromkeys((await tx.execute(query)).scalars()) if name not in out]
-    known = await _named(tx, line)
-    return next((name for name in line if name in known and _may_serve(known[name])), None)
+    champions = [name for name in dict.fromkeys((await tx.execute(query)).scalars()) if name not in skipped]
+    records = await _named(tx, champions)
+    return next((name for name in champions if name in records and _may_serve(records[name])), None)
 
 
 def _may_serve(version: VersionRecord) -> bool:
@@ -66,57 +71,63 @@ def _may_serve(version: VersionRecord) -> bool:
 
 
 async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
-    """The versions that were trained on from one of `names`."""
+    """Return the versions whose parent is one of `names`."""
     return list((await _versions(tx, select(VERSIONS).where(VERSIONS.c.parent.in_(list(names))))).values())
 
 
 async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
-    """A version and everything that it was trained on from, as far as it is registered."""
+    """Return a version and all its registered ancestors."""
     line = select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.version == name).cte(recursive=True)
     line = line.union(select(VERSIONS.c.version, VERSIONS.c.parent).join(line, VERSIONS.c.version == line.c.parent))
     return set((await tx.execute(select(line.c.version))).scalars())
 
 
-async def view(
+async def load_view(
     tx: AsyncConnection,
     record: ModelRecord,
     gate_sha256: str,
-    also: VersionRecord | None = None,
+    requested: VersionRecord | None = None,
     *,
     now: datetime | None = None,
 ) -> ModelView:
-    """What the next decision about one model depends on; `also` a version that somebody asks about. What nobody trains
-    waits until somebody asks for it. Without `now` it is not known how many rollouts began lately."""
+    """Return what the next decision about a model depends on.
+
+    A version without a trainer waits until an operator requests it. Without `now`, the number of recent rollouts is 0.
+
+    Args:
+      requested: A version that an operator asks about; its base is loaded too.
+    """
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
     roles = [name for name in (record.champion, record.previous, record.candidate, record.anchor) if name]
-    found = {**waiting, **await _named(tx, roles)}
-    known = [*found.values(), *([also] if also is not None else [])]
-    found |= await _named(tx, [one.base for one in known if one.base])
-    tried = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
+    versions = {**waiting, **await _named(tx, roles)}
+    versions_shown = [*versions.values(), *([requested] if requested is not None else [])]
+    versions |= await _named(tx, [version.base for version in versions_shown if version.base])
+    result = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
     audited = await _audited(tx, roles, gate_sha256)
-    going_on = await kept.under_way(tx, record.model)
+    rollouts = await rollout_store.under_way(tx, record.model)
     return ModelView(
         record,
-        found,
+        versions,
         tuple(waiting.values()),
-        tried,
+        result,
         audited,
-        under_way=len(going_on),
-        slots=going_on[0].slots if going_on else None,
-        begun_lately=await kept.begun_lately(tx, record.model, now) if now is not None else 0,
+        under_way=len(rollouts),
+        slots=rollouts[0].slots if rollouts else None,
+        rollouts_last_hour=await rollout_store.count_recent(tx, record.model, now) if now is not None else 0,
     )
 
 
 async def trial_result(tx: AsyncConnection, name: str, gate_sha256: str) -> TrialResult | None:
-    """What the present gate found of a candidate; None: it has no result yet."""
+    """Return the result of the candidate's trial by the present gate, or None if there is none yet."""
     query = select(VERDICTS.c.verdict).where(VERDICTS.c.version == name, VERDICTS.c.gate_sha256 == gate_sha256)
     text = (await tx.execute(query)).scalar_one_or_none()
     if text is None:
         return None
     values = json.loads(text)
-    return TrialResult(**{**values, "standing": Standing(**values["standing"])})
+    anchor_state = AnchorState(**values.pop("standing"))
+    return TrialResult(**values, anchor_state=anchor_state)
 
 
 async def _audited(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) -> frozenset[str]:
@@ -126,7 +137,7 @@ async def _audited(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) 
 
 
 async def decisions(tx: AsyncConnection, names: Iterable[str]) -> list[ModelEvent]:
-    """Everything that was ever decided about some versions, the oldest first."""
+    """Return all decisions about some versions, the oldest first."""
     query = select(DECISIONS).where(DECISIONS.c.version.in_(list(names))).order_by(DECISIONS.c.id)
     return [_decision(row) for row in (await tx.execute(query)).mappings()]
 

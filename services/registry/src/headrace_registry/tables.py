@@ -1,6 +1,7 @@
-"""The registry's state: versions, aliases, what the gate found, decisions, routings, who asked, the leader's lease.
+"""Tables of the registry: versions, aliases, results of the gate, decisions, routings, the audit log and the leader's
+lease.
 
-What rollouts keep is in `rollout_tables`.
+The tables of rollouts are in `rollout_tables`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ VERSIONS = Table(
     Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
     Column("trained", Boolean, nullable=False, server_default=true()),  # by a trainer of ours
     Column("label", Text),  # a name for this version alone
-    Column("served", Boolean, nullable=False, server_default=false()),  # somebody asked for it
+    Column("served", Boolean, nullable=False, server_default=false()),  # an operator asked for it to be loaded
     Column("retired_ms", BigInteger),  # it never serves again
     Column("collected_ms", BigInteger),  # its files are gone, or about to go
     Index("ix_versions_model_state", "model", "state"),
@@ -100,7 +101,7 @@ AUDIT = Table(
     Column("id", Id, primary_key=True, autoincrement=True),
     Column("at_ms", BigInteger, nullable=False),
     Column("principal", Text, nullable=False),  # what authentication proves
-    Column("who", Text, nullable=False),  # who the asker said to be
+    Column("who", Text, nullable=False),  # the name that the requester gave
     Column("action", Text, nullable=False),
     Column("model", Text, nullable=False, index=True),
     Column("version", Text),

@@ -1,4 +1,4 @@
-"""Transitions of the registry's state. They run in the caller's transaction and collect the events to publish."""
+"""Transitions of the registry's state, which run in the caller's transaction and collect the events to publish."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry import routing, store
 from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
 from headrace_registry.metrics import ROLLOUT_STEPS
-from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, TrialResult, VersionRecord
+from headrace_registry.records import (
+    CHAMPION_IS_ANCHOR,
+    AnchorState,
+    ModelRecord,
+    Request,
+    State,
+    TrialResult,
+    VersionRecord,
+)
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts import settling
+from headrace_registry.rollouts import apply_outcome
 from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.logs import get_logger
@@ -33,29 +41,30 @@ _NAME_LENGTH_MAX = 512
 
 
 class Transition:
-    """The changes of one transaction. `events` are to be published; `finish` adds the routings that changed.
+    """The changes of one transaction.
 
-    `who` asked for them; None: the registry itself.
+    `events` must be published after the commit; `finish` adds the routings that changed. `operator` requested the
+    changes, or is None for decisions of the registry itself.
     """
 
-    def __init__(self, tx: AsyncConnection, now: datetime, who: str | None = None) -> None:
+    def __init__(self, tx: AsyncConnection, now: datetime, operator: str | None = None) -> None:
         self.tx = self._tx = tx
         self.now = self._now = now
-        self._who = who
-        self._touched: set[str] = set()
+        self._operator = operator
+        self._changed_models: set[str] = set()
         self.events: list[Event] = []
 
     async def finish(self) -> list[Event]:
-        """All events that this transaction has to publish. Rollouts that its changes have overtaken end with it."""
-        for model in sorted(self._touched):
-            await settling.settle(self, model)
+        """Return all events that this transaction must publish. Ends the rollouts that its changes have overtaken."""
+        for model in sorted(self._changed_models):
+            await apply_outcome.end_overtaken(self, model)
             self.events += await routing.publish(self._tx, self._now, model)
-        self._touched.clear()
+        self._changed_models.clear()
         return self.events
 
-    def touch(self, model: str) -> None:
-        """The model's routing may have changed."""
-        self._touched.add(model)
+    def mark_changed(self, model: str) -> None:
+        """Note that the routing of the model may have changed."""
+        self._changed_models.add(model)
 
     async def register(
         self,
@@ -66,12 +75,13 @@ class Transition:
         trained: bool = True,
         label: str | None = None,
     ) -> None:
-        """Add a version. With a `problem` it is rejected at once. A known version stays as it is."""
-        if await store.version(self._tx, checkpoint.version) is not None:
+        """Add a version. With a `problem` it is rejected at once. A version that is already registered stays as it
+        is."""
+        if await store.load_version(self._tx, checkpoint.version) is not None:
             return
         await upsert(self._tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
         state: State = "rejected" if problem else "registered"
-        parent = await store.version(self._tx, checkpoint.parent) if checkpoint.parent and not problem else None
+        parent = await store.load_version(self._tx, checkpoint.parent) if checkpoint.parent and not problem else None
         barred = parent is not None and parent.state == "withdrawn"
         state = "withdrawn" if barred else state
         values = {
@@ -93,45 +103,49 @@ class Transition:
         }
         await self._tx.execute(insert(VERSIONS).values(values))
         if problem:
-            await self.decide(checkpoint.model, checkpoint.version, "rejected", reason=problem)
+            await self.record_decision(checkpoint.model, checkpoint.version, "rejected", reason=problem)
             return
-        await self.decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
+        await self.record_decision(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
         if parent is not None and barred:
-            model = await store.model(self._tx, checkpoint.model)
+            model = await store.load_model(self._tx, checkpoint.model)
             champion = model.champion if model else None
             reason = f"it descends from {parent.version}, which is withdrawn"
-            await self.decide(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
-            self._touched.add(checkpoint.model)
+            await self.record_decision(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
+            self._changed_models.add(checkpoint.model)
 
     async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
-        """`version` becomes the candidate."""
+        """Make `version` the candidate, and mark the `skipped` versions."""
         for name in skipped:
             await self.set_state(name, "skipped")
-            await self.decide(model.model, name, "skipped", reason=f"{version} is newer", previous=model.champion)
+            await self.record_decision(
+                model.model, name, "skipped", reason=f"{version} is newer", previous=model.champion
+            )
         await self.set_state(version, "probing")
         await self.set_roles(model, candidate=version)
 
-    async def probed(self, model: ModelRecord, version: str, statistics: Mapping[str, float]) -> None:
-        """The candidate passed its probe on every live replica."""
+    async def mark_probed(self, model: ModelRecord, version: str, statistics: Mapping[str, float]) -> None:
+        """Record that the candidate passed its probe on every live replica."""
         await self.set_state(version, "evaluating")
-        await self.decide(model.model, version, "probed", statistics=statistics, previous=model.champion)
+        await self.record_decision(model.model, version, "probed", statistics=statistics, previous=model.champion)
 
-    async def evaluated(
+    async def record_audit(
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
     ) -> None:
-        """Record what the audit measured. It replaces the scores of another gate or an earlier run."""
+        """Record the result of an audit. It replaces the scores of another gate or an earlier run."""
         values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
-        await self.decide(version.model, version.version, "evaluated", statistics=statistics)
+        await self.record_decision(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
         """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
         await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 
-    async def tried(self, version: str, gate_sha256: str, result: TrialResult) -> None:
+    async def record_trial_result(self, version: str, gate_sha256: str, result: TrialResult) -> None:
         """Store the result of a trial. `promote` and `reject` delete it, so that it counts only once."""
-        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(asdict(result)), "at_ms": epoch_ms(self._now)}
+        fields = asdict(result)
+        fields["standing"] = fields.pop("anchor_state")  # the name in the database
+        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(fields), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, VERDICTS, {"version": version}, values)
 
     async def promote(
@@ -140,17 +154,19 @@ class Transition:
         version: str,
         reason: str,
         statistics: Mapping[str, float],
-        standing: Standing = ALONE,
+        anchor_state: AnchorState = CHAMPION_IS_ANCHOR,
         step: RolloutStep | None = None,
     ) -> None:
-        """The version takes over; the champion becomes `previous`."""
-        await self.forget_result(version)
+        """Make the version the champion. The former champion becomes `previous`."""
+        await self.delete_trial_result(version)
         await self.set_state(version, "promoted", request="", replaced=model.champion, rollout=None)
         reign = {"model": model.model, "version": version, "at_ms": epoch_ms(self._now)}
         await self._tx.execute(insert(CHAMPIONS).values(reign))
         candidate = None if model.candidate == version else model.candidate
-        await self.set_roles(model, champion=version, previous=model.champion, candidate=candidate, **asdict(standing))
-        await self.decide(model.model, version, "promoted", reason, statistics, model.champion, step)
+        await self.set_roles(
+            model, champion=version, previous=model.champion, candidate=candidate, **asdict(anchor_state)
+        )
+        await self.record_decision(model.model, version, "promoted", reason, statistics, model.champion, step)
 
     async def reject(
         self,
@@ -158,37 +174,43 @@ class Transition:
         version: str,
         reason: str,
         statistics: Mapping[str, float],
-        standing: Standing | None = None,
+        anchor_state: AnchorState | None = None,
     ) -> None:
-        """The version gets no traffic. If it is `previous`, it keeps that role."""
-        await self.forget_result(version)
-        if standing is not None:
-            await self.set_roles(model, **asdict(standing))
+        """Reject the version, so that it gets no traffic. If it is `previous`, it keeps that role."""
+        await self.delete_trial_result(version)
+        if anchor_state is not None:
+            await self.set_roles(model, **asdict(anchor_state))
         state: State = "promoted" if version == model.previous else "rejected"
         await self.set_state(version, state, request="")
         if version == model.candidate:
             await self.set_roles(model, candidate=None)
-        await self.decide(model.model, version, "rejected", reason, statistics, model.champion)
+        await self.record_decision(model.model, version, "rejected", reason, statistics, model.champion)
 
     async def roll_back(self, model: ModelRecord, reason: str) -> None:
-        """`previous` becomes champion again. The old champion and its descendants are withdrawn. The last champion
-        before `previous` that may serve becomes `previous`.
+        """Make `previous` the champion again, and withdraw the old champion with its descendants.
+
+        The last champion before `previous` that may serve becomes `previous`.
         """
         assert model.champion
         assert model.previous
         await self.set_state(model.champion, "withdrawn", request="")
         await self.set_state(model.previous, "promoted", request="")
-        await self.decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
-        barred = await self._bar(model.champion, model.previous)
-        await self._end_reigns(model.model, model.previous)
-        previous = await store.heir(self._tx, model.model, model.previous)
+        await self.record_decision(model.model, model.champion, "rolled_back", reason, previous=model.previous)
+        barred = await self._withdraw_descendants(model.champion, model.previous)
+        await self._forget_champions_after(model.model, model.previous)
+        previous = await store.rollback_target(self._tx, model.model, model.previous)
         candidate = None if model.candidate in {model.previous, *barred} else model.candidate
-        gone = {model.champion, *barred}
-        pinned = None if model.pinned in gone else model.pinned
-        stays = model.anchor not in {None, model.previous, *gone}
-        standing = Standing(model.anchor, model.trials) if stays else ALONE
+        withdrawn = {model.champion, *barred}
+        pinned = None if model.pinned in withdrawn else model.pinned
+        stays = model.anchor not in {None, model.previous, *withdrawn}
+        anchor_state = AnchorState(model.anchor, model.trials) if stays else CHAMPION_IS_ANCHOR
         await self.set_roles(
-            model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned, **asdict(standing)
+            model,
+            champion=model.previous,
+            previous=previous,
+            candidate=candidate,
+            pinned=pinned,
+            **asdict(anchor_state),
         )
 
     async def withdraw(
@@ -205,29 +227,29 @@ class Transition:
         """
         assert version != model.champion
         await self.set_state(version, "withdrawn", request="")
-        await self.decide(model.model, version, "withdrawn", reason, statistics, model.champion, step)
-        gone = {version, *await self._bar(version, model.champion)}
+        await self.record_decision(model.model, version, "withdrawn", reason, statistics, model.champion, step)
+        withdrawn = {version, *await self._withdraw_descendants(version, model.champion)}
         roles: dict[str, str | None] = {}
-        roles |= {role: None for role in ("candidate", "pinned") if getattr(model, role) in gone}
-        if model.previous in gone:
-            roles["previous"] = await store.heir(self._tx, model.model, model.champion)
-        standing = asdict(ALONE) if model.anchor in gone else {}
-        await self.set_roles(model, **roles, **standing)
+        roles |= {role: None for role in ("candidate", "pinned") if getattr(model, role) in withdrawn}
+        if model.previous in withdrawn:
+            roles["previous"] = await store.rollback_target(self._tx, model.model, model.champion)
+        anchor_state = asdict(CHAMPION_IS_ANCHOR) if model.anchor in withdrawn else {}
+        await self.set_roles(model, **roles, **anchor_state)
 
-    async def vacate(self, model: ModelRecord) -> None:
-        """No version of this model serves any more."""
+    async def clear_roles(self, model: ModelRecord) -> None:
+        """Remove all roles of a model, so that none of its versions serves any more."""
         if model.candidate:
             await self.set_state(model.candidate, "registered", request="")
         roles = dict.fromkeys(("champion", "previous", "candidate", "pinned"))
-        await self.set_roles(model, **roles, **asdict(ALONE))
+        await self.set_roles(model, **roles, **asdict(CHAMPION_IS_ANCHOR))
 
     async def release(self, model: ModelRecord, version: str) -> None:
-        """The candidate waits again."""
+        """Put the candidate back among the waiting versions."""
         await self.set_state(version, "registered")
         await self.set_roles(model, candidate=None)
 
     async def pin(self, model: ModelRecord, version: str) -> None:
-        """No other version becomes champion."""
+        """Allow no other version to become champion."""
         await self.set_roles(model, pinned=version)
 
     async def unpin(self, model: ModelRecord) -> None:
@@ -236,56 +258,61 @@ class Transition:
     async def pause(self, model: ModelRecord, paused: bool) -> None:
         statement = update(MODELS).where(MODELS.c.model == model.model).values(paused=paused)
         await self._tx.execute(statement)
-        self._touched.add(model.model)
+        self._changed_models.add(model.model)
 
-    async def _end_reigns(self, model: str, until: str) -> None:
-        """The champions after the last reign of `until` are history."""
-        own = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
-        last = (await self._tx.execute(own)).scalar_one_or_none()
-        if last is not None:
-            await self._tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last))
+    async def _forget_champions_after(self, model: str, until: str) -> None:
+        """Delete the champions after the last reign of `until` from the model's history."""
+        last_reign = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
+        last_id = (await self._tx.execute(last_reign)).scalar_one_or_none()
+        if last_id is not None:
+            await self._tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last_id))
 
-    async def _bar(self, version: str, champion: str | None) -> list[str]:
-        """Withdraw everything that descends from `version`; the champion, its ancestors and their children stay."""
-        stay = await store.ancestry(self._tx, champion)
+    async def _withdraw_descendants(self, version: str, champion: str | None) -> list[str]:
+        """Withdraw all descendants of `version` and return their names. The champion, its ancestors and their children
+        stay."""
+        kept_versions = await store.ancestry(self._tx, champion)
         barred: list[str] = []
-        line = [version]
-        while line:  # this ends: a parent is registered before its children, and a version has one parent
-            children = [one for one in await store.children(self._tx, line) if one.version not in stay]
+        generation = [version]
+        while generation:  # this ends: a parent is registered before its children, and a version has one parent
+            children = [
+                version_record
+                for version_record in await store.children(self._tx, generation)
+                if version_record.version not in kept_versions
+            ]
             for child in children:
                 if child.state != "withdrawn":
                     await self.set_state(child.version, "withdrawn", request="")
                     reason = f"it descends from {version}, which was withdrawn"
-                    await self.decide(child.model, child.version, "withdrawn", reason, previous=champion)
-            line = [child.version for child in children if child.version not in barred]
-            barred += line
+                    await self.record_decision(child.model, child.version, "withdrawn", reason, previous=champion)
+            generation = [child.version for child in children if child.version not in barred]
+            barred += generation
         return barred
 
     async def request(self, version: VersionRecord, request: Request, rollout: str | None = None) -> None:
-        """An operator wants this version promoted. It is the next candidate after the present one."""
-        wanted = {"request": request, "rollout": rollout}
+        """Store an operator's request to promote this version. It is the next candidate after the present one."""
+        request_values = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
-            statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(wanted)
+            statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request_values)
             await self._tx.execute(statement)
         else:
-            await self.set_state(version.version, "registered", **wanted)
-        self._touched.add(version.model)
+            await self.set_state(version.version, "registered", **request_values)
+        self._changed_models.add(version.model)
 
     async def set_state(self, version: str, state: State, **values: str | None) -> None:
-        changed = {"state": state, "changed_ms": epoch_ms(self._now), **values}
-        await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
+        updates = {"state": state, "changed_ms": epoch_ms(self._now), **values}
+        await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(updates))
         if state == "withdrawn":
             await self._tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.version == version).values(phase="rolled_back"))
 
-    async def forget_result(self, version: str) -> None:
+    async def delete_trial_result(self, version: str) -> None:
         await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
 
     async def set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
         if roles:
             await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(roles))
-        self._touched.add(model.model)
+        self._changed_models.add(model.model)
 
-    async def decide(
+    async def record_decision(
         self,
         model: str,
         version: str,
@@ -295,7 +322,7 @@ class Transition:
         previous: str | None = None,
         step: RolloutStep | None = None,
     ) -> None:
-        """Note a decision, and publish it."""
+        """Store a decision and publish it as a `ModelEvent`."""
         event = ModelEvent(
             time=self._now,
             decision_id=str(uuid7(epoch_ms(self._now))),
@@ -305,7 +332,7 @@ class Transition:
             previous=previous,
             reason=None if reason is None else storable(reason),
             statistics=_bounded(statistics or {}),
-            who=self._who,
+            who=self._operator,
             rollout=step,
         )
         values = {**event.model_dump(exclude={"time", "statistics", "rollout"}), "at_ms": epoch_ms(self._now)}
@@ -318,10 +345,10 @@ class Transition:
 
 
 def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite numbers that an event has room for, the first ones; the names of all others are logged."""
+    """Return the first finite statistics that fit into an event. The names of all others are logged."""
     finite = {name[:_NAME_LENGTH_MAX]: value for name, value in statistics.items() if math.isfinite(value)}
-    kept = dict(itertools.islice(finite.items(), STATISTICS_MAX))
-    if len(kept) < len(statistics):
-        left_out = [name for name in statistics if name[:_NAME_LENGTH_MAX] not in kept]
+    bounded = dict(itertools.islice(finite.items(), STATISTICS_MAX))
+    if len(bounded) < len(statistics):
+        left_out = [name for name in statistics if name[:_NAME_LENGTH_MAX] not in bounded]
         log.warning("statistics_left_out", names=left_out[:STATISTICS_MAX])
-    return kept
+    return bounded

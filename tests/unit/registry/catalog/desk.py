@@ -31,16 +31,22 @@ class Desk:
     """
 
     def __init__(
-        self, rig: Rig, key: str = "", *, retired_for_s: float = 0.0, who: str = "ada", more: Sequence[BaseRoute] = ()
+        self,
+        rig: Rig,
+        key: str = "",
+        *,
+        retired_for_s: float = 0.0,
+        operator: str = "ada",
+        more: Sequence[BaseRoute] = (),
     ) -> None:
         self.rig = rig
         common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
-        made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
-        catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, made, garbage)
-        api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, made)
+        changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+        catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, changes, garbage)
+        api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, changes)
         transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes(), *more]))
-        headers = {WHO_HEADER: who, **({"authorization": f"Bearer {key}"} if key else {})}
+        headers = {WHO_HEADER: operator, **({"authorization": f"Bearer {key}"} if key else {})}
         self.http = httpx2.AsyncClient(transport=transport, base_url="http://registry", headers=headers)
 
     async def post(self, path: str, **body: object) -> httpx2.Response:

@@ -15,8 +15,8 @@ _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
 def saved(lineage: str, *versions: str) -> Saved:
     """Base, ..., head. It can go back to the base and to each promoted version, which are the first and the last."""
     published = [
-        PublishedVersion(version=one, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
-        for n, one in enumerate(versions)
+        PublishedVersion(version=version, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
+        for n, version in enumerate(versions)
     ]
     tensors = Tensors(weights=_BLOB, optimizer=_BLOB)
     first, head = versions[0], versions[-1]

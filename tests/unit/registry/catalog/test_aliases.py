@@ -29,19 +29,19 @@ async def aliases(desk: Desk) -> dict[str, str]:
         return await queries.aliases(tx, OPPONENT)
 
 
-async def test_an_alias_is_set_moved_and_removed(desk: Desk) -> None:
+async def test_aliases_can_be_set_moved_and_removed(desk: Desk) -> None:
     first, second = await desk.register("v1"), await desk.register("v2")
     assert (await move(desk, stable=(None, first)))[0] == 200
     assert (await move(desk, stable=(first, second)))[0] == 200
-    routing = [one for one in desk.rig.sent(Routing) if one.model == OPPONENT][-1]
+    routing = [event for event in desk.rig.sent(Routing) if event.model == OPPONENT][-1]
     assert routing.names == {"stable": second}
-    assert [one.version for one in routing.serve] == [second], "what an alias names is held ready"
+    assert [served.version for served in routing.serve] == [second], "what an alias names is held ready"
     assert (await desk.get(f"models/{OPPONENT}")).json()["aliases"] == {"stable": second}
     assert (await move(desk, stable=(second, None)))[0] == 200
     assert await aliases(desk) == {}
 
 
-async def test_a_loser_is_told_what_is_there_now(desk: Desk) -> None:
+async def test_move_with_a_stale_expectation_is_refused_with_the_present_version(desk: Desk) -> None:
     versions = [await desk.register(f"v{n}") for n in range(3)]
     await move(desk, stable=(None, versions[0]))
     await move(desk, stable=(versions[0], versions[1]))
@@ -52,52 +52,52 @@ async def test_a_loser_is_told_what_is_there_now(desk: Desk) -> None:
     assert await aliases(desk) == {"stable": versions[1]}
 
 
-async def test_a_request_that_is_made_again_is_done_already(desk: Desk) -> None:
+async def test_repeated_move_succeeds_without_a_change(desk: Desk) -> None:
     """The answer got lost, and the client asks once more."""
     first = await desk.register("v1")
     assert (await move(desk, stable=(None, first)))[0] == 200
     assert (await move(desk, stable=(None, first)))[0] == 200
 
 
-async def test_of_many_at_once_one_wins(desk: Desk) -> None:
+async def test_concurrent_moves_have_exactly_one_winner(desk: Desk) -> None:
     versions = [await desk.register(f"v{n}") for n in range(9)]
     await move(desk, stable=(None, versions[0]))
-    answers = await asyncio.gather(*(move(desk, stable=(versions[0], one)) for one in versions[1:]))
-    winners = [one for one, (status, _) in zip(versions[1:], answers, strict=True) if status == 200]
+    answers = await asyncio.gather(*(move(desk, stable=(versions[0], name)) for name in versions[1:]))
+    winners = [name for name, (status, _) in zip(versions[1:], answers, strict=True) if status == 200]
     assert [status for status, _ in answers].count(409) == 7
     assert await aliases(desk) == {"stable": winners[0]}
 
 
-async def test_several_move_together_or_not_at_all(desk: Desk) -> None:
+async def test_moves_of_one_request_are_atomic(desk: Desk) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     versions = [await desk.register(f"v{n}") for n in range(4)]
-    book: dict[str, str] = {}
+    expected_aliases: dict[str, str] = {}
     for _ in range(40):
         chosen = chance.sample(["blue", "green", "red"], chance.randint(1, 3))
-        wanted = {alias: chance.choice(versions) for alias in chosen}
-        believed = {a: book.get(a) if chance.random() < 0.8 else chance.choice(versions) for a in chosen}
-        status, _ = await move(desk, **{alias: (believed[alias], wanted[alias]) for alias in chosen})
-        right = all(book.get(alias) in (believed[alias], wanted[alias]) for alias in chosen)
+        wanted_aliases = {alias: chance.choice(versions) for alias in chosen}
+        believed = {a: expected_aliases.get(a) if chance.random() < 0.8 else chance.choice(versions) for a in chosen}
+        status, _ = await move(desk, **{alias: (believed[alias], wanted_aliases[alias]) for alias in chosen})
+        right = all(expected_aliases.get(alias) in (believed[alias], wanted_aliases[alias]) for alias in chosen)
         assert (status == 200) == right
-        book |= wanted if right else {}
-        assert await aliases(desk) == book
+        expected_aliases |= wanted_aliases if right else {}
+        assert await aliases(desk) == expected_aliases
 
 
 @pytest.mark.parametrize("alias", ["champion", "canary", "previous", "candidate", "anchor"])
-async def test_roles_are_moved_by_decisions_alone(desk: Desk, alias: str) -> None:
+async def test_move_refuses_names_of_roles(desk: Desk, alias: str) -> None:
     version = await desk.register("v1")
     assert (await move(desk, **{alias: (None, version)}))[0] == 409
 
 
-async def test_a_label_is_no_alias(desk: Desk) -> None:
+async def test_move_refuses_names_of_labels(desk: Desk) -> None:
     version = await desk.register("v1", label="v1.0")
     status, text = await move(desk, **{"v1.0": (None, version)})
     assert (status, "label_taken" in text) == (409, True)
 
 
-async def test_nothing_is_named_that_cannot_serve(desk: Desk) -> None:
+async def test_move_refuses_versions_that_cannot_serve(desk: Desk) -> None:
     assert (await move(desk, stable=(None, f"{OPPONENT}@0123456789abcdef")))[0] == 404
     version = await desk.register("v1")
     assert (await desk.post(f"models/{OPPONENT}/withdraw", version=version)).status_code == 200
@@ -105,12 +105,12 @@ async def test_nothing_is_named_that_cannot_serve(desk: Desk) -> None:
     assert (status, "withdrawn" in text) == (409, True)
 
 
-async def test_a_former_leader_moves_nothing(desk: Desk) -> None:
+async def test_former_leader_cannot_move_aliases(desk: Desk) -> None:
     first, second = await desk.register("v1"), await desk.register("v2")
     await move(desk, stable=(None, first))
     async with desk.rig.database.transaction() as tx:
         await tx.execute(update(LEASE).values(holder="elsewhere:1:x"))
-    desk.rig.lease.held.set()  # it has not noticed yet
+    desk.rig.lease.acquired.set()  # it has not noticed yet
     assert (await move(desk, stable=(first, second)))[0] == 503
     assert await aliases(desk) == {"stable": first}
     with pytest.raises(LostLeadership):
@@ -118,7 +118,7 @@ async def test_a_former_leader_moves_nothing(desk: Desk) -> None:
             await desk.rig.lease.check(tx)
 
 
-async def test_a_move_whose_event_cannot_be_sent_is_sent_by_the_next_process(desk: Desk) -> None:
+async def test_unpublished_move_is_published_by_the_next_process(desk: Desk) -> None:
     """Killed between commit and publication: database and bus agree again after the start."""
     first, second = await desk.register("v1"), await desk.register("v2")
     await move(desk, blue=(None, first), green=(None, first))
@@ -130,10 +130,10 @@ async def test_a_move_whose_event_cannot_be_sent_is_sent_by_the_next_process(des
     await desk.rig.lease.acquire()
     await desk.rig.processor.recover()
     assert await aliases(desk) == {"blue": second, "green": second}
-    assert [one for one in desk.rig.sent(Routing) if one.model == OPPONENT][-1].names == await aliases(desk)
+    assert [routing for routing in desk.rig.sent(Routing) if routing.model == OPPONENT][-1].names == await aliases(desk)
 
 
-async def test_a_change_that_fails_leaves_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_change_stores_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transaction ends between two moves, or before the log is written."""
     first, second = await desk.register("v1"), await desk.register("v2")
     await move(desk, blue=(None, first), green=(None, first))
@@ -141,26 +141,26 @@ async def test_a_change_that_fails_leaves_nothing(desk: Desk, monkeypatch: pytes
     async def torn(*_: object) -> None:
         raise Unavailable("the database went away")
 
-    monkeypatch.setattr(audit, "write", torn)
+    monkeypatch.setattr(audit, "add_entry", torn)
     assert (await move(desk, blue=(first, second), green=(first, second)))[0] == 503
     assert await aliases(desk) == {"blue": first, "green": first}
 
 
-async def test_the_log_says_who_moved_what_and_why(desk: Desk) -> None:
+async def test_audit_log_has_requester_action_and_reason(desk: Desk) -> None:
     first = await desk.register("v1", label="v1.0")
     await move(desk, stable=(None, first))
     assert refusal(await desk.post(f"models/{OPPONENT}/rollback")) == (409, "no_previous")
     log = AuditList.model_validate_json((await desk.get(f"audit?model={OPPONENT}")).content).data
-    assert [(one.action, one.who, one.principal, one.why) for one in log] == [
+    assert [(entry.action, entry.who, entry.principal, entry.why) for entry in log] == [
         ("aliases", "ada", "open", "because"),
         ("register", "ada", "open", "a test"),
     ], "what was refused was not done"
     assert log[0].detail == f'{{"stable": [null, "{first}"]}}'
     older = await desk.get(f"audit?model={OPPONENT}&before={log[0].number}&limit=1")
-    assert [one["action"] for one in older.json()["data"]] == ["register"]
+    assert [entry["action"] for entry in older.json()["data"]] == ["register"]
 
 
-async def test_the_log_knows_whether_the_key_was_proved(desk: Desk) -> None:
+async def test_audit_log_has_the_principal_of_the_key(desk: Desk) -> None:
     locked = Desk(desk.rig, key="k" * 16)
     await locked.register("v1")
     log = AuditList.model_validate_json((await locked.get("audit")).content).data

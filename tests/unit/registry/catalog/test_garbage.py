@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from headrace_registry.garbage import bound, collector, lineages
+from headrace_registry.garbage import collector, lineages, storage_limit
 from headrace_registry.records import VersionRecord
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused, Unavailable
@@ -34,7 +34,7 @@ async def retired(desk: Desk, content: str, **how: object) -> str:
     return version
 
 
-def there(desk: Desk, content: str) -> bool:
+def file_exists(desk: Desk, content: str) -> bool:
     return desk.rig.blobs.holds(desk.rig.blobs.ref(content.encode()))
 
 
@@ -50,39 +50,42 @@ def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
     assert Records(blobs, f"lineages/{name}").append(0, pointer.model_dump_json().encode())
 
 
-async def test_a_dry_run_removes_nothing(desk: Desk) -> None:
+async def test_garbage_dry_run_removes_nothing(desk: Desk) -> None:
     version = await retired(desk, "v1")
     report = await collect(desk, really=False)
-    assert [(one.version, one.files, one.size_bytes) for one in report.collected] == [(version, 1, 2)]
-    assert there(desk, "v1")
+    assert [
+        (collected_version.version, collected_version.files, collected_version.size_bytes)
+        for collected_version in report.collected
+    ] == [(version, 1, 2)]
+    assert file_exists(desk, "v1")
     assert (await desk.get("audit")).json()["data"][0]["action"] == "retire", "nothing was done"
 
 
-async def test_what_nobody_needs_goes_and_its_manifest_stays(desk: Desk) -> None:
+async def test_garbage_removes_unneeded_files_but_keeps_the_manifest(desk: Desk) -> None:
     version = await retired(desk, "v1")
     report = await collect(desk)
-    assert [one.version for one in report.collected] == [version]
-    assert not there(desk, "v1")
-    found = (await desk.get(f"versions/{version}")).json()["data"][0]
-    assert found["collected"] is True
-    assert read_manifest(desk.rig.blobs, BlobRef.model_validate(found["manifest"])).version == version
+    assert [collected_version.version for collected_version in report.collected] == [version]
+    assert not file_exists(desk, "v1")
+    version_state = (await desk.get(f"versions/{version}")).json()["data"][0]
+    assert version_state["collected"] is True
+    assert read_manifest(desk.rig.blobs, BlobRef.model_validate(version_state["manifest"])).version == version
     entry = (await desk.get("audit")).json()["data"][0]
     assert (entry["action"], entry["version"], entry["why"], entry["who"]) == ("collect", version, "tidy", "ada")
 
 
-async def test_what_two_versions_share_stays_until_both_are_gone(desk: Desk) -> None:
+async def test_garbage_keeps_shared_files_until_both_versions_are_removed(desk: Desk) -> None:
     shared = File(path="tokenizer.json", blob=desk.rig.blobs.put(b"tokens"))
     first = await retired(desk, "v1", files=(shared,))
     second = await desk.register("v2", files=(shared,))
     await collect(desk)
-    assert (there(desk, "v1"), there(desk, "tokens"), there(desk, "v2")) == (False, True, True)
+    assert (file_exists(desk, "v1"), file_exists(desk, "tokens"), file_exists(desk, "v2")) == (False, True, True)
     await desk.post(f"models/{OPPONENT}/retire", version=second)
     await collect(desk)
-    assert (there(desk, "tokens"), there(desk, "v2")) == (False, False)
+    assert (file_exists(desk, "tokens"), file_exists(desk, "v2")) == (False, False)
     assert first != second
 
 
-async def test_what_is_not_retired_long_enough_stays(desk: Desk) -> None:
+async def test_garbage_keeps_recently_retired_versions(desk: Desk) -> None:
     await retired(desk, "v1")
     patient = Desk(desk.rig, retired_for_s=60)
     assert (await collect(patient)).collected == ()
@@ -90,7 +93,7 @@ async def test_what_is_not_retired_long_enough_stays(desk: Desk) -> None:
     assert len((await collect(patient)).collected) == 1
 
 
-async def test_what_is_not_retired_is_never_looked_at(desk: Desk) -> None:
+async def test_garbage_ignores_versions_that_are_not_retired(desk: Desk) -> None:
     await desk.rig.crowned(0, 1, 2)
     for n in range(3):
         await desk.register(f"v{n}")
@@ -99,27 +102,31 @@ async def test_what_is_not_retired_is_never_looked_at(desk: Desk) -> None:
     assert set(desk.rig.blobs.digests()) == before
 
 
-async def test_a_lineage_keeps_what_it_goes_on_from(desk: Desk) -> None:
+async def test_garbage_keeps_versions_that_a_lineage_needs(desk: Desk) -> None:
     names = [await retired(desk, f"v{n}", name=MODEL) for n in range(5)]
     save_lineage(desk.rig.blobs, "main", names[0], names[2], names[4])
     report = await collect(desk)
-    assert {one.version for one in report.collected} == {names[1], names[3]}
-    assert {one.version: one.needed_by for one in report.kept}.keys() == {names[0], names[2], names[4]}
+    assert {collected_version.version for collected_version in report.collected} == {names[1], names[3]}
+    assert {kept_version.version: kept_version.needed_by for kept_version in report.kept}.keys() == {
+        names[0],
+        names[2],
+        names[4],
+    }
     assert "lineage main" in report.kept[0].needed_by[0]
 
 
-async def test_a_needed_adapter_keeps_its_base(desk: Desk) -> None:
+async def test_garbage_keeps_the_base_of_a_needed_adapter(desk: Desk) -> None:
     base = await desk.register("base", name=MODEL)
     adapter = await desk.register("adapter", name=MODEL, base=base)
     for version in (adapter, base):
         assert (await desk.post(f"models/{MODEL}/retire", version=version)).status_code == 200
     save_lineage(desk.rig.blobs, "main", adapter)
     report = await collect(desk)
-    assert {one.version for one in report.kept} == {base, adapter}
+    assert {kept_version.version for kept_version in report.kept} == {base, adapter}
 
 
 @pytest.mark.parametrize("damage", ["no json", "other fields", "flipped", "gone"])
-async def test_a_lineage_that_cannot_be_read_keeps_everything(desk: Desk, damage: str) -> None:
+async def test_garbage_is_refused_when_a_lineage_cannot_be_read(desk: Desk, damage: str) -> None:
     version = await retired(desk, "v1")
     blobs = desk.rig.blobs
     if damage in ("flipped", "gone"):
@@ -137,10 +144,10 @@ async def test_a_lineage_that_cannot_be_read_keeps_everything(desk: Desk, damage
     answer = await desk.post("garbage", dry_run=False)
     assert refusal(answer) == (409, "lineage_unreadable")
     assert "lineage main" in answer.text
-    assert there(desk, "v1")
+    assert file_exists(desk, "v1")
 
 
-async def test_a_process_that_dies_between_two_files_is_finished_by_the_next(
+async def test_garbage_interrupted_between_files_is_finished_by_the_next_run(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = tuple(File(path=f"{n}.safetensors", blob=desk.rig.blobs.put(b"part %d" % n)) for n in range(4))
@@ -161,31 +168,31 @@ async def test_a_process_that_dies_between_two_files_is_finished_by_the_next(
     desk.rig.boot()
     await desk.rig.lease.acquire()
     await collect(Desk(desk.rig))
-    assert not any(there(desk, f"part {n}") for n in range(4))
+    assert not any(file_exists(desk, f"part {n}") for n in range(4))
 
 
-async def test_files_that_are_registered_again_are_there_again(desk: Desk) -> None:
+async def test_garbage_collected_files_return_when_registered_again(desk: Desk) -> None:
     version = await retired(desk, "v1")
     await collect(desk)
     _, ref = desk.folder("v1")  # the importer stores them again
     answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
     assert answer.status_code == 201
     assert (await collect(desk)).collected == ()
-    assert there(desk, "v1")
+    assert file_exists(desk, "v1")
     assert (await desk.get(f"versions/{version}")).json()["data"][0]["collected"] is False
 
 
-async def test_whatever_is_needed_survives_any_history(desk: Desk) -> None:
+async def test_garbage_keeps_needed_versions_in_random_histories(desk: Desk) -> None:
     """Random registering, serving, aliases, retiring and collecting: every version that is not collected is whole."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     parts = [File(path=f"p{n}.json", blob=desk.rig.blobs.put(b"shared %d" % n)) for n in range(4)]
-    known: list[str] = []
+    versions: list[str] = []
     for step in range(60):
         act = chance.choice(["register", "serve", "unserve", "alias", "retire", "retire", "collect"])
-        version = chance.choice(known) if known else ""
-        if act == "register" or not known:
+        version = chance.choice(versions) if versions else ""
+        if act == "register" or not versions:
             files = tuple(
                 part.model_copy(update={"blob": desk.rig.blobs.put(b"shared %s" % part.path[1:2].encode())})
                 for part in chance.sample(parts, 2)
@@ -194,7 +201,7 @@ async def test_whatever_is_needed_survives_any_history(desk: Desk) -> None:
             desk_version, ref = desk.folder(content, files=tuple(sorted(files, key=lambda file: file.path)))
             answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
             assert answer.status_code == 201, (step, answer.text)
-            known.append(desk_version)
+            versions.append(desk_version)
         elif act == "alias":
             moves = {f"a{chance.randrange(3)}": {"version": version, "expected": None}}
             await desk.post(f"models/{OPPONENT}/aliases", moves=moves)
@@ -207,18 +214,18 @@ async def test_whatever_is_needed_survives_any_history(desk: Desk) -> None:
 
 async def _all_whole(desk: Desk) -> None:
     listed = await desk.get(f"models/{OPPONENT}/versions?limit=1000")
-    for one in listed.json().get("data", []):
-        if not one["collected"]:
-            manifest = read_manifest(desk.rig.blobs, BlobRef.model_validate(one["manifest"]))
-            assert all(desk.rig.blobs.holds(file.blob) for file in manifest.files), one["id"]
+    for version_state in listed.json().get("data", []):
+        if not version_state["collected"]:
+            manifest = read_manifest(desk.rig.blobs, BlobRef.model_validate(version_state["manifest"]))
+            assert all(desk.rig.blobs.holds(file.blob) for file in manifest.files), version_state["id"]
 
 
-def test_the_reader_of_states_agrees_with_the_trainer(tmp_path: object) -> None:
+def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
     """What it takes for needed is what the trainer calls so."""
     blobs = BlobStore(f"memory://{random.randrange(2**32)}")
     names = [f"m@{n:016x}" for n in range(4)]
     save_lineage_in_memory(blobs, names)
-    assert lineages.needed(blobs) == {"main": {names[0], names[3]}}
+    assert lineages.needed_versions(blobs) == {"main": {names[0], names[3]}}
     assert collector.RETIRED_MAX > 0
 
 
@@ -234,15 +241,15 @@ def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
 
 async def bounded(desk: Desk, bytes_max: int) -> tuple[str, ...]:
     rig = desk.rig
-    return await collector.GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, bytes_max).keep_bound()
+    return await collector.GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, bytes_max).keep_limit()
 
 
-async def test_versions_beyond_the_bytes_go_and_rollback_targets_stay(desk: Desk) -> None:
+async def test_storage_limit_removes_versions_but_keeps_rollback_targets(desk: Desk) -> None:
     names = await desk.rig.crowned(0, 1, 2, 3, 4, 5)
     save_lineage(desk.rig.blobs, "main", names[0], names[5])
     assert await bounded(desk, 1 << 20) == ()
     assert await bounded(desk, 1) == (names[1], names[2])
-    assert [there(desk, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
+    assert [file_exists(desk, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
     assert await bounded(desk, 1) == (), "the rest is needed"
     await collect(desk)
     entries = (await desk.get("audit")).json()["data"]
@@ -250,13 +257,13 @@ async def test_versions_beyond_the_bytes_go_and_rollback_targets_stay(desk: Desk
     assert "registry.versions_bytes_max" in entries[0]["why"]
 
 
-async def test_unreadable_lineage_keeps_all_versions_beyond_the_bytes(desk: Desk) -> None:
+async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(desk: Desk) -> None:
     names = await desk.rig.crowned(0, 1, 2, 3, 4)
     desk.rig.blobs.area("lineages/main/0000000001").put(b"x")
     assert Records(desk.rig.blobs, "lineages/main").append(0, b"{")
     with pytest.raises(Refused, match="lineage main cannot be read"):
         await bounded(desk, 1)
-    assert all(there(desk, f"weights {n}") for n in range(len(names)))
+    assert all(file_exists(desk, f"weights {n}") for n in range(len(names)))
 
 
 def _record(number: int, state: str, **fields: object) -> VersionRecord:
@@ -267,7 +274,7 @@ def _record(number: int, state: str, **fields: object) -> VersionRecord:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_bound_of_versions_holds_or_only_needed_ones_are_left(seed: int) -> None:
+def test_storage_limit_holds_or_only_needed_versions_are_left(seed: int) -> None:
     chance = random.Random(seed)
     states = ["registered", "probing", "rejected", "skipped", "withdrawn", "promoted", "promoted"]
     records = [
@@ -275,19 +282,26 @@ def test_bound_of_versions_holds_or_only_needed_ones_are_left(seed: int) -> None
         for n in range(chance.randint(1, 20))
     ]
     blobs = {
-        one.version: {f"shared {chance.randrange(3)}": 5, f"own {one.number}": chance.randint(1, 50)} for one in records
+        record.version: {f"shared {chance.randrange(3)}": 5, f"own {record.number}": chance.randint(1, 50)}
+        for record in records
     }
-    needed = {one.version for one in records if chance.random() < 0.2}
+    needed = {record.version for record in records if chance.random() < 0.2}
     bytes_max = chance.randint(0, 400)
-    chosen = bound.versions_beyond(records, blobs, needed, bytes_max)
-    left = [one for one in records if one.version not in chosen]
-    total = sum({digest: size for one in left for digest, size in blobs[one.version].items()}.values())
-    champions = [one.version for one in records if one.state == "promoted"][-1 - bound.ROLLBACK_TARGETS :]
+    chosen = storage_limit.versions_over_limit(records, blobs, needed, bytes_max)
+    left = [record for record in records if record.version not in chosen]
+    total = sum({digest: size for record in left for digest, size in blobs[record.version].items()}.values())
+    champions = [record.version for record in records if record.state == "promoted"][
+        -1 - storage_limit.ROLLBACK_TARGETS :
+    ]
     assert not set(chosen) & {*needed, *champions}
-    gone = [one for one in records if one.version in chosen]
-    assert all(one.trained and not one.label and one.state not in ("registered", "probing") for one in gone)
-    free = {one.version for one in left if one.trained and not one.label} - {*needed, *champions}
-    free -= {one.version for one in left if one.state in ("registered", "probing")}
+    removed = [record for record in records if record.version in chosen]
+    assert all(
+        record.trained and not record.label and record.state not in ("registered", "probing") for record in removed
+    )
+    free = {record.version for record in left if record.trained and not record.label} - {*needed, *champions}
+    free -= {record.version for record in left if record.state in ("registered", "probing")}
     assert total <= bytes_max or not free, f"seed {seed}"
-    order = [(one.state == "promoted", one.number) for name in chosen for one in records if one.version == name]
+    order = [
+        (record.state == "promoted", record.number) for name in chosen for record in records if record.version == name
+    ]
     assert order == sorted(order)

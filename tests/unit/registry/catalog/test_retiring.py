@@ -14,7 +14,7 @@ async def retire(desk: Desk, version: str, model: str = OPPONENT) -> tuple[int, 
     return answer.status_code, answer.text
 
 
-async def test_what_is_used_is_not_retired_and_the_users_are_named(desk: Desk) -> None:
+async def test_retire_refuses_a_version_in_use_with_the_reasons(desk: Desk) -> None:
     first, second, third = await desk.rig.crowned(0, 1, 2)
     for version, role in {third: "the champion", second: "the previous version", first: "the anchor"}.items():
         status, text = await retire(desk, version, MODEL)
@@ -23,13 +23,13 @@ async def test_what_is_used_is_not_retired_and_the_users_are_named(desk: Desk) -
     assert "pinned" in (await retire(desk, third, MODEL))[1]
 
 
-async def test_aliases_services_and_adapters_keep_a_version(desk: Desk) -> None:
+async def test_retire_is_refused_for_aliases_served_versions_and_bases(desk: Desk) -> None:
     version = await desk.register("v1")
     await desk.post(f"models/{OPPONENT}/aliases", moves={"stable": {"version": version, "expected": None}})
     assert "alias stable names it" in (await retire(desk, version))[1]
     await desk.post(f"models/{OPPONENT}/aliases", moves={"stable": {"version": None, "expected": version}})
     await desk.post(f"models/{OPPONENT}/serve", version=version)
-    assert "served because somebody asked" in (await retire(desk, version))[1]
+    assert "an operator serves it" in (await retire(desk, version))[1]
     await desk.post(f"models/{OPPONENT}/unserve", version=version)
     adapter = await desk.register("adapter", name="formal", base=version)
     assert f"{adapter} is an adapter of it" in (await retire(desk, version))[1]
@@ -37,7 +37,7 @@ async def test_aliases_services_and_adapters_keep_a_version(desk: Desk) -> None:
     assert (await retire(desk, version))[0] == 200
 
 
-async def test_a_retired_version_never_serves(desk: Desk) -> None:
+async def test_retired_version_never_serves(desk: Desk) -> None:
     version = await desk.register("v1", label="v1.0")
     assert (await retire(desk, version))[0] == 200
     for path in ("serve", "promote", "pin"):
@@ -48,31 +48,34 @@ async def test_a_retired_version_never_serves(desk: Desk) -> None:
     assert refusal(await desk.post(f"models/{OPPONENT}/aliases", moves=moves)) == (409, "incompatible_version")
 
 
-async def test_a_retired_version_that_waits_is_no_candidate(desk: Desk) -> None:
+async def test_retired_waiting_version_never_becomes_candidate(desk: Desk) -> None:
     await desk.rig.crowned(0)
     waiting = await desk.rig.checkpoint(1)
     assert (await retire(desk, waiting, MODEL))[0] == 200
     await desk.rig.ticks()
-    assert waiting not in {one.version for table in desk.rig.sent(Routing) for one in table.serve}
+    assert waiting not in {served.version for table in desk.rig.sent(Routing) for served in table.serve}
 
 
-async def test_registering_its_files_again_brings_it_back(desk: Desk) -> None:
+async def test_retired_version_returns_when_registered_again(desk: Desk) -> None:
     version = await desk.register("v1", label="v1.0")
     await retire(desk, version)
     assert await desk.register("v1", serve=True) == version
-    found = VersionList.model_validate_json((await desk.get(f"models/{OPPONENT}/versions")).content).data[0]
-    assert (found.retired, found.label, found.served) == (False, "v1.0", True)
+    version_state = VersionList.model_validate_json((await desk.get(f"models/{OPPONENT}/versions")).content).data[0]
+    assert (version_state.retired, version_state.label, version_state.served) == (False, "v1.0", True)
 
 
-async def test_tags_and_notes(desk: Desk) -> None:
+async def test_tags_and_notes_are_stored_and_limited(desk: Desk) -> None:
     version = await desk.register("v1")
     await desk.post(f"models/{OPPONENT}/tags", version=version, add=["baseline", "small"])
     await desk.post(f"models/{OPPONENT}/tags", version=version, add=["baseline"], remove=["small", "never"])
-    found = VersionList.model_validate_json((await desk.get(f"versions/{version}")).content).data[0]
-    assert found.tags == ("baseline",)
+    version_state = VersionList.model_validate_json((await desk.get(f"versions/{version}")).content).data[0]
+    assert version_state.tags == ("baseline",)
     await desk.post(f"models/{OPPONENT}/notes", version=version, text="plays well")
     notes = NoteList.model_validate_json((await desk.get(f"models/{OPPONENT}/notes?version={version}")).content).data
-    assert [(one.text, one.who) for one in notes] == [("plays well", "ada")]
-    many = [f"t{n}" for n in range(64)]
-    assert refusal(await desk.post(f"models/{OPPONENT}/tags", version=version, add=many)) == (409, "too_many_tags")
+    assert [(note.text, note.who) for note in notes] == [("plays well", "ada")]
+    too_many_tags = [f"t{n}" for n in range(64)]
+    assert refusal(await desk.post(f"models/{OPPONENT}/tags", version=version, add=too_many_tags)) == (
+        409,
+        "too_many_tags",
+    )
     assert refusal(await desk.get(f"models/{OPPONENT}/notes?version=nobody")) == (404, "version_not_found")

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from headrace_registry.rollouts import steps as steps_of_rollouts
-from headrace_registry.rollouts.adapting import Estimate, parts, probabilities_of_best
+from headrace_registry.rollouts.adaptive_split import Estimate, probabilities_of_best, share_parts
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_schemas import Routing
 from headrace_schemas.assignment import assign_unit
@@ -23,46 +23,52 @@ from tests.unit.registry.live_rollouts import Street, canary, under_way
 from tests.unit.registry.rig import Rig
 
 
-def test_two_normals_are_compared_as_their_difference_is() -> None:
+def test_probabilities_of_best_match_the_difference_of_two_normals() -> None:
     """P(X > Y) = Φ((m - n) / √(s² + t²)), once prior and seen are joined by their precisions."""
-    found = probabilities_of_best({"x": Estimate(0.06, 0.03), "y": Estimate(0.0, 0.04)}, 0.1)
+    probabilities = probabilities_of_best({"x": Estimate(0.06, 0.03), "y": Estimate(0.0, 0.04)}, 0.1)
 
-    def joined(one: Estimate) -> tuple[float, float]:
-        assert one.standard_error
-        seen, prior = one.standard_error**-2, 0.1**-2
-        return one.mean * seen / (seen + prior), 1 / (seen + prior)
+    def joined(estimate: Estimate) -> tuple[float, float]:
+        assert estimate.standard_error
+        seen, prior = estimate.standard_error**-2, 0.1**-2
+        return estimate.mean * seen / (seen + prior), 1 / (seen + prior)
 
     (mean, variance), (other, beside) = joined(Estimate(0.06, 0.03)), joined(Estimate(0.0, 0.04))
     expected = NormalDist().cdf((mean - other) / math.sqrt(variance + beside))
-    assert found["x"] == pytest.approx(expected, abs=1e-4)
-    assert sum(found.values()) == pytest.approx(1.0)
+    assert probabilities["x"] == pytest.approx(expected, abs=1e-4)
+    assert sum(probabilities.values()) == pytest.approx(1.0)
 
 
-def test_three_agree_with_draws() -> None:
+def test_probabilities_of_best_match_random_draws() -> None:
     seed = 11
     print(f"seed {seed}")
     estimates = {"x": Estimate(0.05, 0.05), "y": Estimate(0.0, 0.02), "z": Estimate(0.1, None)}
-    found = probabilities_of_best(estimates, 0.1)
+    probabilities = probabilities_of_best(estimates, 0.1)
     chance, wins = random.Random(seed), Counter[str]()
     beliefs = {"x": (0.04, math.sqrt(1 / 500)), "y": (0.0, math.sqrt(1 / 2600)), "z": (0.0, 0.1)}
     for _ in range(20_000):
         wins[max(beliefs, key=lambda name: chance.gauss(*beliefs[name]))] += 1
-    assert all(found[name] == pytest.approx(wins[name] / 20_000, abs=0.015) for name in estimates)
+    assert all(probabilities[name] == pytest.approx(wins[name] / 20_000, abs=0.015) for name in estimates)
 
 
-def test_nobody_who_is_unknown_is_behind() -> None:
-    assert parts(probabilities_of_best({"x": Estimate(0.0, None), "y": Estimate(0.0, None)}, 0.1), Fraction(1, 8)) == {
+def test_share_parts_of_unmeasured_candidates_are_equal() -> None:
+    assert share_parts(
+        probabilities_of_best({"x": Estimate(0.0, None), "y": Estimate(0.0, None)}, 0.1), Fraction(1, 8)
+    ) == {
         "x": 1,
         "y": 1,
     }
 
 
-def test_the_leader_keeps_its_share_and_nobody_falls_below_the_floor() -> None:
-    assert parts({"x": 0.98, "y": 0.02}, Fraction(1, 8)) == {"x": 1, "y": Fraction(1, 8)}
-    assert parts({"x": 0.5, "y": 0.25, "z": 0.25}, Fraction(1, 8)) == {"x": 1, "y": Fraction(1, 2), "z": Fraction(1, 2)}
+def test_share_parts_keep_the_leader_and_the_floor() -> None:
+    assert share_parts({"x": 0.98, "y": 0.02}, Fraction(1, 8)) == {"x": 1, "y": Fraction(1, 8)}
+    assert share_parts({"x": 0.5, "y": 0.25, "z": 0.25}, Fraction(1, 8)) == {
+        "x": 1,
+        "y": Fraction(1, 2),
+        "z": Fraction(1, 2),
+    }
 
 
-def test_each_candidate_is_as_probable_as_its_control_whatever_its_share() -> None:
+def test_adaptive_split_gives_candidate_and_control_equal_shares() -> None:
     shares = {"m@bbbbbbbbbbbb": "1/4", "m@cccccccccccc": "1/32"}
     arms = tuple(
         Arm(rollout_id=name, version=name, slot=slot, share=share) for slot, (name, share) in enumerate(shares.items())
@@ -84,14 +90,14 @@ def test_each_candidate_is_as_probable_as_its_control_whatever_its_share() -> No
 async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
     stages = (RolloutStage(share=Fraction(1, 4), units_min=2000),)
-    made = Rig(data_dir, settings=canary(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8)))
-    await made.start()
-    yield made
-    await made.database.close()
+    opened = Rig(data_dir, settings=canary(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8)))
+    await opened.start()
+    yield opened
+    await opened.database.close()
 
 
 @pytest.mark.long
-async def test_the_one_behind_gets_less_and_all_of_it_again_when_it_is_alone(rig: Rig) -> None:
+async def test_adaptive_split_reduces_the_worse_candidate_until_it_is_alone(rig: Rig) -> None:
     await rig.crowned(0)
     first, second = await under_way(rig, 1), await under_way(rig, 2)
     street = Street(rig, 5)
@@ -106,8 +112,8 @@ async def test_the_one_behind_gets_less_and_all_of_it_again_when_it_is_alone(rig
         await street.watch(61)
     assert shares()[first] == Fraction(1, 4), "the leader has all of its stage's"
     assert Fraction(1, 32) <= shares()[second] < Fraction(1, 4)
-    told = [arm for one in rig.sent(Routing) for arm in (one.split.arms if one.split else ())]
-    assert all(Fraction(1, 32) <= Fraction(arm.share) <= Fraction(1, 4) for arm in told)
+    arms = [arm for routing in rig.sent(Routing) for arm in (routing.split.arms if routing.split else ())]
+    assert all(Fraction(1, 32) <= Fraction(arm.share) <= Fraction(1, 4) for arm in arms)
     while len(shares()) == 2:
         assert len(street.served) < 6000
         await street.sessions(40)

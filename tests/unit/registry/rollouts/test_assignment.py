@@ -18,7 +18,7 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 """What is tested is not how fast this machine is."""
 
 
-def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() -> None:
+def test_assignment_depends_on_unit_and_salt_alone() -> None:
     """The number was written down when this was first run."""
     code = "from headrace_schemas.assignment import unit_position; print(unit_position('salt', 'session-1'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -28,7 +28,7 @@ def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() ->
 
 @UNHURRIED
 @given(unit=st.text(), first=SHARES, second=SHARES, other=SHARES)
-def test_who_was_once_in_an_arm_stays_while_the_share_grows(
+def test_assignment_keeps_units_in_their_arm_while_the_share_grows(
     unit: str, first: Fraction, second: Fraction, other: Fraction
 ) -> None:
     small, large = sorted((first, second))
@@ -42,17 +42,19 @@ def test_who_was_once_in_an_arm_stays_while_the_share_grows(
 
 @UNHURRIED
 @given(unit=st.text(), a=SHARES, b=SHARES)
-def test_candidates_serve_their_own_arm_and_the_champion_every_control(unit: str, a: Fraction, b: Fraction) -> None:
+def test_assignment_serves_candidates_in_their_arm_and_the_champion_in_controls(
+    unit: str, a: Fraction, b: Fraction
+) -> None:
     shares = {"m@a": a, "m@b": b}
-    found = SPLIT.assign(unit, shares)
-    assert found.propensity == {**shares, "m@c": 1 - a - b}[found.version]
+    assignment = SPLIT.assign(unit, shares)
+    assert assignment.propensity == {**shares, "m@c": 1 - a - b}[assignment.version]
     for candidate in shares:
         role = SPLIT.role(unit, candidate, shares)
-        assert (role == "candidate") == (found.version == candidate)
-        assert role != "control" or found.version == "m@c"
+        assert (role == "candidate") == (assignment.version == candidate)
+        assert role != "control" or assignment.version == "m@c"
 
 
-def test_a_version_that_leaves_moves_nobody_elses_units() -> None:
+def test_assignment_of_other_arms_stays_when_a_version_leaves() -> None:
     alone = Split("rollout-1", "m@c", (None, "m@b"))
     third = Fraction(1, 3)
     for number in range(300):
@@ -61,23 +63,23 @@ def test_a_version_that_leaves_moves_nobody_elses_units() -> None:
         assert after == ("m@c" if before == "m@a" else before)
 
 
-def test_arms_are_as_large_as_their_shares_and_as_each_other() -> None:
+def test_assignment_gives_arms_their_shares() -> None:
     split, share = Split("s", "m@c", ("m@a",)), Fraction(1, 10)
     roles = [split.role(f"session-{number}", "m@a", {"m@a": share}) for number in range(20_000)]
     for role in ("candidate", "control"):
         assert roles.count(role) == pytest.approx(2000, abs=4 * (20_000 * 0.1 * 0.9) ** 0.5)
 
 
-def test_everybody_is_in_an_arm_at_one_half() -> None:
+def test_assignment_puts_all_units_in_an_arm_at_one_half() -> None:
     split, half = Split("s", "m@c", ("m@a",)), {"m@a": Fraction(1, 2)}
     assert {split.role(f"u{number}", "m@a", half) for number in range(100)} == {"candidate", "control"}
     assert split.assign("u1", half) in (Allotment("m@a", Fraction(1, 2)), Allotment("m@c", Fraction(1, 2)))
 
 
-def test_more_than_can_have_a_control_is_refused_with_what_can() -> None:
+def test_split_refuses_shares_that_leave_no_control() -> None:
     with pytest.raises(ValueError, match=r"share 2/5 of m@a: must be at most 1/3, .* 2 slots"):
         SPLIT.assign("u", {"m@a": Fraction(2, 5)})
     with pytest.raises(ValueError, match="m@x: the version has no slot"):
         SPLIT.role("u", "m@a", {"m@x": Fraction(1, 10)})
-    with pytest.raises(ValueError, match="each version once"):
+    with pytest.raises(ValueError, match="each version must occur once"):
         Split("s", "m@c", ("m@c",))

@@ -11,7 +11,7 @@ import pytest
 
 from headrace_registry.e_process import EProcess
 from headrace_registry.rollouts.contrast import Contrast
-from headrace_registry.rollouts.hedge import PARTS, Hedge
+from headrace_registry.rollouts.mixture_e_process import PARTS, MixtureEProcess
 from headrace_registry.rollouts.sample_ratio import SampleRatio
 
 HALF = Fraction(1, 2)
@@ -26,16 +26,16 @@ def exact_wealths(sessions: Sequence[tuple[bool, int]], null: Fraction, gaps: Se
     contrast_count, contrast_total = 0, Fraction(0)
     gamblers = [EProcess(float(null), float(gap)) for gap in gaps]
     wealths = [Fraction(part).limit_denominator(3) for _, part in PARTS][: len(gaps)]
-    found = []
+    course = []
     for candidate, good in sessions:
         centre = (contrast_total + HALF) / (contrast_count + 1)
         contrast_count, contrast_total = contrast_count + 1, contrast_total + good
         value = -(good - centre) if candidate else good - centre
         for at, gambler in enumerate(gamblers):
             wealths[at] *= 1 + Fraction(gambler.stake()) * (value - null)
-            gambler.see(float(value))
-        found.append(sum(wealths, Fraction(0)))
-    return found
+            gambler.update(float(value))
+        course.append(sum(wealths, Fraction(0)))
+    return course
 
 
 def probability(sessions: Sequence[tuple[bool, int]], candidate: Fraction, control: Fraction) -> Fraction:
@@ -47,7 +47,7 @@ def probability(sessions: Sequence[tuple[bool, int]], candidate: Fraction, contr
 
 
 @pytest.mark.parametrize(("candidate", "control"), [(Fraction(7, 10), Fraction(7, 10)), (HALF, HALF)])
-def test_without_harm_the_wealth_stays_one_on_average_and_rarely_grows(candidate: Fraction, control: Fraction) -> None:
+def test_harm_wealth_is_a_martingale_without_harm(candidate: Fraction, control: Fraction) -> None:
     """All 4^5 courses of five sessions: E[K] = 1 exactly, and P(max K ≥ 1/α) ≤ α."""
     mean, ever = Fraction(0), dict.fromkeys((HALF, Fraction(7, 10), Fraction(4, 5)), Fraction(0))
     total = Fraction(0)
@@ -60,13 +60,13 @@ def test_without_harm_the_wealth_stays_one_on_average_and_rarely_grows(candidate
             ever[error] += chance * (max(seen) >= 1 / error)
     assert total == 1
     assert mean == 1
-    assert all(0 < found <= error for error, found in ever.items())
+    assert all(0 < rejected_share <= error for error, rejected_share in ever.items())
 
 
 @pytest.mark.parametrize(
     ("candidate", "control", "sign"), [(Fraction(8, 10), Fraction(7, 10), -1), (HALF, Fraction(9, 10), 1)]
 )
-def test_a_better_version_makes_the_wealth_shrink_and_a_worse_one_makes_it_grow(
+def test_harm_wealth_shrinks_for_better_and_grows_for_worse_versions(
     candidate: Fraction, control: Fraction, sign: int
 ) -> None:
     mean = sum(
@@ -80,31 +80,31 @@ def test_a_better_version_makes_the_wealth_shrink_and_a_worse_one_makes_it_grow(
     assert (mean - alone) * sign > 0
 
 
-def test_at_the_edge_of_what_is_tolerated_it_is_fair_whatever_the_hour_does() -> None:
+def test_harm_wealth_is_fair_at_the_tolerated_loss_under_drift() -> None:
     """A tenth is tolerated and lost, while the control moves from 9/10 over 5/10 to 7/10 and 6/10."""
     hours = [Fraction(9, 10), Fraction(5, 10), Fraction(7, 10), Fraction(6, 10)]
     tenth, mean = Fraction(1, 10), Fraction(0)
     for sessions in itertools.product(OUTCOMES, repeat=len(hours)):
         chance = math.prod(
-            (probability([one], hour - tenth, hour) for one, hour in zip(sessions, hours, strict=True)),
+            (probability([session], hour - tenth, hour) for session, hour in zip(sessions, hours, strict=True)),
             start=Fraction(1),
         )
         mean += chance * exact_wealths(sessions, tenth / 2, (Fraction(1, 4), HALF))[-1]
     assert mean == 1
 
 
-def test_the_registrys_wealth_is_the_exact_one() -> None:
+def test_harm_wealth_equals_the_exact_computation() -> None:
     for sessions in itertools.islice(itertools.product(OUTCOMES, repeat=6), 0, None, 97):
-        contrast, hedge = Contrast(), Hedge(0.0, 0.25)
+        contrast, hedge = Contrast(), MixtureEProcess(0.0, 0.25)
         for candidate, good in sessions:
-            hedge.see(-contrast.of(good, candidate=candidate))
+            hedge.update(-contrast.of(good, candidate=candidate))
         exact = exact_wealths(sessions, Fraction(0), (Fraction(1, 4), HALF))[-1]
         assert math.exp(hedge.log_wealth) == pytest.approx(float(exact))
-        assert hedge.convinced(float(1 / exact) * (1 + 1e-9))
-        assert not hedge.convinced(float(1 / exact) * (1 - 1e-9))
+        assert hedge.null_rejected(float(1 / exact) * (1 + 1e-9))
+        assert not hedge.null_rejected(float(1 / exact) * (1 - 1e-9))
 
 
-def test_a_contrast_worked_by_hand() -> None:
+def test_contrast_equals_a_computation_by_hand() -> None:
     """Centres 1/2, (1/2 + 1)/2 = 3/4, (1/2 + 1 + 0)/3 = 1/2."""
     contrast = Contrast()
     assert contrast.of(1.0, candidate=True) == pytest.approx(0.5)
@@ -113,16 +113,16 @@ def test_a_contrast_worked_by_hand() -> None:
 
 
 def exact_ratio(arms: Sequence[bool], planned: Sequence[Fraction]) -> list[Fraction]:
-    counts, evidence, found = {True: 0, False: 0}, Fraction(1), []
+    counts, evidence, ratios = {True: 0, False: 0}, Fraction(1), []
     for arm, share in zip(arms, planned, strict=True):
         chance = share if arm else 1 - share
         evidence *= (100 * chance + counts[arm]) / (100 + sum(counts.values())) / chance
         counts[arm] += 1
-        found.append(evidence)
-    return found
+        ratios.append(evidence)
+    return ratios
 
 
-def test_even_arms_leave_the_sample_ratio_alone_on_average() -> None:
+def test_sample_ratio_is_a_martingale_for_even_arms() -> None:
     """All 2^10 courses, also when the plan changes on the way: E = 1 exactly, P(max ≥ 1/α) ≤ α."""
     for planned in ([HALF] * 10, [HALF] * 4 + [Fraction(1, 10)] * 6):
         mean, ever, error = Fraction(0), Fraction(0), Fraction(9, 10)
@@ -137,18 +137,18 @@ def test_even_arms_leave_the_sample_ratio_alone_on_average() -> None:
         assert 0 < ever <= error
 
 
-def test_the_registrys_sample_ratio_is_the_exact_one() -> None:
+def test_sample_ratio_equals_the_exact_computation() -> None:
     arms, planned = [True, True, False, True] * 30, [HALF] * 60 + [Fraction(3, 4)] * 60
     ratio = SampleRatio()
     for arm, share in zip(arms, planned, strict=True):
-        ratio.see(candidate=arm, planned=float(share))
+        ratio.update(candidate=arm, planned=float(share))
     assert ratio.log_evidence == pytest.approx(math.log(exact_ratio(arms, planned)[-1]))
 
 
-def test_three_to_one_is_no_even_split() -> None:
+def test_sample_ratio_rejects_three_to_one() -> None:
     ratio = SampleRatio()
     seen = 0
     while not ratio.broken(0.01):
-        ratio.see(candidate=seen % 4 != 0)
+        ratio.update(candidate=seen % 4 != 0)
         seen += 1
     assert 40 < seen < 150

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace_registry.rollouts import machine
 from headrace_registry.rollouts.evidence import Findings
-from headrace_registry.rollouts.machine import Book, NotAllowed, Phase, Rollout, RolloutDecision, judge
+from headrace_registry.rollouts.machine import ModelRolloutState, NotAllowed, Phase, Rollout, RolloutDecision, decide
 from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -29,7 +29,7 @@ PLAN = RolloutPlan(
     units_max=500,
     duration_max_s=3600,
 )
-GOOD = Findings(shown=("reward not inferior",), shadow_units=10, candidates=50, controls=50)
+GOOD = Findings(successes=("reward not inferior",), shadow_units=10, candidates=50, controls=50)
 
 
 def rollout(phase: Phase, stage: int = 0) -> Rollout:
@@ -37,7 +37,7 @@ def rollout(phase: Phase, stage: int = 0) -> Rollout:
 
 
 @pytest.mark.parametrize(
-    ("now", "found", "after_s", "kind", "reason"),
+    ("now", "findings", "after_s", "kind", "reason"),
     [
         (rollout("shadow"), Findings(shadow_units=9), 0, None, ""),
         (rollout("shadow"), Findings(shadow_units=10), 0, "advance", "no harm in 10 answers"),
@@ -47,12 +47,12 @@ def rollout(phase: Phase, stage: int = 0) -> Rollout:
         (rollout("canary"), replace(GOOD, candidates=19), 60, None, ""),
         (rollout("canary"), GOOD, 60, "advance", "at 1/10; on to 1/3"),
         (rollout("canary"), replace(GOOD, harmed=("reward at maturity",)), 60, "roll_back", "reward at maturity"),
-        (rollout("canary"), replace(GOOD, sample_ratio_broken=True), 60, "hold", "no even split"),
+        (rollout("canary"), replace(GOOD, sample_ratio_broken=True), 60, "hold", "not an even split"),
         (rollout("canary", 1), GOOD, 0, "promote", "reward not inferior; every guardrail"),
         (rollout("canary", 1), replace(GOOD, candidates=49), 0, None, ""),
         (rollout("canary", 1), replace(GOOD, open_guardrails=("missing",)), 0, None, ""),
-        (rollout("canary", 1), replace(GOOD, shown=()), 3599, None, ""),
-        (rollout("canary", 1), replace(GOOD, shown=()), 3600, "hold", "no success shown"),
+        (rollout("canary", 1), replace(GOOD, successes=()), 3599, None, ""),
+        (rollout("canary", 1), replace(GOOD, successes=()), 3600, "hold", "no success shown"),
         (rollout("canary", 1), replace(GOOD, open_guardrails=("missing",), candidates=500), 0, "hold", "units_max"),
         (rollout("canary", 1), replace(GOOD, candidates=500), 3600, "promote", "not inferior"),
         (rollout("hold"), replace(GOOD, harmed=("reward at closing",)), 0, None, ""),
@@ -60,51 +60,55 @@ def rollout(phase: Phase, stage: int = 0) -> Rollout:
         (rollout("champion", 1), replace(GOOD, harmed=("reward at closing",)), 0, None, ""),
     ],
 )
-def test_the_rule(now: Rollout, found: Findings, after_s: float, kind: str | None, reason: str) -> None:
-    decision = judge(PLAN, now, found, NOW + timedelta(seconds=after_s))
+def test_decide_follows_the_rules(
+    now: Rollout, findings: Findings, after_s: float, kind: str | None, reason: str
+) -> None:
+    decision = decide(PLAN, now, findings, NOW + timedelta(seconds=after_s))
     assert (decision.kind if decision else None) == kind
     assert reason in (decision.reason if decision else "")
 
 
-def test_harm_and_bad_arms_come_before_a_promotion() -> None:
+def test_decide_prefers_harm_and_uneven_arms_to_a_promotion() -> None:
     both = replace(GOOD, harmed=("reward at maturity",), sample_ratio_broken=True)
-    found = judge(PLAN, rollout("canary", 1), both, NOW)
-    assert found is not None
-    assert found.kind == "roll_back"
+    decision = decide(PLAN, rollout("canary", 1), both, NOW)
+    assert decision is not None
+    assert decision.kind == "roll_back"
 
 
-def test_a_plan_that_promotes_nobody_tells_and_holds() -> None:
-    found = judge(PLAN.model_copy(update={"promotes": False}), rollout("canary", 1), GOOD, NOW)
-    assert found is not None
-    assert (found.kind, "leaves it to an operator" in found.reason) == ("hold", True)
+def test_decide_holds_when_the_plan_does_not_promote() -> None:
+    decision = decide(PLAN.model_copy(update={"promotes": False}), rollout("canary", 1), GOOD, NOW)
+    assert decision is not None
+    assert (decision.kind, "leaves it to an operator" in decision.reason) == ("hold", True)
 
 
-def book(*steps: RolloutDecision, parents: dict[str, str | None] | None = None, plan: RolloutPlan = PLAN) -> Book:
-    found = Book("m@a", parents or {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@d": "m@a"})
+def state(
+    *steps: RolloutDecision, parents: dict[str, str | None] | None = None, plan: RolloutPlan = PLAN
+) -> ModelRolloutState:
+    result = ModelRolloutState("m@a", parents or {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@d": "m@a"})
     for step in steps:
-        found, _ = machine.apply(plan, found, step)
-    return found
+        result, _ = machine.apply(plan, result, step)
+    return result
 
 
 def step(kind: machine.Kind, version: str, *, improved: bool = False) -> RolloutDecision:
     return RolloutDecision(kind, version, NOW, "because", improved=improved)
 
 
-def test_from_the_shadow_to_champion_and_the_others_hold() -> None:
+def test_apply_promotion_holds_other_rollouts() -> None:
     steps = [step("begin", "m@b"), step("begin", "m@d"), *[step("advance", "m@b")] * 2]
-    before = book(*steps)
+    before = state(*steps)
     assert before.shares(PLAN) == {"m@b": Fraction(1, 3)}
     assert before.split(PLAN, "salt").slots == ("m@b", "m@d")
-    after, told = machine.apply(PLAN, before, step("promote", "m@b"))
+    after, decisions = machine.apply(PLAN, before, step("promote", "m@b"))
     assert (after.champion, after.rollouts["m@d"].phase, after.family) == ("m@b", "hold", 2)
-    assert [(one.kind, one.version) for one in told] == [("promote", "m@b"), ("hold", "m@d")]
+    assert [(decision.kind, decision.version) for decision in decisions] == [("promote", "m@b"), ("hold", "m@d")]
     assert machine.apply(PLAN, before, step("promote", "m@b", improved=True))[0].family == 0
 
 
-def test_children_of_what_was_rolled_back_are_barred_and_taken_along() -> None:
-    under_way = book(step("begin", "m@b"), step("begin", "m@c"))
-    after, told = machine.apply(PLAN, under_way, step("roll_back", "m@b"))
-    assert [(one.kind, one.version) for one in told] == [("roll_back", "m@b"), ("roll_back", "m@c")]
+def test_apply_rollback_includes_and_bars_descendants() -> None:
+    under_way = state(step("begin", "m@b"), step("begin", "m@c"))
+    after, decisions = machine.apply(PLAN, under_way, step("roll_back", "m@b"))
+    assert [(decision.kind, decision.version) for decision in decisions] == [("roll_back", "m@b"), ("roll_back", "m@c")]
     for version in ("m@b", "m@c"):
         with pytest.raises(NotAllowed, match=f"{version} is barred: it was rolled back"):
             machine.begin(PLAN, after, version, NOW)
@@ -113,32 +117,32 @@ def test_children_of_what_was_rolled_back_are_barred_and_taken_along() -> None:
     assert machine.begin(PLAN, after, "m@d", NOW).kind == "begin"
 
 
-def test_a_champion_behind_a_rollback_earned_its_place() -> None:
+def test_barred_by_ignores_rollbacks_before_the_champion() -> None:
     """m@c became champion; then m@b, its parent, is tried and rolled back. What descends from m@c is not
     barred; m@b itself is."""
     parents = {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@e": "m@c"}
-    there = book(
+    present = state(
         step("begin", "m@c"), *[step("advance", "m@c")] * 2, step("promote", "m@c"), step("begin", "m@b"),
         step("roll_back", "m@b"), parents=parents,
     )  # fmt: skip
-    assert there.barred_by("m@e") is None
-    assert machine.begin(PLAN, there, "m@e", NOW).kind == "begin"
+    assert present.barred_by("m@e") is None
+    assert machine.begin(PLAN, present, "m@e", NOW).kind == "begin"
     with pytest.raises(NotAllowed, match="m@b is barred: it was rolled back"):
-        machine.begin(PLAN, there, "m@b", NOW)
+        machine.begin(PLAN, present, "m@b", NOW)
 
 
-def test_what_there_is_no_step_for_is_refused_by_name() -> None:
-    there = book(step("begin", "m@b"))
+def test_apply_refuses_impossible_steps_with_the_reason() -> None:
+    present = state(step("begin", "m@b"))
     for wrong, why in (
-        ("m@a", "is the champion"), ("m@b", "under way already"), ("m@x", "is not registered"),
+        ("m@a", "is the champion"), ("m@b", "already under way"), ("m@x", "is not registered"),
     ):  # fmt: skip
         with pytest.raises(NotAllowed, match=why):
-            machine.begin(PLAN, there, wrong, NOW)
+            machine.begin(PLAN, present, wrong, NOW)
     with pytest.raises(NotAllowed, match="only the last stage promotes"):
-        machine.apply(PLAN, there, step("promote", "m@b"))
+        machine.apply(PLAN, present, step("promote", "m@b"))
     with pytest.raises(NotAllowed, match="m@d has no rollout"):
-        machine.stop(there, "m@d", "why not", NOW)
-    full = book(
+        machine.stop(present, "m@d", "why not", NOW)
+    full = state(
         step("begin", "m@b"), step("begin", "m@d"), parents={"m@a": None, "m@b": None, "m@d": None, "m@e": None}
     )
     with pytest.raises(NotAllowed, match="m@e finds no slot: m@b, m@d are under way"):
@@ -153,23 +157,23 @@ class Rollouts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book("m@a", {})
-        self.first = self.book
+        self.state = ModelRolloutState("m@a", {})
+        self.first = self.state
         self.now = NOW
-        self.told: list[RolloutDecision] = []
-        self.given: list[RolloutDecision] = []
+        self.decisions: list[RolloutDecision] = []
+        self.applied: list[RolloutDecision] = []
         self.rolled_back: set[str] = set()
 
     @rule(parents=st.lists(st.sampled_from([None, *VERSIONS]), min_size=6, max_size=6))
     def register(self, parents: list[str | None]) -> None:
-        if not self.book.parents:
-            self.book = self.first = Book("m@a", dict(zip(VERSIONS, parents, strict=True)))
+        if not self.state.parents:
+            self.state = self.first = ModelRolloutState("m@a", dict(zip(VERSIONS, parents, strict=True)))
 
     @rule(version=st.sampled_from(VERSIONS))
     def begin(self, version: str) -> None:
-        barred = self.book.barred_by(version)
+        barred = self.state.barred_by(version)
         try:
-            self._do(machine.begin(PLAN, self.book, version, self.now))
+            self._do(machine.begin(PLAN, self.state, version, self.now))
         except NotAllowed:
             return
         assert barred is None
@@ -178,9 +182,9 @@ class Rollouts(RuleBasedStateMachine):
     def operator(self, version: str, back: bool) -> None:
         ask = machine.roll_back if back else machine.stop
         try:
-            self._do(ask(self.book, version, "an operator", self.now))
+            self._do(ask(self.state, version, "an operator", self.now))
         except NotAllowed:
-            assert version not in {one.version for one in self.book.under_way}
+            assert version not in {rollout.version for rollout in self.state.under_way}
 
     @rule(
         version=st.sampled_from(VERSIONS), harmed=st.booleans(), ready=st.booleans(), uneven=st.booleans(),
@@ -188,52 +192,52 @@ class Rollouts(RuleBasedStateMachine):
     )  # fmt: skip
     def look(self, version: str, harmed: bool, ready: bool, uneven: bool, improved: bool, hours: int) -> None:
         self.now += timedelta(hours=hours / 4)
-        found = Findings(
+        findings = Findings(
             ("reward at maturity",) if harmed else (), () if ready else ("missing",),
             ("reward",) if ready else (), improved, uneven, 10, 50, 50,
         )  # fmt: skip
-        for one in self.book.under_way:
-            if one.version == version:
-                decision = judge(PLAN, one, found, self.now)
-                assert decision == judge(PLAN, one, found, self.now)
+        for rollout in self.state.under_way:
+            if rollout.version == version:
+                decision = decide(PLAN, rollout, findings, self.now)
+                assert decision == decide(PLAN, rollout, findings, self.now)
                 if decision:
                     self._do(decision)
 
     def _do(self, decision: RolloutDecision) -> None:
-        self.book, told = machine.apply(PLAN, self.book, decision)
-        self.given.append(decision)
-        self.told += told
-        self.rolled_back |= {one.version for one in told if one.kind == "roll_back"}
+        self.state, decisions = machine.apply(PLAN, self.state, decision)
+        self.applied.append(decision)
+        self.decisions += decisions
+        self.rolled_back |= {rollout.version for rollout in decisions if rollout.kind == "roll_back"}
 
     @invariant()
     def there_is_one_champion_and_it_never_was_taken_back(self) -> None:
-        champions = [one.version for one in self.book.rollouts.values() if one.phase == "champion"]
-        assert champions in ([], [self.book.champion])
-        assert self.book.champion not in self.rolled_back
-        assert self.book.champion not in {one.version for one in self.book.under_way}
+        champions = [rollout.version for rollout in self.state.rollouts.values() if rollout.phase == "champion"]
+        assert champions in ([], [self.state.champion])
+        assert self.state.champion not in self.rolled_back
+        assert self.state.champion not in {rollout.version for rollout in self.state.under_way}
 
     @invariant()
     def a_rollback_is_final(self) -> None:
-        assert all(self.book.rollouts[one].phase == "rolled_back" for one in self.rolled_back)
+        assert all(self.state.rollouts[version].phase == "rolled_back" for version in self.rolled_back)
 
     @invariant()
     def nobody_who_is_barred_serves(self) -> None:
-        assert all(self.book.barred_by(one.version) is None for one in self.book.under_way)
+        assert all(self.state.barred_by(rollout.version) is None for rollout in self.state.under_way)
 
     @invariant()
     def arms_fit_and_slots_are_ones_own(self) -> None:
-        shares = self.book.shares(PLAN)
+        shares = self.state.shares(PLAN)
         assert sum(shares.values(), Fraction(0)) + max(shares.values(), default=Fraction(0)) <= 1
-        slots = [one.slot for one in self.book.under_way]
+        slots = [rollout.slot for rollout in self.state.under_way]
         assert len(set(slots)) == len(slots) <= PLAN.slots
-        self.book.split(PLAN, "salt").assign("anybody", shares)
+        self.state.split(PLAN, "salt").assign("anybody", shares)
 
     @invariant()
     def the_decisions_are_all_there_is(self) -> None:
         again = self.first
-        for decision in self.given:
+        for decision in self.applied:
             again, _ = machine.apply(PLAN, again, decision)
-        assert again == self.book
+        assert again == self.state
 
 
 Rollouts.TestCase.settings = settings(

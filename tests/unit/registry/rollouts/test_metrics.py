@@ -32,35 +32,42 @@ not_one = 3
 
 
 def rewarded(source: str, value: float | None = None, at: float = 100.0, **fields: Any) -> Reward:
-    given = {"trajectory_id": "t", "session_key": "a" * 16, "source": source, "time": START + timedelta(seconds=at)}
-    return Reward.model_validate({**given, "value": value, **fields})
+    reward_fields = {
+        "trajectory_id": "t",
+        "session_key": "a" * 16,
+        "source": source,
+        "time": START + timedelta(seconds=at),
+    }
+    return Reward.model_validate({**reward_fields, "value": value, **fields})
 
 
 def measured(name: str, *turns: Turn, **events: Any) -> float | None:
-    return metrics.named(name).compute(SessionRecord("a" * 16, turns, **events))
+    return metrics.metric_named(name).compute(SessionRecord("a" * 16, turns, **events))
 
 
 def called(*arguments: str) -> Message:
     calls = tuple(
-        ToolCall(id=f"c{number}", function=FunctionCall(name="look", arguments=one))
-        for number, one in enumerate(arguments)
+        ToolCall(id=f"c{number}", function=FunctionCall(name="look", arguments=text))
+        for number, text in enumerate(arguments)
     )
     return Message(role="assistant", tool_calls=calls)
 
 
 def with_answers(turn: Turn, *messages: Message) -> Turn:
     """The same turn, whose choices say these."""
-    choices = [choice.model_copy(update={"message": one}) for choice, one in zip(turn.choices, messages, strict=True)]
+    choices = [
+        choice.model_copy(update={"message": message}) for choice, message in zip(turn.choices, messages, strict=True)
+    ]
     return turn.model_copy(update={"choices": tuple(choices)})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_session_without_data_abstains(name: str) -> None:
-    found = measured(name)
-    assert found == ({"missing": 1.0, "timed_out": 0.0}[name] if name in NEVER_ABSTAIN else None)
+def test_metric_abstains_without_data(name: str) -> None:
+    value = measured(name)
+    assert value == ({"missing": 1.0, "timed_out": 0.0}[name] if name in NEVER_ABSTAIN else None)
 
 
-def test_rewards_by_source_and_together_the_last_revision_counting() -> None:
+def test_reward_uses_the_last_revision_by_source_and_in_total() -> None:
     said_so = (
         rewarded("function:answer", 1.0),
         rewarded("judge:help", 0.25),
@@ -76,24 +83,24 @@ def test_rewards_by_source_and_together_the_last_revision_counting() -> None:
     assert measured("missing", rewards=said_so) == 0.0
 
 
-def test_a_withdrawn_reward_is_missing_and_a_timeout_is_told_apart() -> None:
-    gone = (rewarded("feedback", 1.0), rewarded("feedback", revision=1, outcome="withdrawn"))
-    assert measured("reward", rewards=gone) is None
-    assert measured("missing", rewards=gone) == 1.0
-    assert measured("timed_out", rewards=gone) == 0.0
+def test_missing_counts_withdrawn_rewards_and_timed_out_counts_timeouts() -> None:
+    withdrawn = (rewarded("feedback", 1.0), rewarded("feedback", revision=1, outcome="withdrawn"))
+    assert measured("reward", rewards=withdrawn) is None
+    assert measured("missing", rewards=withdrawn) == 1.0
+    assert measured("timed_out", rewards=withdrawn) == 0.0
     late = (rewarded("function:slow", outcome="timed_out"),)
     assert (measured("timed_out", rewards=late), measured("missing", rewards=late)) == (1.0, 1.0)
     assert measured("timed_out", rewards=(*late, rewarded("function:slow", 0.5, revision=1))) == 0.0
 
 
-def test_as_of_a_moment_nothing_later_is_known() -> None:
+def test_session_record_as_of_leaves_out_later_events() -> None:
     record = SessionRecord("a" * 16, rewards=(rewarded("f", 0.0, at=10), rewarded("f", 1.0, at=90, revision=1)))
-    reward = metrics.named("reward").compute
-    found = [reward(record.as_of(START + timedelta(seconds=at))) for at in (5, 10, 89, 90)]
-    assert found == [None, 0.0, 0.0, 1.0]
+    reward = metrics.metric_named("reward").compute
+    rewards = [reward(record.as_of(START + timedelta(seconds=at))) for at in (5, 10, 89, 90)]
+    assert rewards == [None, 0.0, 0.0, 1.0]
 
 
-def test_an_edit_leaves_the_value_and_each_rater_has_a_word() -> None:
+def test_satisfaction_ignores_edits_and_counts_each_rater() -> None:
     turn = ask([user("q")])
     better = Message(role="assistant", content="better")
     words = (
@@ -110,7 +117,7 @@ def test_an_edit_leaves_the_value_and_each_rater_has_a_word() -> None:
     )
 
 
-def test_satisfaction_is_the_last_word_of_users_on_each_target() -> None:
+def test_satisfaction_uses_the_last_feedback_on_each_target() -> None:
     turn = ask([user("hi")])
     words = (
         feedback("s", turn, value=0.0),
@@ -135,46 +142,48 @@ def test_satisfaction_is_the_last_word_of_users_on_each_target() -> None:
         ("great, thank you", False),
     ],
 )
-def test_a_follow_up_that_complains(text: str, unhappy: bool) -> None:
+def test_dissatisfied_follow_ups_recognises_complaints(text: str, unhappy: bool) -> None:
     first = ask([user("do it")], "done")
     second = ask(after(first, user(text)), "ok")
     assert measured("dissatisfied_follow_ups", first, second) == float(unhappy)
     assert measured("dissatisfied_follow_ups", first) is None
 
 
-def test_tool_calls_that_went_wrong() -> None:
+def test_tool_errors_counts_failed_calls() -> None:
     results = {"c0": '{"error": "no such file"}', "c1": "42", "c3": "Error: gone", "c4": '{"found": "no error"}'}
     turn = with_answers(ask([user("look")]), called("{}", "[1]", "{broken", "{}", "{}"))
-    told = [Message(role="tool", content=text, tool_call_id=key) for key, text in results.items()]
-    last = ask([*turn.messages, turn.choices[0].message, *told], "so")
+    results_sent = [Message(role="tool", content=text, tool_call_id=key) for key, text in results.items()]
+    last = ask([*turn.messages, turn.choices[0].message, *results_sent], "so")
     assert measured("tool_errors", turn, last) == pytest.approx(3 / 5)
     assert measured("tool_errors", last) is None
     deep = with_answers(ask([user("look")]), called("[" * 100_000))
     assert measured("tool_errors", deep) == 1.0
 
 
-def test_loops_are_three_times_the_same() -> None:
+def test_loops_needs_three_equal_answers() -> None:
     turn = ask([user("a"), said("x"), user("b"), said("x"), user("c")], "x")
     assert measured("loops", turn) == 1.0
     assert measured("loops", ask([user("a"), said("x"), user("b")], "x")) == 0.0
 
 
-def test_refusals_are_the_share_of_answers_that_refuse() -> None:
+def test_refusals_is_the_share_of_refusing_answers() -> None:
     turn = ask([user("hi")], "I'm sorry, but I can't help with that.", "Here it is.", "I am sorry for your loss.")
     assert measured("refusals", turn) == pytest.approx(1 / 3)
     assert measured("refusals", with_answers(ask([user("hi")]), called("{}"))) is None
 
 
-def test_length_latency_and_cost_are_what_the_turns_say() -> None:
+def test_length_latency_and_cost_are_computed_from_turns() -> None:
     first, second = ask([user("hi")], "abc"), ask([user("ho")], "abcdef")
     usage = [turn.usage for turn in (first, second)]
-    assert measured("length", first, second) == sum(one.completion_tokens for one in usage)
-    assert measured("cost", first, second) == sum(one.completion_tokens + one.prompt_tokens for one in usage)
+    assert measured("length", first, second) == sum(usage_item.completion_tokens for usage_item in usage)
+    assert measured("cost", first, second) == sum(
+        usage_item.completion_tokens + usage_item.prompt_tokens for usage_item in usage
+    )
     assert measured("latency", first, second) == 1.0
 
 
-def test_goodness_turns_and_scales_and_cuts_off() -> None:
-    latency = metrics.named("latency")
+def test_goodness_scales_clips_and_reverses_values() -> None:
+    latency = metrics.metric_named("latency")
     assert [latency.goodness(value) for value in (0.0, 15.0, 60.0, 600.0)] == [1.0, 0.75, 0.0, 0.0]
     assert latency.within((0.0, 600.0)).goodness(60.0) == pytest.approx(0.9)
     with pytest.raises(ValueError, match="the lower one comes first"):
@@ -189,15 +198,15 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("foreign")
-def test_a_package_adds_a_metric_without_a_change_here() -> None:
+def test_metric_named_loads_metrics_of_other_packages() -> None:
     assert measured("foreign_turns", ask([user("hi")])) == 1.0
-    assert metrics.named("foreign_turns").goodness(5.0) == 0.5
-    with pytest.raises(ValueError, match="foreign_metrics:not_one is no metric"):
-        metrics.named("broken")
-    with pytest.raises(ValueError, match="'foreign_turns' knows no sources"):
-        metrics.named("foreign_turns:x")
+    assert metrics.metric_named("foreign_turns").goodness(5.0) == 0.5
+    with pytest.raises(ValueError, match="foreign_metrics:not_one is not a metric"):
+        metrics.metric_named("broken")
+    with pytest.raises(ValueError, match="'foreign_turns' has no sources"):
+        metrics.metric_named("foreign_turns:x")
 
 
-def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
+def test_metric_named_refuses_unknown_names_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"metric 'rewrad'; did you mean 'reward'\? there are cost, dissatisfied"):
-        metrics.named("rewrad:x")
+        metrics.metric_named("rewrad:x")

@@ -13,8 +13,8 @@ from sqlalchemy import select
 from headrace_registry.rollout_tables import PROMPTS
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.shadow.recording import WeighedTokens
-from headrace_registry.shadow.rerun import Answered, RerunFailed
+from headrace_registry.shadow.recording import ScorableAnswer
+from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
 from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn, ids
 from tests.unit.registry.live_rollouts import Street, canary
 from tests.unit.registry.rig import Rig
@@ -63,13 +63,13 @@ class FakeAnswers:
         key = ids.session_key(tenant, session_id)
         street = Street(self.rig, 0)
         turn = street.turn(key, asking.version, None)
-        ours = asking.version == self.rig.routing.champion
-        good = random.Random(f"{ours} {of}").random() < self.rewards.get(asking.version, 0.7)
-        made = turn.model_copy(update={"purpose": "eval", "shadow_of": of, "session_id": session_id})
-        await self.rig.hear(made, street.reward(key, float(good)))
+        is_champion = asking.version == self.rig.routing.champion
+        good = random.Random(f"{is_champion} {of}").random() < self.rewards.get(asking.version, 0.7)
+        shadow_turn = turn.model_copy(update={"purpose": "eval", "shadow_of": of, "session_id": session_id})
+        await self.rig.hear(shadow_turn, street.reward(key, float(good)))
 
-    async def logprobs(self, version: str, answers: Sequence[WeighedTokens]) -> list[list[float]] | None:
-        return [[min(0.0, one + self.likes.get(version, 0.0)) for one in answer.logprobs] for answer in answers]
+    async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
+        return [[min(0.0, logprob + self.likes.get(version, 0.0)) for logprob in answer.logprobs] for answer in answers]
 
     async def stop(self) -> None:
         pass
@@ -80,20 +80,20 @@ class FakeAsking:
         self._answers = answers
         self.version: str | None = None
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
         await self._answers.open.wait()
         if self._answers.failing:
             self._answers.failing -= 1
             raise RerunFailed("the gateway answered 500")
         self.version = version
         script = self._answers.script
-        return Answered(script.pop(0) if script else Message(role="assistant", content="hi"), 10)
+        return ModelAnswer(script.pop(0) if script else Message(role="assistant", content="hi"), 10)
 
 
 class ShadowStreet(Street):
     """Users who come while there is no split."""
 
-    async def visit(self, count: int, *, says: float | None = None, **fields: object) -> list[str]:
+    async def visit(self, count: int, *, feedback_value: float | None = None, **fields: object) -> list[str]:
         """So many new sessions of the champion, each a turn, a reward and, if asked for, a word of its user."""
         events: list[Event] = []
         keys = []
@@ -105,8 +105,13 @@ class ShadowStreet(Street):
             keys.append(key)
             turn = self.turn(key, champion, None).model_copy(update=fields)
             events += [turn, self.reward(key, float(self.random.random() < self.rewards.get(champion, 0.7)))]
-            if says is not None:
-                word = {"feedback_id": f"f {key}", "session_key": key, "value": says, "msg_ids": (turn.turn_id,)}
+            if feedback_value is not None:
+                word = {
+                    "feedback_id": f"f {key}",
+                    "session_key": key,
+                    "value": feedback_value,
+                    "msg_ids": (turn.turn_id,),
+                }
                 events.append(Feedback.model_validate({"time": self.rig.clock.now(), **word}))
         await self.rig.hear(*events)
         return keys
@@ -116,7 +121,7 @@ class ShadowStreet(Street):
         for _ in range(steps_max):
             if (await self.last()).phase != "shadow":
                 return
-            await self.visit(at_once, says=1.0, **fields)
+            await self.visit(at_once, feedback_value=1.0, **fields)
             await self.watch(61)
             await self.rig.answered()
         raise AssertionError((await self.last()).statistics)

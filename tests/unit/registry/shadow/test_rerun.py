@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from headrace_registry.shadow import recording
-from headrace_registry.shadow.recording import Recording, canonical, first_run, is_whole, log_weight, weighed
-from headrace_registry.shadow.rerun import Answered, Rerun, RerunBounds, RerunFailed, Toolbox, rerun
+from headrace_registry.shadow.recording import (
+    Recording,
+    canonical_arguments,
+    first_run,
+    is_single_run,
+    log_weight,
+    weighable_answers,
+)
+from headrace_registry.shadow.rerun import ModelAnswer, Rerun, RerunBounds, RerunFailed, Toolbox, rerun
 from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_schemas import FunctionCall, Message, Sampling, ToolCall, Turn
@@ -20,66 +27,66 @@ from tests.support.turns import ask, user
 BOUNDS = RerunBounds(steps_max=4, tokens_max=1000)
 
 
-def calls(*wanted: tuple[str, str]) -> Message:
-    made = tuple(
+def calls(*functions: tuple[str, str]) -> Message:
+    tool_calls = tuple(
         ToolCall(id=f"c{number}", function=FunctionCall(name=name, arguments=arguments))
-        for number, (name, arguments) in enumerate(wanted)
+        for number, (name, arguments) in enumerate(functions)
     )
-    return Message(role="assistant", tool_calls=made)
+    return Message(role="assistant", tool_calls=tool_calls)
 
 
 def result(text: str, number: int = 0) -> Message:
     return Message(role="tool", content=text, tool_call_id=f"c{number}")
 
 
-def says(text: str) -> Message:
+def assistant_message(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
 def answered(messages: Sequence[Message], answer: Message, **fields: object) -> Turn:
-    made = ask(messages, answer.text, **fields)  # type: ignore[arg-type]
-    return made.model_copy(update={"choices": (made.choices[0].model_copy(update={"message": answer}),)})
+    turn = ask(messages, answer.text, **fields)  # type: ignore[arg-type]
+    return turn.model_copy(update={"choices": (turn.choices[0].model_copy(update={"message": answer}),)})
 
 
 ASKED = (user("who won?"),)
 SEARCHED = calls(("search", '{"q": "final", "n": 1}'))
 SESSION = (
     answered(ASKED, SEARCHED),
-    answered((*ASKED, SEARCHED, result("Ada")), says("Ada")),
-    answered((*ASKED, SEARCHED, result("Ada"), says("Ada"), user("sure?")), says("yes")),
+    answered((*ASKED, SEARCHED, result("Ada")), assistant_message("Ada")),
+    answered((*ASKED, SEARCHED, result("Ada"), assistant_message("Ada"), user("sure?")), assistant_message("yes")),
 )
 
 
-def test_the_first_run_ends_with_the_first_answer_that_calls_no_tool() -> None:
+def test_first_run_ends_with_the_first_answer_without_a_tool_call() -> None:
     assert first_run(SESSION) == SESSION[:2]
-    assert not is_whole(SESSION), "the user went on"
-    assert is_whole(SESSION[:2])
+    assert not is_single_run(SESSION), "the user went on"
+    assert is_single_run(SESSION[:2])
     assert first_run(SESSION[1:]) == (), "its opening was never seen"
     assert first_run(SESSION[:1]) == SESSION[:1]
-    other = answered((user("another chat"),), says("hi"))
+    other = answered((user("another chat"),), assistant_message("hi"))
     assert first_run((SESSION[0], other)) == SESSION[:1], "what does not go on from it is another run"
 
 
-def test_equal_calls_get_recorded_results_in_turn_and_the_last_one_again() -> None:
+def test_recording_replays_results_in_order_and_repeats_the_last() -> None:
     twice = calls(("roll", "{}"), ("roll", "{ }"), ("search", "not json"))
     messages = (*ASKED, twice, result("4", 0), result("2", 1), result("?", 2))
-    found = Recording.of([answered(messages, says("done"))])
-    rolled = [found.replay(FunctionCall(name="roll", arguments="{}")) for _ in range(4)]
+    recording = Recording.of([answered(messages, assistant_message("done"))])
+    rolled = [recording.replay(FunctionCall(name="roll", arguments="{}")) for _ in range(4)]
     assert rolled == ["4", "2", "2", "2"]
-    assert found.replay(FunctionCall(name="search", arguments="not json")) == "?"
-    assert found.replay(FunctionCall(name="roll", arguments='{"n": 1}')) is None
-    assert canonical('{"b": 1, "a": 2}') == canonical('{"a":2,"b":1}')
+    assert recording.replay(FunctionCall(name="search", arguments="not json")) == "?"
+    assert recording.replay(FunctionCall(name="roll", arguments='{"n": 1}')) is None
+    assert canonical_arguments('{"b": 1, "a": 2}') == canonical_arguments('{"a":2,"b":1}')
 
 
-def test_the_weight_of_a_run_is_the_product_over_its_tokens() -> None:
-    run = [one.model_copy(update={"choices": (_with(one, (-1.0, -2.0)),)}) for one in SESSION[:2]]
-    answers = weighed(run)
+def test_log_weight_is_the_sum_over_tokens() -> None:
+    run = [turn.model_copy(update={"choices": (_with(turn, (-1.0, -2.0)),)}) for turn in SESSION[:2]]
+    answers = weighable_answers(run)
     assert answers is not None
-    assert [one.logprobs for one in answers] == [(-1.0, -2.0)] * 2
+    assert [answer.logprobs for answer in answers] == [(-1.0, -2.0)] * 2
     assert log_weight(answers, [(-1.0, -1.0), (-3.0, -2.0)]) == pytest.approx(1.0 - 2.0)
-    greedy = [one.model_copy(update={"sampling": Sampling(temperature=0.0)}) for one in run]
-    assert weighed(greedy) is None, "what was not sampled has no weight"
-    assert math.isclose(log_weight(answers, [one.logprobs for one in answers]), 0.0)
+    greedy = [run_turn.model_copy(update={"sampling": Sampling(temperature=0.0)}) for run_turn in run]
+    assert weighable_answers(greedy) is None, "what was not sampled has no weight"
+    assert math.isclose(log_weight(answers, [answer.logprobs for answer in answers]), 0.0)
 
 
 def _with(turn: Turn, logprobs: tuple[float, ...]) -> object:
@@ -91,11 +98,11 @@ class Script:
     """A model that says what was written down, and what it was asked."""
 
     answers: list[Message]
-    asked: list[Sequence[Message]] = field(default_factory=list)
+    requests: list[Sequence[Message]] = field(default_factory=list)
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
-        self.asked.append(tuple(messages))
-        return Answered(self.answers.pop(0), 100)
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+        self.requests.append(tuple(messages))
+        return ModelAnswer(self.answers.pop(0), 100)
 
 
 @dataclass
@@ -114,27 +121,27 @@ async def play(script: Script, tools: Tools, *read_only: str) -> Rerun:
     return await rerun(script, toolbox, "m@0123456789ab", SESSION[0], BOUNDS)
 
 
-async def test_recorded_results_are_replayed_and_read_only_tools_are_called() -> None:
-    script, tools = Script([SEARCHED, calls(("today", "{}")), says("Bea")]), Tools()
+async def test_rerun_replays_results_and_calls_read_only_tools() -> None:
+    script, tools = Script([SEARCHED, calls(("today", "{}")), assistant_message("Bea")]), Tools()
     assert await play(script, tools, "today") == Rerun("answered", 300, 3)
     assert tools.called == ["today"]
-    assert [one.text for one in script.asked[-1] if one.role == "tool"] == ["Ada", "today says so"]
+    assert [message.text for message in script.requests[-1] if message.role == "tool"] == ["Ada", "today says so"]
 
 
-async def test_what_was_never_asked_of_a_tool_that_may_write_ends_it() -> None:
-    script, tools = Script([calls(("pay", '{"sum": 1000}')), says("paid")]), Tools()
+async def test_rerun_ends_at_an_unrecorded_call_of_a_writing_tool() -> None:
+    script, tools = Script([calls(("pay", '{"sum": 1000}')), assistant_message("paid")]), Tools()
     assert await play(script, tools, "today") == Rerun("other_call", 100, 1)
     assert tools.called == []
-    assert len(script.asked) == 1
+    assert len(script.requests) == 1
 
 
-async def test_other_arguments_are_another_call() -> None:
+async def test_rerun_ends_at_a_call_with_other_arguments() -> None:
     tools = Tools()
     assert (await play(Script([calls(("search", '{"q": "else"}'))]), tools)).ended == "other_call"
     assert tools.called == []
 
 
-async def test_a_tool_that_is_let_through_by_mistake_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tool_program_rejects_tools_that_are_not_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: an allow-list that holds everything. The record of calls is what the tests above look at."""
 
     class All(frozenset[str]):
@@ -142,20 +149,22 @@ async def test_a_tool_that_is_let_through_by_mistake_would_be_noticed(monkeypatc
             return True
 
     tools = Tools()
-    await play(Script([calls(("pay", "{}")), says("paid")]), tools)
+    await play(Script([calls(("pay", "{}")), assistant_message("paid")]), tools)
     assert tools.called == []
     toolbox = Toolbox(All(), tools, Recording())
-    await rerun(Script([calls(("pay", "{}")), says("paid")]), toolbox, "m@0123456789ab", SESSION[0], BOUNDS)
+    await rerun(
+        Script([calls(("pay", "{}")), assistant_message("paid")]), toolbox, "m@0123456789ab", SESSION[0], BOUNDS
+    )
     assert tools.called == ["pay"]
 
 
-async def test_a_program_is_never_told_the_name_of_a_tool_that_may_write(tmp_path: Path) -> None:
+async def test_tool_program_never_receives_calls_of_writing_tools(tmp_path: Path) -> None:
     """The second door, where the first one was left open."""
-    told = tmp_path / "told"
+    log_file = tmp_path / "told"
     source = f"""
 import json, sys
 for line in sys.stdin:
-    open({str(told)!r}, "a").write(line)
+    open({str(log_file)!r}, "a").write(line)
     asked = json.loads(line)
     print(json.dumps({{"id": asked["id"], "result": asked["name"] + " says " + asked["arguments"]}}), flush=True)
 """
@@ -165,7 +174,7 @@ for line in sys.stdin:
         assert await program.call(FunctionCall(name="today", arguments="{}")) == "today says {}"
         with pytest.raises(AssertionError, match="pay is not marked read-only"):
             await program.call(FunctionCall(name="pay", arguments="{}"))
-        assert "pay" not in told.read_text()
+        assert "pay" not in log_file.read_text()
     finally:
         await program.stop()
 
@@ -176,14 +185,12 @@ for line in sys.stdin:
         ("import sys; sys.exit(3)", "has ended"),
         ("import sys; sys.stdin.readline(); print('oops', flush=True)", "not"),
         ("import sys; sys.stdin.readline(); print('x' * 5000, flush=True)", "longer"),
-        ("import sys\nwhile sys.stdin.readline():\n    pass", "nothing within"),
+        ("import sys\nwhile sys.stdin.readline():\n    pass", "no result within"),
     ],
 )
-async def test_a_program_that_does_not_answer_fails_the_call_and_is_started_again(
-    tmp_path: Path, source: str, reason: str
-) -> None:
+async def test_tool_program_restarts_after_a_failed_call(tmp_path: Path, source: str, reason: str) -> None:
     (tmp_path / "tools.py").write_text(source)
-    program = ToolProgram(_settings(tmp_path, tool_timeout_s=0.5 if reason == "nothing within" else 30))
+    program = ToolProgram(_settings(tmp_path, tool_timeout_s=0.5 if reason == "no result within" else 30))
     try:
         for _ in range(2):
             with pytest.raises(RerunFailed, match=reason):
@@ -198,7 +205,7 @@ def _settings(folder: Path, **more: object) -> ShadowSettings:
     return ShadowSettings.model_validate(fields)
 
 
-async def test_a_model_that_calls_and_calls_comes_to_a_bound() -> None:
+async def test_rerun_stops_at_its_bounds() -> None:
     tools = Tools()
     assert await play(Script([SEARCHED] * 9), tools) == Rerun("steps", 400, 4)
     toolbox = Toolbox((), tools, Recording.of(SESSION))
@@ -206,13 +213,13 @@ async def test_a_model_that_calls_and_calls_comes_to_a_bound() -> None:
     assert await rerun(Script([SEARCHED] * 9), toolbox, "m@0123456789ab", SESSION[0], few) == Rerun("tokens", 200, 2)
 
 
-def test_settings_that_nobody_could_mean_are_refused() -> None:
+def test_shadow_settings_refuse_inconsistent_values() -> None:
     with pytest.raises(ValueError, match="tools_command is empty"):
         ShadowSettings(read_only_tools=("search",))
-    with pytest.raises(ValueError, match="name each once"):
+    with pytest.raises(ValueError, match="name each tenant once"):
         ShadowSettings.model_validate({"tenants": [{"tenant": "a"}, {"tenant": "a"}]})
 
 
-def test_the_opening_has_no_answer_in_it() -> None:
+def test_is_opening_is_false_after_an_answer() -> None:
     assert recording.is_opening(SESSION[0])
     assert not recording.is_opening(SESSION[1])

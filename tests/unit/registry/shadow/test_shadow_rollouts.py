@@ -43,7 +43,7 @@ async def shadow(data_dir: Path) -> AsyncIterator[tuple[Rig, FakeAnswers]]:
     await rig.database.close()
 
 
-async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Rig, FakeAnswers]) -> None:
+async def test_shadow_precedes_the_first_traffic(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, answers = shadow
     (old,) = await rig.crowned(0)
     new = await in_the_shadow(rig)
@@ -51,13 +51,17 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     first, before = await street.last(), rig.routing
     assert first.phase == "shadow"
     assert before.split is None, "no user has it"
-    assert new in {one.version for one in rig.routing.serve}, "replicas hold it"
+    assert new in {served.version for served in rig.routing.serve}, "replicas hold it"
     await street.until_canary()
     last = await street.last()
     assert (last.phase, last.stage, steps(rig, new)) == ("canary", 0, ["begin", "advance"])
     assert {version for _, version, _ in answers.answered} == {old, new}
     assert rig.routing.split is not None
-    event = next(one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "advance")
+    event = next(
+        model_event
+        for model_event in rig.sent(ModelEvent)
+        if model_event.rollout and model_event.rollout.kind == "advance"
+    )
     assert event.statistics["shadow.pairs"] >= 20
     assert "no harm in 2" in (event.reason or "")
     assert last.shadow.state is not None
@@ -65,7 +69,7 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     await street.until_over()
 
 
-async def test_each_prompt_is_answered_once_by_both_and_nobodys_session_is_left_behind(
+async def test_shadow_answers_each_prompt_once_and_ends_its_sessions(
     shadow: tuple[Rig, FakeAnswers],
 ) -> None:
     rig, answers = shadow
@@ -74,7 +78,7 @@ async def test_each_prompt_is_answered_once_by_both_and_nobodys_session_is_left_
     street = ShadowStreet(rig, 2)
     await street.until_canary()
     of = [of for _, _, of in answers.answered]
-    assert all(of.count(one) == 2 for one in of)
+    assert all(of.count(original) == 2 for original in of)
     assert len({session for session, _, _ in answers.answered}) == len(answers.answered)
     async with rig.database.transaction() as tx:
         for table in (SESSIONS, UNITS, EVENTS):
@@ -82,7 +86,7 @@ async def test_each_prompt_is_answered_once_by_both_and_nobodys_session_is_left_
     assert await street.readings() == [], "no reading of a canary was made of it"
 
 
-async def test_a_version_that_is_worse_never_gets_a_user(shadow: tuple[Rig, FakeAnswers]) -> None:
+async def test_shadow_holds_a_worse_version_before_traffic(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, answers = shadow
     rig.settings = shadowed(units=200)
     rig.boot()
@@ -111,14 +115,14 @@ async def test_a_version_that_is_worse_never_gets_a_user(shadow: tuple[Rig, Fake
     ],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_whose_prompt_may_not_be_asked_is_not_kept(
+async def test_shadow_stores_no_prompt_that_may_not_be_sampled(
     shadow: tuple[Rig, FakeAnswers], fields: dict[str, object]
 ) -> None:
     rig, answers = shadow
     await rig.crowned(0)
     await in_the_shadow(rig)
     street = ShadowStreet(rig, 4)
-    await street.visit(5, says=1.0, **fields)
+    await street.visit(5, feedback_value=1.0, **fields)
     await street.watch(61)
     await rig.answered()
     assert await street.prompts() == []
@@ -127,7 +131,7 @@ async def test_whose_prompt_may_not_be_asked_is_not_kept(
     assert answers.answered == []
 
 
-async def test_prompts_are_bounded_in_rate_and_cost(data_dir: Path) -> None:
+async def test_shadow_bounds_prompts_in_rate_and_cost(data_dir: Path) -> None:
     rig, _ = await opened(data_dir, shadow={**SHADOW, "prompts_per_minute": 2, "tokens_max": 10})
     await rig.start()
     try:
@@ -143,13 +147,13 @@ async def test_prompts_are_bounded_in_rate_and_cost(data_dir: Path) -> None:
             await street.watch(60)
             await rig.answered()
             await street.visit(10)
-        assert sum(int(str(one["tokens"])) for one in await street.prompts()) >= 10
+        assert sum(int(str(prompt["tokens"])) for prompt in await street.prompts()) >= 10
         assert len(await street.prompts()) <= 5, "each costs 2 for its prompts and 20 for its answers"
     finally:
         await rig.database.close()
 
 
-async def test_a_prompt_that_nobody_can_answer_is_left_out_by_name_and_another_one_taken(
+async def test_shadow_replaces_a_prompt_that_cannot_be_answered(
     shadow: tuple[Rig, FakeAnswers],
 ) -> None:
     rig, answers = shadow
@@ -162,22 +166,22 @@ async def test_a_prompt_that_nobody_can_answer_is_left_out_by_name_and_another_o
     for _ in range(3):
         await rig.answered()
         await rig.director.tick()
-    (one,) = await street.prompts()
-    assert (one["state"], one["reason"], one["attempts"]) == ("left_out", "the gateway answered 500", 3)
+    (prompt,) = await street.prompts()
+    assert (prompt["state"], prompt["reason"], prompt["attempts"]) == ("left_out", "the gateway answered 500", 3)
     await street.until_canary()
-    found = (await street.last()).shadow.state
-    assert found is not None
-    assert found.left_out == {"the gateway answered 500": 1}
-    assert found.read >= 20
+    shadow_state = (await street.last()).shadow.state
+    assert shadow_state is not None
+    assert shadow_state.left_out == {"the gateway answered 500": 1}
+    assert shadow_state.read >= 20
 
 
-async def test_words_of_an_attempt_that_was_given_up_do_not_count(shadow: tuple[Rig, FakeAnswers]) -> None:
+async def test_shadow_ignores_rewards_of_a_superseded_attempt(shadow: tuple[Rig, FakeAnswers]) -> None:
     """A registry that dies while prompts are being answered: the next one begins them anew, in other sessions."""
     rig, answers = shadow
     await rig.crowned(0)
     await in_the_shadow(rig)
     street = ShadowStreet(rig, 7)
-    (of,) = await street.visit(1, says=1.0)
+    (of,) = await street.visit(1, feedback_value=1.0)
     answers.open.clear()
     await street.watch(61)
     for _ in range(1000):
@@ -190,20 +194,20 @@ async def test_words_of_an_attempt_that_was_given_up_do_not_count(shadow: tuple[
     answers.open.set()
     await rig.director.tick()
     await rig.answered()
-    (one,) = await street.prompts()
-    assert (one["state"], one["attempts"]) == ("answered", 2)
+    (prompt,) = await street.prompts()
+    assert (prompt["state"], prompt["attempts"]) == ("answered", 2)
     last = await street.last()
     given_up = ids.session_key("default", f"shadow-{last.rollout_id}-0-candidate-1")
     await rig.hear(street.reward(given_up, 0.0))
     async with rig.database.transaction() as tx:
-        known = set((await tx.execute(select(EVENTS.c.unit))).scalars())
+        stored_units = set((await tx.execute(select(EVENTS.c.unit))).scalars())
         sessions = set((await tx.execute(select(SESSIONS.c.session_key))).scalars())
-    assert known == {"shadow-0-logged", "shadow-0-candidate", "shadow-0-champion"}
+    assert stored_units == {"shadow-0-logged", "shadow-0-candidate", "shadow-0-champion"}
     assert given_up not in sessions
     assert of in sessions
 
 
-async def test_a_shadow_without_traffic_ends_in_time(data_dir: Path) -> None:
+async def test_shadow_without_traffic_ends_in_time(data_dir: Path) -> None:
     rig, _ = await opened(data_dir, shadow_duration_max_s=100)
     await rig.start()
     try:
@@ -221,7 +225,7 @@ async def test_a_shadow_without_traffic_ends_in_time(data_dir: Path) -> None:
         await rig.database.close()
 
 
-async def test_a_session_that_the_shadow_has_taken_may_be_drawn_later(shadow: tuple[Rig, FakeAnswers]) -> None:
+async def test_shadow_releases_its_sessions_for_later_arms(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, _ = shadow
     await rig.crowned(0)
     await in_the_shadow(rig)
@@ -229,7 +233,9 @@ async def test_a_session_that_the_shadow_has_taken_may_be_drawn_later(shadow: tu
     keys = await street.visit(20)
     await street.until_canary()
     drawn = {key: assign_unit(street.split, rig.routing.champion or "", key) for key in keys}
-    key, (version, assignment) = next((key, one) for key, one in drawn.items() if one[1] and one[1].arm != "rest")
+    key, (version, assignment) = next(
+        (key, assigned) for key, assigned in drawn.items() if assigned[1] and assigned[1].arm != "rest"
+    )
     await rig.hear(street.turn(key, version, assignment), street.reward(key, 1.0, revision=1))
     await street.watch(61)
     async with rig.database.transaction() as tx:
@@ -248,21 +254,21 @@ async def story(rig: Rig, answers: FakeAnswers, reward: float, *, dies: bool) ->
     street = ShadowStreet(rig, 10)
     street.rewards[new] = reward
     last = await street.last()
-    while last.going_on and street._count < 3000:
+    while last.is_under_way and street._count < 3000:
         if dies:
             await reboot(rig)
-        await (street.visit(10, says=1.0) if last.phase == "shadow" else street.sessions(20))
+        await (street.visit(10, feedback_value=1.0) if last.phase == "shadow" else street.sessions(20))
         if dies:
             await reboot(rig)
         await street.watch(61)
         await rig.answered()
         last = await street.last()
-    told: Told = [
-        (one.rollout.kind, one.reason or "", str(sorted(one.statistics.items())))
-        for one in rig.sent(ModelEvent)
-        if one.rollout is not None and one.rollout.kind != "begin"
+    decisions: Told = [
+        (event.rollout.kind, event.reason or "", str(sorted(event.statistics.items())))
+        for event in rig.sent(ModelEvent)
+        if event.rollout is not None and event.rollout.kind != "begin"
     ]
-    return told, last.phase
+    return decisions, last.phase
 
 
 async def reboot(rig: Rig) -> None:
@@ -275,10 +281,10 @@ async def reboot(rig: Rig) -> None:
     ("reward", "phase"), [(0.1, "rolled_back"), pytest.param(0.7, "champion", marks=pytest.mark.long)]
 )
 @postgres_is_long()
-async def test_a_registry_that_dies_after_every_step_decides_the_same(
+async def test_shadow_decisions_are_the_same_after_crashes(
     tmp_path: Path, database_url: str, reward: float, phase: str
 ) -> None:
-    found = []
+    stories = []
     for dies in (False, True):
         rig, answers = await opened(tmp_path / str(dies), database_url)
         if database_url != "sqlite":
@@ -288,13 +294,13 @@ async def test_a_registry_that_dies_after_every_step_decides_the_same(
                 await tx.execute(text("DROP SCHEMA IF EXISTS registry CASCADE"))
         await rig.start()
         try:
-            found.append(await story(rig, answers, reward, dies=dies))
+            stories.append(await story(rig, answers, reward, dies=dies))
         finally:
             await rig.database.close()
-    assert found[1] == found[0]
-    assert found[0][1] == phase
+    assert stories[1] == stories[0]
+    assert stories[0][1] == phase
 
 
-def test_a_shadow_needs_somebody_who_has_agreed() -> None:
-    with pytest.raises(ValueError, match=r"shadow\.tenants names nobody"):
+def test_shadow_settings_require_a_tenant() -> None:
+    with pytest.raises(ValueError, match=r"shadow\.tenants names no tenant"):
         RolloutSettings(shadow_units=10)

@@ -1,4 +1,4 @@
-"""Indexes for what timers look for among all that is remembered, and for sessions that are in use for ever."""
+"""Add indexes for the few rows that timers look for, and for sessions that are in use for ever."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Turns and sessions are ordered by their place on the log, in place of what gateways' clocks said.
+"""Order turns and sessions by their offset on the log, not by the clocks of gateways.
 
-What is there already has no place: it gets a number below every offset, in the order of the time that was kept.
+Rows that exist already have no offset: they get a number below every offset, in the order of their stored time.
 """
 
 from __future__ import annotations

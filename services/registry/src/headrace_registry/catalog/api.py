@@ -1,4 +1,4 @@
-"""The pages of the REST interface about all models: register, serve, aliases, tags, notes, retire, garbage, audit."""
+"""REST pages of all models: register, serve, aliases, tags, notes, retire, garbage collection, audit log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_registry import changes, http, states
-from headrace_registry.catalog import aliases, audit, describing, queries, registering, retiring, serving
+from headrace_registry.catalog import aliases, audit, queries, registration, retirement, serving, tags_and_notes
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.records import ModelRecord, VersionRecord
@@ -37,11 +37,11 @@ from headrace_schemas.catalog import (
 from headrace_schemas.registry_api import VersionList
 
 _NUMBER_MAX = 2**63 - 1
-OfVersion = Callable[[AsyncConnection, datetime, Transition, ModelRecord, VersionRecord], Awaitable[str | None]]
+VersionChange = Callable[[AsyncConnection, datetime, Transition, ModelRecord, VersionRecord], Awaitable[str | None]]
 
 
 class CatalogApi:
-    """Any registry answers reads; only the leader takes changes."""
+    """REST pages of the catalog. Every registry answers reads; only the leader accepts changes."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class CatalogApi:
         settings: RegistrySettings,
         blobs: BlobStore,
         database: Database,
-        made: RegistryChanges,
+        changes: RegistryChanges,
         garbage: GarbageCollector,
     ) -> None:
         self._common = common
         self._settings = settings
         self._blobs = blobs
         self._database = database
-        self._changes = made
+        self._changes = changes
         self._garbage = garbage
 
     def routes(self) -> list[Route]:
-        guarded = partial(http.for_insiders, self._common)
+        guarded = partial(http.require_key, self._common)
         posts = {
             "register": self.register,
             "serve": self.serve,
@@ -76,130 +76,132 @@ class CatalogApi:
         return [
             *changing,
             Route("/v1/models/{name}/notes", guarded(self.notes), methods=["GET"]),
-            Route("/v1/versions/{version}", guarded(self.one)),
+            Route("/v1/versions/{version}", guarded(self.version)),
             Route("/v1/garbage", guarded(self.collect), methods=["POST"]),
             Route("/v1/audit", guarded(self.audited)),
         ]
 
     async def register(self, request: Request) -> Response:
-        """201: the version is known; where it is to be served, replicas load and probe it now."""
-        body = await http.body(request, RegisterRequest)
-        self._changes.check_leads()
+        """Register a version. Answer 201: where it is to be served, replicas load and probe it now."""
+        body = await http.read_body(request, RegisterRequest)
+        self._changes.require_leadership()
         name = request.path_params["name"]
         async with self._garbage.lock:
             try:
-                manifest = await registering.read(self._blobs, body.manifest, name)
+                manifest = await registration.read_complete_manifest(self._blobs, body.manifest, name)
             except Unavailable as error:
                 raise Refused(503, "unavailable", str(error)) from None
 
             async def work(tx: AsyncConnection, now: datetime, transition: Transition) -> str:
-                found = await registering.register(tx, now, transition, manifest, body.manifest, body.label)
+                version = await registration.register(tx, now, transition, manifest, body.manifest, body.label)
                 if body.serve:
-                    record = await changes.model(tx, name)
-                    await serving.serve(tx, transition, record, found, self._settings.served_max)
+                    record = await changes.require_model(tx, name)
+                    await serving.serve(tx, transition, record, version, self._settings.served_max)
                 return f"label {body.label}" if body.label else ""
 
             act = self._act(request, "register", manifest.version, body.why)
-            return http.answer(await self._changes.make(name, act, work), 201)
+            return http.json_response(await self._changes.make(name, act, work), 201)
 
     async def serve(self, request: Request) -> Response:
-        body = await http.body(request, ServeRequest)
+        body = await http.read_body(request, ServeRequest)
 
         async def work(
-            tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, one: VersionRecord
+            tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, version: VersionRecord
         ) -> None:
-            await serving.serve(tx, transition, model, one, self._settings.served_max)
+            await serving.serve(tx, transition, model, version, self._settings.served_max)
 
-        return await self._of_version(request, body.version, body.why, work)
+        return await self._change_version(request, body.version, body.why, work)
 
     async def unserve(self, request: Request) -> Response:
-        body = await http.body(request, ServeRequest)
+        body = await http.read_body(request, ServeRequest)
 
         async def work(
-            tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, one: VersionRecord
+            tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, version: VersionRecord
         ) -> None:
-            await serving.unserve(tx, transition, model, one)
+            await serving.unserve(tx, transition, model, version)
 
-        return await self._of_version(request, body.version, body.why, work)
+        return await self._change_version(request, body.version, body.why, work)
 
     async def aliases(self, request: Request) -> Response:
-        """409 `alias_moved` when one of them is not what the asker took it for; then none has moved."""
-        body = await http.body(request, AliasesRequest)
+        """Move aliases. Answer 409 `alias_moved` when one of them is not as expected; then none has moved."""
+        body = await http.read_body(request, AliasesRequest)
         name = request.path_params["name"]
 
         async def work(tx: AsyncConnection, now: datetime, transition: Transition) -> str:
-            record = await changes.model(tx, name)
-            return await aliases.move(tx, now, transition, record, body.moves, self._settings.served_max)
+            record = await changes.require_model(tx, name)
+            return await aliases.move_aliases(tx, now, transition, record, body.moves, self._settings.served_max)
 
-        return http.answer(await self._changes.make(name, self._act(request, "aliases", None, body.why), work))
+        return http.json_response(await self._changes.make(name, self._act(request, "aliases", None, body.why), work))
 
     async def retire(self, request: Request) -> Response:
-        body = await http.body(request, RetireRequest)
-        return await self._of_version(request, body.version, body.why, retiring.retire)
+        body = await http.read_body(request, RetireRequest)
+        return await self._change_version(request, body.version, body.why, retirement.retire)
 
     async def tags(self, request: Request) -> Response:
-        body = await http.body(request, TagsRequest)
+        body = await http.read_body(request, TagsRequest)
 
         async def work(
-            tx: AsyncConnection, _now: datetime, _transition: Transition, _model: ModelRecord, one: VersionRecord
+            tx: AsyncConnection, _now: datetime, _transition: Transition, _model: ModelRecord, version: VersionRecord
         ) -> str:
-            await describing.tag(tx, one, body.add, body.remove)
+            await tags_and_notes.change_tags(tx, version, body.add, body.remove)
             return " ".join([*(f"+{tag}" for tag in body.add), *(f"-{tag}" for tag in body.remove)])
 
-        return await self._of_version(request, body.version, body.why, work)
+        return await self._change_version(request, body.version, body.why, work)
 
     async def note(self, request: Request) -> Response:
-        body = await http.body(request, NoteRequest)
-        who = audit.asker(request, self._common).who
+        body = await http.read_body(request, NoteRequest)
+        operator = audit.requester(request, self._common).who
 
         async def work(
-            tx: AsyncConnection, now: datetime, _transition: Transition, _model: ModelRecord, one: VersionRecord
+            tx: AsyncConnection, now: datetime, _transition: Transition, _model: ModelRecord, version: VersionRecord
         ) -> None:
-            await describing.note(tx, now, one, body.text, who)
+            await tags_and_notes.add_note(tx, now, version, body.text, operator)
 
-        return await self._of_version(request, body.version, "", work)
+        return await self._change_version(request, body.version, "", work)
 
     async def notes(self, request: Request) -> Response:
         async with self._database.transaction() as tx:
-            record = await changes.model(tx, request.path_params["name"])
-            one = await changes.version(tx, record, parameters_of(request, "version").get("version", ""))
-            return http.answer(NoteList(data=await queries.notes(tx, one.version)))
+            record = await changes.require_model(tx, request.path_params["name"])
+            version = await changes.require_version(tx, record, parameters_of(request, "version").get("version", ""))
+            return http.json_response(NoteList(data=await queries.notes(tx, version.version)))
 
-    async def one(self, request: Request) -> Response:
-        """One version by its full name, whatever model it is of."""
-        wanted = request.path_params["version"]
+    async def version(self, request: Request) -> Response:
+        """Return one version by its full name, of whichever model."""
+        name = request.path_params["version"]
         async with self._database.transaction() as tx:
-            record = await changes.model(tx, wanted.partition("@")[0])
-            found = [await changes.version(tx, record, wanted)]
-            return http.answer(VersionList(data=await states.of_versions(tx, found)))
+            record = await changes.require_model(tx, name.partition("@")[0])
+            versions = [await changes.require_version(tx, record, name)]
+            return http.json_response(VersionList(data=await states.version_states(tx, versions)))
 
     async def collect(self, request: Request) -> Response:
-        body = await http.body(request, GarbageRequest)
-        self._changes.check_leads()
+        body = await http.read_body(request, GarbageRequest)
+        self._changes.require_leadership()
         act = self._act(request, "collect", None, body.why)
         try:
-            return http.answer(await self._garbage.run(act, dry_run=body.dry_run))
+            return http.json_response(await self._garbage.run(act, dry_run=body.dry_run))
         except Unavailable as error:
-            raise Refused(503, "unavailable", f"not done, or not all of it: {error}; ask again") from None
+            raise Refused(
+                503, "unavailable", f"garbage collection did not finish: {error}; send the request again"
+            ) from None
 
     async def audited(self, request: Request) -> Response:
         parameters = parameters_of(request, "model", "before", "limit")
-        before = http.number(parameters, "before", _NUMBER_MAX, _NUMBER_MAX)
-        limit = http.limit(parameters)
+        before = http.number_parameter(parameters, "before", _NUMBER_MAX, _NUMBER_MAX)
+        limit = http.limit_parameter(parameters)
         async with self._database.transaction() as tx:
-            found = await audit.read(tx, parameters.get("model"), before, limit)
-        return http.answer(AuditList(data=found))
+            entries = await audit.read_entries(tx, parameters.get("model"), before, limit)
+        return http.json_response(AuditList(data=entries))
 
-    async def _of_version(self, request: Request, wanted: str, why: str, work: OfVersion) -> Response:
+    async def _change_version(self, request: Request, version_name: str, why: str, work: VersionChange) -> Response:
         name = request.path_params["name"]
 
-        async def whole(tx: AsyncConnection, now: datetime, transition: Transition) -> str | None:
-            record = await changes.model(tx, name)
-            one = await changes.version(tx, record, wanted)
-            return await work(tx, now, transition, record, one)
+        async def change(tx: AsyncConnection, now: datetime, transition: Transition) -> str | None:
+            record = await changes.require_model(tx, name)
+            version = await changes.require_version(tx, record, version_name)
+            return await work(tx, now, transition, record, version)
 
         action = request.url.path.rpartition("/")[2]
-        return http.answer(await self._changes.make(name, self._act(request, action, wanted, why), whole))
+        return http.json_response(await self._changes.make(name, self._act(request, action, version_name, why), change))
 
-    def _act(self, request: Request, action: str, version: str | None, why: str) -> audit.Act:
-        return audit.Act(audit.asker(request, self._common), action, version, why)
+    def _act(self, request: Request, action: str, version: str | None, why: str) -> audit.AuditedAction:
+        return audit.AuditedAction(audit.requester(request, self._common), action, version, why)

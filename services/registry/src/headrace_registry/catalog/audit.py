@@ -1,4 +1,5 @@
-"""The audit log: who asked for which change, and why. A row is written with the change, in its transaction."""
+"""The audit log: the requester, the action and the reason of each change. A row is written in the transaction of the
+change."""
 
 from __future__ import annotations
 
@@ -20,32 +21,32 @@ _WHO_LENGTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """`principal` is what the key proves, `who` what the asker says."""
+class Requester:
+    """Sender of a request. The key proves `principal`; `who` is the name that the request gives."""
 
     principal: str
     who: str
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """What is asked for, as the log keeps it."""
+class AuditedAction:
+    """A requested change, as the audit log stores it."""
 
-    asker: Asker
+    asker: Requester
     action: str
     version: str | None = None
     why: str = ""
     detail: str = ""
 
 
-def asker(request: Request, common: Common) -> Asker:
-    """Whoever sends `request`, after its key was checked."""
+def requester(request: Request, common: Common) -> Requester:
+    """Return the sender of `request`. Its key has been checked already."""
     principal = "internal" if common.security.internal_key.get_secret_value() else "open"
-    return Asker(principal, printable(header_of(request, WHO_HEADER), _WHO_LENGTH_MAX))
+    return Requester(principal, printable(header_of(request, WHO_HEADER), _WHO_LENGTH_MAX))
 
 
-async def write(tx: AsyncConnection, now: datetime, model: str, act: Act) -> None:
-    """Keep it with the change."""
+async def add_entry(tx: AsyncConnection, now: datetime, model: str, act: AuditedAction) -> None:
+    """Store the action in the transaction of the change."""
     values = {
         "at_ms": epoch_ms(now),
         "principal": act.asker.principal,
@@ -59,8 +60,10 @@ async def write(tx: AsyncConnection, now: datetime, model: str, act: Act) -> Non
     await tx.execute(insert(AUDIT).values(values))
 
 
-async def read(tx: AsyncConnection, model: str | None, before: int | None, limit: int) -> tuple[AuditEntry, ...]:
-    """The newest first, those with a number below `before`."""
+async def read_entries(
+    tx: AsyncConnection, model: str | None, before: int | None, limit: int
+) -> tuple[AuditEntry, ...]:
+    """Return up to `limit` entries with a number below `before`, the newest first."""
     query = select(AUDIT).order_by(AUDIT.c.id.desc()).limit(limit)
     if model is not None:
         query = query.where(AUDIT.c.model == model)

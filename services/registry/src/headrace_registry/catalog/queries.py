@@ -1,4 +1,4 @@
-"""Reads aliases, labels, tags, notes and what is asked for."""
+"""Reads aliases, labels, tags and notes, and which versions operators requested."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from headrace_schemas.catalog import NOTES_MAX, Note
 
 
 async def aliases(tx: AsyncConnection, model: str) -> dict[str, str]:
-    """What each alias of a model names."""
+    """Return the version that each alias of a model names."""
     query = select(ALIASES.c.alias, ALIASES.c.version).where(ALIASES.c.model == model).order_by(ALIASES.c.alias)
     return dict((await tx.execute(query)).all())
 
 
 async def aliases_of(tx: AsyncConnection, version: str) -> list[str]:
-    """The aliases that name a version."""
+    """Return the aliases that name a version."""
     query = select(ALIASES.c.alias).where(ALIASES.c.version == version).order_by(ALIASES.c.alias)
     return list((await tx.execute(query)).scalars())
 
 
-async def labelled(tx: AsyncConnection, model: str, label: str) -> str | None:
-    """The version that has this label."""
+async def version_with_label(tx: AsyncConnection, model: str, label: str) -> str | None:
+    """Return the version with this label, or None."""
     query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, VERSIONS.c.label == label)
     return (await tx.execute(query)).scalar_one_or_none()
 
 
-async def names(tx: AsyncConnection, model: str) -> dict[str, str]:
-    """Aliases, and the labels of what may be served."""
-    labelled = and_(VERSIONS.c.model == model, VERSIONS.c.label.is_not(None), _alive())
-    query = select(VERSIONS.c.label, VERSIONS.c.version).where(labelled).order_by(VERSIONS.c.number.desc())
-    found = await tx.execute(query)
-    return dict(found.all()) | await aliases(tx, model)
+async def routing_names(tx: AsyncConnection, model: str) -> dict[str, str]:
+    """Return the names in the routing: aliases, and the labels of versions that may be served."""
+    conditions = and_(VERSIONS.c.model == model, VERSIONS.c.label.is_not(None), _may_be_served())
+    query = select(VERSIONS.c.label, VERSIONS.c.version).where(conditions).order_by(VERSIONS.c.number.desc())
+    labels = await tx.execute(query)
+    return dict(labels.all()) | await aliases(tx, model)
 
 
-async def asked_for(tx: AsyncConnection, model: str) -> list[str]:
-    """The versions that are held ready because somebody asked for them or an alias names them, in order of arrival."""
+async def requested_versions(tx: AsyncConnection, model: str) -> list[str]:
+    """Return the versions that an operator serves or an alias names, in the order of arrival."""
     aliased = select(ALIASES.c.version).where(ALIASES.c.model == model)
-    query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, _alive())
+    query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, _may_be_served())
     query = query.where(or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
     return list((await tx.execute(query.order_by(VERSIONS.c.number))).scalars())
 
 
-async def all_asked_for(tx: AsyncConnection) -> list[str]:
-    """The same over all models."""
+async def all_requested_versions(tx: AsyncConnection) -> list[str]:
+    """Return the requested versions of all models."""
     aliased = select(ALIASES.c.version)
-    query = select(VERSIONS.c.version).where(_alive(), or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
+    query = select(VERSIONS.c.version).where(_may_be_served(), or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
     return list((await tx.execute(query.order_by(VERSIONS.c.number))).scalars())
 
 
-async def untrained(tx: AsyncConnection, model: str, limit: int) -> list[str]:
-    """The versions that nobody trains here, the last ones first."""
+async def untrained_versions(tx: AsyncConnection, model: str, limit: int) -> list[str]:
+    """Return up to `limit` versions of a model that no trainer of this installation made, the newest first."""
     query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, VERSIONS.c.trained.is_(False))
     return list((await tx.execute(query.order_by(VERSIONS.c.number.desc()).limit(limit))).scalars())
 
 
-async def any_trained(tx: AsyncConnection, model: str) -> bool:
-    """Whether a trainer of ours has made a version of this model."""
+async def has_trained_version(tx: AsyncConnection, model: str) -> bool:
+    """Return whether a trainer of this installation has made a version of this model."""
     query = select(VERSIONS.c.number).where(VERSIONS.c.model == model, VERSIONS.c.trained).limit(1)
     return (await tx.execute(query)).first() is not None
 
 
 async def tags(tx: AsyncConnection, versions: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """By version, in order."""
+    """Return the tags of each version in alphabetical order."""
     query = select(TAGS.c.version, TAGS.c.tag).where(TAGS.c.version.in_(list(versions))).order_by(TAGS.c.tag)
-    found: dict[str, list[str]] = defaultdict(list)
+    tags_by_version: dict[str, list[str]] = defaultdict(list)
     for version, tag in await tx.execute(query):
-        found[version].append(tag)
-    return {version: tuple(several) for version, several in found.items()}
+        tags_by_version[version].append(tag)
+    return {version: tuple(version_tags) for version, version_tags in tags_by_version.items()}
 
 
 async def notes(tx: AsyncConnection, version: str) -> tuple[Note, ...]:
-    """The oldest first."""
+    """Return the notes of a version, the oldest first."""
     query = select(NOTES).where(NOTES.c.version == version).order_by(NOTES.c.id).limit(NOTES_MAX)
     rows = (await tx.execute(query)).mappings()
     return tuple(Note(text=row["text"], who=row["who"], at=from_epoch_ms(row["at_ms"])) for row in rows)
 
 
-def _alive() -> ColumnElement[bool]:
+def _may_be_served() -> ColumnElement[bool]:
     return and_(VERSIONS.c.retired_ms.is_(None), VERSIONS.c.state.not_in(("withdrawn", "rejected")))

@@ -1,11 +1,11 @@
-"""Serves a version because somebody asks for it, beside whatever has a role."""
+"""Serves a version because an operator requests it, besides the versions with a role."""
 
 from __future__ import annotations
 
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.catalog import aliases, queries, room
+from headrace_registry.catalog import aliases, queries, served_limit
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.tables import VERSIONS
 from headrace_registry.transition import Transition
@@ -15,26 +15,32 @@ from headrace_runtime.errors import Refused
 async def serve(
     tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord, served_max: int
 ) -> None:
-    """Replicas load and probe it. The first version of a model that nobody trains becomes its champion by that."""
+    """Let replicas load and probe the version. The first version of a model without a trainer becomes its champion."""
     await aliases.check_servable(tx, model, version.version)
     await _set_served(tx, version.version, True)
-    await room.check(tx, served_max)
-    if model.champion is None and model.candidate is None and not await queries.any_trained(tx, model.model):
+    await served_limit.check_served_limit(tx, served_max)
+    if model.champion is None and model.candidate is None and not await queries.has_trained_version(tx, model.model):
         await transition.request(version, "force")
-    transition.touch(model.model)
+    transition.mark_changed(model.model)
 
 
 async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord) -> None:
-    """Let replicas drop it. A role keeps it, unless its model is one that nobody trains."""
-    named = await queries.aliases_of(tx, version.version)
-    if named:
-        raise Refused(409, "aliased", f"{version.version} is named by {', '.join(named)}; move that first", "version")
+    """Let replicas drop the version. Raises `Refused` 409 if an alias names it or a role of a trained model needs
+    it."""
+    aliases_naming = await queries.aliases_of(tx, version.version)
+    if aliases_naming:
+        raise Refused(
+            409,
+            "aliased",
+            f"{version.version} is named by {', '.join(aliases_naming)}; move these aliases first",
+            "version",
+        )
     if version.version in (model.champion, model.candidate):
-        if await queries.any_trained(tx, model.model):
+        if await queries.has_trained_version(tx, model.model):
             raise Refused(409, "has_a_role", f"{version.version} is champion or candidate of {model.model}", "version")
-        await transition.vacate(model)
+        await transition.clear_roles(model)
     await _set_served(tx, version.version, False)
-    transition.touch(model.model)
+    transition.mark_changed(model.model)
 
 
 async def _set_served(tx: AsyncConnection, name: str, served: bool) -> None:

@@ -1,5 +1,5 @@
-"""Removes the files of retired versions that nobody needs: not routing, an alias, an adapter, a lineage or a rollout.
+"""Removes the files of retired versions that no routing, alias, adapter, lineage or rollout needs.
 
-Only what a retired version's manifest lists is ever removed, and only where no other version lists it, too. Manifests
-stay, so that a version can be explained and compared for ever.
+Only files that a retired version's manifest lists are removed, and only where no other version lists them. Manifests
+stay, so that a version can always be explained and compared.
 """

@@ -1,7 +1,7 @@
-"""Finds what may go and removes it, version by version: marked in the database first, removed afterwards.
+"""Finds versions that may be removed and removes them one by one: first marked in the database, then deleted.
 
-A process that dies in between leaves a marked version with some files, and the next run removes those. Registering
-files and removing them exclude each other by one lock, so what was just found in the store is not removed.
+A process that dies in between leaves a marked version with some files, and the next run deletes those. One lock
+excludes registering and removing files, so a file that was just found in the store is not removed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
-from headrace_registry.catalog import audit, retiring
-from headrace_registry.garbage import bound, lineages, plan
+from headrace_registry.catalog import audit, retirement
+from headrace_registry.garbage import lineages, plan, storage_limit
 from headrace_registry.garbage.plan import GarbagePlan
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import VersionRecord
@@ -33,11 +33,11 @@ from headrace_schemas.manifest import Manifest
 
 log = get_logger(__name__)
 RETIRED_MAX = 1000
-"""Retired versions that one run looks at, the oldest first."""
+"""Largest number of retired versions that one run examines, the oldest first."""
 
 
 class GarbageCollector:
-    """`run` by whoever leads. `lock` is held while files are removed."""
+    """Garbage collector of version files. Only the leader calls `run`. `lock` is held while files are removed."""
 
     def __init__(
         self,
@@ -47,63 +47,78 @@ class GarbageCollector:
         retired_for_s: float,
         bytes_max: int | None = None,
     ) -> None:
-        """`bytes_max`: bytes that the files of all versions may take; None for `bound.default_bound`."""
+        """Create the collector. `bytes_max` limits the bytes of all versions, by default to
+        `storage_limit.default_limit`."""
         self._blobs = blobs
         self._processor = processor
         self._lease = lease
         self._retired_for = timedelta(seconds=retired_for_s)
         self._bytes_max = bytes_max
         self._manifest_cache: dict[str, Manifest] = {}
-        """Of the versions whose files are there. A manifest never changes."""
-        self._within_bound: int | None = None
-        """How many versions there were when they last kept to the bound."""
+        """Manifests of the versions whose files are there. A manifest never changes."""
+        self._within_limit: int | None = None
+        """Number of versions when they were last within the limit."""
         self.lock = asyncio.Lock()
 
-    async def run(self, act: audit.Act, *, dry_run: bool) -> GarbageReport:
-        """Raises `Refused` when a lineage cannot be read, `Unavailable` while the blob store is away."""
+    async def run(self, act: audit.AuditedAction, *, dry_run: bool) -> GarbageReport:
+        """Remove the files of retired versions, or only report them with `dry_run`.
+
+        Raises:
+            Refused: The saved state of a lineage cannot be read.
+            Unavailable: The blob store is away.
+        """
         async with self.lock:
-            found = await self._plan()
+            plan_made = await self._plan()
             if not dry_run:
-                await self._remove(found, act)
+                await self._remove(plan_made, act)
         return GarbageReport(
             dry_run=dry_run,
-            collected=tuple(one.report for one in found.doomed),
-            kept=found.kept,
-            size_bytes=sum(one.report.size_bytes for one in found.doomed),
+            collected=tuple(collectable.report for collectable in plan_made.collectable),
+            kept=plan_made.kept,
+            size_bytes=sum(collectable.report.size_bytes for collectable in plan_made.collectable),
         )
 
-    async def keep_bound(self) -> tuple[str, ...]:
-        """Retire and remove what the files of all versions take beyond the bound (`bound.versions_beyond`). Returns the
-        versions that were removed. Raises as `run` does.
+    async def keep_limit(self) -> tuple[str, ...]:
+        """Retire and remove the versions beyond the storage limit (`storage_limit.versions_over_limit`), and return
+        them.
+
+        Raises as `run` does.
         """
         async with self.lock:
             versions = await self._uncollected()
-            if len(versions) == self._within_bound:
+            if len(versions) == self._within_limit:
                 return ()
             manifests = await asyncio.to_thread(self._cached_manifests, versions)
             present = [version for version in versions if version.version in manifests]
-            blobs = {name: {one.blob.sha256: one.blob.size for one in found.files} for name, found in manifests.items()}
-            bytes_max = self._bytes_max or bound.default_bound(blobs)
-            if not bound.versions_beyond(present, blobs, set(), bytes_max):
-                self._within_bound = len(versions)
+            blobs = {
+                name: {file.blob.sha256: file.blob.size for file in manifest.files}
+                for name, manifest in manifests.items()
+            }
+            bytes_max = self._bytes_max or storage_limit.default_limit(blobs)
+            if not storage_limit.versions_over_limit(present, blobs, set(), bytes_max):
+                self._within_limit = len(versions)
                 return ()
             needed = await self._needed(versions)
-            for lineage in (await asyncio.to_thread(lineages.needed, self._blobs)).values():
+            for lineage in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).values():
                 needed |= lineage
-            chosen = bound.versions_beyond(present, blobs, needed, bytes_max)
-            why = f"the files of all versions take more than {bytes_max} bytes; set registry.versions_bytes_max higher"
-            act = audit.Act(audit.Asker("registry", "registry"), "collect", None, why)
+            chosen = storage_limit.versions_over_limit(present, blobs, needed, bytes_max)
+            reason = (
+                f"the files of all versions take more than {bytes_max} bytes; set registry.versions_bytes_max higher"
+            )
+            act = audit.AuditedAction(audit.Requester("registry", "registry"), "collect", None, reason)
             retired = [version for version in chosen if await self._retire(version)]
             await self._remove(await self._plan(retired), act)
         return tuple(retired)
 
-    async def _remove(self, found: GarbagePlan, act: audit.Act) -> None:
-        for one in found.doomed:
-            await self._mark(one.version, act, f"{one.report.files} files, {one.report.size_bytes} bytes")
-            for blob in one.blobs:
+    async def _remove(self, garbage_plan: GarbagePlan, act: audit.AuditedAction) -> None:
+        for collectable in garbage_plan.collectable:
+            await self._mark(
+                collectable.version, act, f"{collectable.report.files} files, {collectable.report.size_bytes} bytes"
+            )
+            for blob in collectable.blobs:
                 await asyncio.to_thread(self._blobs.delete, blob)
-            self._manifest_cache.pop(one.version, None)
-            log.info("collected", version=one.version, files=one.report.files)
+            self._manifest_cache.pop(collectable.version, None)
+            log.info("collected", version=collectable.version, files=collectable.report.files)
 
     async def _uncollected(self) -> list[VersionRecord]:
         """Return the versions whose files are there."""
@@ -111,22 +126,22 @@ class GarbageCollector:
 
         async def look(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            versions[:] = [version for version in await store.every(tx) if not version.collected]
+            versions[:] = [version for version in await store.all_versions(tx) if not version.collected]
             return ()
 
         await self._processor.step(look)
         return versions
 
     async def _needed(self, versions: Sequence[VersionRecord]) -> set[str]:
-        """Return those that the registry's own state needs."""
+        """Return the versions that the registry's own state needs."""
         needed: set[str] = set()
 
         async def look(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             needed.clear()
             for version in versions:
-                model = await store.model(tx, version.model)
+                model = await store.load_model(tx, version.model)
                 assert model is not None
-                if await retiring.users(tx, model, version):
+                if await retirement.reasons_in_use(tx, model, version):
                     needed.add(version.version)
             return ()
 
@@ -134,20 +149,20 @@ class GarbageCollector:
         return needed
 
     async def _retire(self, version: str) -> bool:
-        """Return whether it is retired now; something may need it meanwhile."""
+        """Retire a version unless something needs it by now. Return whether it is retired."""
         outcomes: list[bool] = []
 
         async def retire(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            record = await store.version(tx, version)
+            record = await store.load_version(tx, version)
             assert record is not None
-            model = await store.model(tx, record.model)
+            model = await store.load_model(tx, record.model)
             assert model is not None
-            outcomes[:] = [not await retiring.users(tx, model, record)]
+            outcomes[:] = [not await retirement.reasons_in_use(tx, model, record)]
             if not outcomes[0]:
                 return ()
             transition = Transition(tx, now)
-            await retiring.retire(tx, now, transition, model, record)
+            await retirement.retire(tx, now, transition, model, record)
             return await transition.finish()
 
         await self._processor.step(retire)
@@ -156,62 +171,64 @@ class GarbageCollector:
     def _cached_manifests(self, versions: Sequence[VersionRecord]) -> dict[str, Manifest]:
         for version in versions:
             if version.version not in self._manifest_cache:
-                self._manifest_cache |= {found.version: found for found in self._manifests([version])}
+                self._manifest_cache |= {manifest.version: manifest for manifest in self._manifests([version])}
         return {
-            one.version: self._manifest_cache[one.version] for one in versions if one.version in self._manifest_cache
+            record.version: self._manifest_cache[record.version]
+            for record in versions
+            if record.version in self._manifest_cache
         }
 
     async def _plan(self, chosen: Collection[str] = ()) -> GarbagePlan:
-        """`chosen` versions may go however short they have been retired."""
+        """Return the plan. `chosen` versions may be removed however recently they were retired."""
         retired: list[VersionRecord] = []
-        others: list[VersionRecord] = []
+        kept_versions: list[VersionRecord] = []
         needs: dict[str, list[str]] = {}
 
         async def look(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            for one in await store.every(tx):
-                old = one.version in chosen or _old(one, now - self._retired_for)
-                (retired if old else others).append(one)
-            for one in retired[:RETIRED_MAX]:
-                model = await store.model(tx, one.model)
+            for version in await store.all_versions(tx):
+                old = version.version in chosen or _is_retired_since(version, now - self._retired_for)
+                (retired if old else kept_versions).append(version)
+            for version in retired[:RETIRED_MAX]:
+                model = await store.load_model(tx, version.model)
                 assert model is not None
-                if used := await retiring.users(tx, model, one):
-                    needs[one.version] = used
+                if reasons := await retirement.reasons_in_use(tx, model, version):
+                    needs[version.version] = reasons
             return ()
 
         await self._processor.step(look)
-        for lineage, versions in (await asyncio.to_thread(lineages.needed, self._blobs)).items():
+        for lineage, versions in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).items():
             for version in versions:
                 needs.setdefault(version, []).append(f"lineage {lineage} goes on from it or may go back to it")
-        manifests = await asyncio.to_thread(self._manifests, [*others, *retired[RETIRED_MAX:]])
-        return plan.make(await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs)
+        manifests = await asyncio.to_thread(self._manifests, [*kept_versions, *retired[RETIRED_MAX:]])
+        return plan.make_plan(await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs)
 
     def _manifests(self, versions: Sequence[VersionRecord]) -> list[Manifest]:
-        """Those that exist: a version whose manifest was never there was rejected, and has no files."""
-        found = []
-        for one in versions:
+        """Return the manifests that exist. A version whose manifest never existed was rejected, and has no files."""
+        manifests = []
+        for version in versions:
             try:
-                found.append(read_manifest(self._blobs, one.manifest))
+                manifests.append(read_manifest(self._blobs, version.manifest))
             except (MissingBlob, CorruptBlob) as error:
-                if one.state != "rejected":
+                if version.state != "rejected":
                     raise
-                log.warning("manifest_passed_over", version=one.version, error=str(error))
-        return found
+                log.warning("manifest_passed_over", version=version.version, error=str(error))
+        return manifests
 
-    async def _mark(self, version: str, act: audit.Act, detail: str) -> None:
+    async def _mark(self, version: str, act: audit.AuditedAction, detail: str) -> None:
         async def mark(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            found = await store.version(tx, version)
-            assert found is not None
+            record = await store.load_version(tx, version)
+            assert record is not None
             statement = update(VERSIONS).where(VERSIONS.c.version == version, VERSIONS.c.retired_ms.is_not(None))
             await tx.execute(statement.values(collected_ms=epoch_ms(now)))
-            if not found.collected:
-                noted = audit.Act(act.asker, act.action, version, act.why, detail)
-                await audit.write(tx, now, found.model, noted)
+            if not record.collected:
+                action = audit.AuditedAction(act.asker, act.action, version, act.why, detail)
+                await audit.add_entry(tx, now, record.model, action)
             return ()
 
         await self._processor.step(mark)
 
 
-def _old(version: VersionRecord, before: datetime) -> bool:
+def _is_retired_since(version: VersionRecord, before: datetime) -> bool:
     return version.retired_at is not None and version.retired_at <= before

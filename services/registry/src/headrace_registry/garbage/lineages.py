@@ -1,7 +1,7 @@
-"""Which versions the trainers' saved states need, read as they were written and never changed.
+"""Finds the versions that the trainers' saved states need. The states are read as they were written and never changed.
 
-A trainer goes on from its base, the version that it trains, the promoted ones and those that it can go back to. A state
-that cannot be read, or that says none of this, needs everything: nothing is collected then.
+A trainer continues from its base, the version that it trains, the promoted ones and those that it can go back to. If a
+state cannot be read, or lacks all of these fields, the garbage collection is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _State(_Part):
 
     def needed(self) -> set[str]:
         return {
-            *(one.version for one in self.versions[:1]),
+            *(version.version for version in self.versions[:1]),
             self.head,
             *self.promoted,
             *self.restore_points,
@@ -54,8 +54,8 @@ class _State(_Part):
         }
 
 
-def needed(blobs: BlobStore) -> dict[str, set[str]]:
-    """Lineage to the versions that it needs. Blocks. Raises `Refused` 409 for a lineage that cannot be read."""
+def needed_versions(blobs: BlobStore) -> dict[str, set[str]]:
+    """Return the versions that each lineage needs. Blocks. Raises `Refused` 409 for a lineage that cannot be read."""
     return {lineage: _needed(blobs, lineage) for lineage in _names(blobs)}
 
 
@@ -76,6 +76,8 @@ def _needed(blobs: BlobStore, lineage: str) -> set[str]:
         store = blobs if epoch == _SHARED else blobs.area(f"{_FOLDER}/{lineage}/{epoch:010d}")
         return _State.model_validate_json(store.get(pointer.state)).needed()
     except (ValidationError, CorruptBlob, MissingBlob) as error:
-        what = f"{error.error_count()} fields are not as expected" if isinstance(error, ValidationError) else str(error)
-        message = f"lineage {lineage} cannot be read, so nothing is collected: {what}; try again, or repair it"
+        problem = (
+            f"{error.error_count()} fields are not as expected" if isinstance(error, ValidationError) else str(error)
+        )
+        message = f"lineage {lineage} cannot be read, so nothing is collected: {problem}; try again, or repair it"
         raise Refused(409, "lineage_unreadable", message) from None

@@ -1,4 +1,4 @@
-"""What may go: a pure function of manifests and needs."""
+"""Decides which versions may be removed: a pure function of manifests and needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace_schemas.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
-    """A retired version that nobody needs, and those of its files that no other version has."""
+class CollectableVersion:
+    """A retired version that is not needed, with those of its files that no other version has."""
 
     version: str
     blobs: tuple[BlobRef, ...]
@@ -25,31 +25,40 @@ class Doomed:
 
 @dataclass(frozen=True, slots=True)
 class GarbagePlan:
-    """What goes and what stays."""
+    """The versions to remove and the versions to keep."""
 
-    doomed: tuple[Doomed, ...]
+    collectable: tuple[CollectableVersion, ...]
     kept: tuple[KeptVersion, ...]
 
 
-def make(retired: Sequence[Manifest], others: Sequence[Manifest], needs: Mapping[str, Sequence[str]]) -> GarbagePlan:
-    """`others` are all manifests of versions that are not retired; `needs` says of a version what needs it.
+def make_plan(
+    retired: Sequence[Manifest], active: Sequence[Manifest], needs: Mapping[str, Sequence[str]]
+) -> GarbagePlan:
+    """Return which retired versions may be removed. If an adapter is needed, its base is needed too.
 
-    What needs an adapter needs its base, too.
+    Args:
+        retired: Manifests of the retired versions.
+        active: Manifests of all other versions.
+        needs: Reasons why each version is needed.
     """
-    known = {one.version: one for one in retired}
-    why = {version: list(reasons) for version, reasons in needs.items()}
-    needed = [known[version] for version in needs if version in known]
-    for one in (*needed, *others):
-        if one.base in known:
-            why.setdefault(one.base or "", []).append(f"{one.version} is an adapter of it")
-    kept = [one for one in retired if one.version in why]
-    used = {file.blob.sha256 for one in (*others, *kept) for file in one.files}
+    retired_by_version = {manifest.version: manifest for manifest in retired}
+    needed_by = {version: list(reasons) for version, reasons in needs.items()}
+    needed = [retired_by_version[version] for version in needs if version in retired_by_version]
+    for manifest in (*needed, *active):
+        if manifest.base in retired_by_version:
+            needed_by.setdefault(manifest.base or "", []).append(f"{manifest.version} is an adapter of it")
+    kept = [manifest for manifest in retired if manifest.version in needed_by]
+    used_digests = {file.blob.sha256 for manifest in (*active, *kept) for file in manifest.files}
     return GarbagePlan(
-        doomed=tuple(_doomed(one, used) for one in retired if one.version not in why),
-        kept=tuple(KeptVersion(version=one.version, needed_by=tuple(why[one.version])) for one in kept),
+        collectable=tuple(
+            _collectable(manifest, used_digests) for manifest in retired if manifest.version not in needed_by
+        ),
+        kept=tuple(
+            KeptVersion(version=manifest.version, needed_by=tuple(needed_by[manifest.version])) for manifest in kept
+        ),
     )
 
 
-def _doomed(version: Manifest, used: Set[str]) -> Doomed:
-    own = {file.blob.sha256: file.blob for file in version.files if file.blob.sha256 not in used}
-    return Doomed(version.version, tuple(own.values()))
+def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
+    removable = {file.blob.sha256: file.blob for file in version.files if file.blob.sha256 not in used}
+    return CollectableVersion(version.version, tuple(removable.values()))

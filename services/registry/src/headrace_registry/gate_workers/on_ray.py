@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from headrace_registry.gate import Gate, GateFailed, GateSession
-from headrace_registry.gate_workers.dealing import WorkerLost, places
+from headrace_registry.gate_workers.dispatcher import WorkerLost, worker_names
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
 from headrace_schemas.gate import Play, Tasks
@@ -21,7 +21,7 @@ _CONNECT_S = 20.0
 
 
 class ProgramRunner:
-    """The actor. Its program ends with it, however that ends."""
+    """Ray actor that runs the gate's program. The program ends with the actor, however that ends."""
 
     def __init__(self, settings: GateSettings, folder: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
@@ -32,26 +32,26 @@ class ProgramRunner:
         self._session: GateSession | None = None
 
     async def tasks(self) -> Tasks:
-        """Starts the program. Raises `GateFailed`."""
+        """Start the program and return its tasks. Raises `GateFailed`."""
         self._session = await self._open.enter_async_context(self._gate.session())
         return self._session.tasks
 
     async def play(self, play: Play) -> float:
-        """Raises `GateFailed`."""
+        """Return the score of a play. Raises `GateFailed`."""
         assert self._session is not None
         return await self._session.play(play.version, play.task, play.seed)
 
 
 class RayGateWorker:
-    """An actor, as `dealing.GateWorker` has it."""
+    """A `dispatcher.GateWorker` that calls a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     async def tasks(self) -> Tasks:
-        found = await _answer(self._actor.tasks.remote())
-        assert isinstance(found, Tasks)
-        return found
+        tasks = await _answer(self._actor.tasks.remote())
+        assert isinstance(tasks, Tasks)
+        return tasks
 
     async def play(self, play: Play) -> float:
         return float(await _answer(self._actor.play.remote(play)))
@@ -72,7 +72,7 @@ def connect(address: str) -> None:
     """Join the cluster. Blocks. Raises `Unavailable`."""
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdecimal():  # Ray itself tries for minutes
+        if host and port.isdecimal():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, configure_logging=False, log_to_driver=False)
     except (OSError, GetTimeoutError, RuntimeError, ValueError) as error:
@@ -81,14 +81,14 @@ def connect(address: str) -> None:
 
 
 def start(settings: GateSettings) -> dict[str, RayGateWorker]:
-    """As many as are wanted. They are placed, and start their program, when they are asked for their tasks."""
-    chosen = settings.ray
-    alone = settings.model_copy(update={"ray": chosen.model_copy(update={"workers": 0})})
-    handed = {name: os.environ[name] for name in settings.passed_on if name in os.environ}
+    """Create the workers. Each is placed, and starts its program, when its tasks are first requested."""
+    ray_settings = settings.ray
+    program_settings = settings.model_copy(update={"ray": ray_settings.model_copy(update={"workers": 0})})
+    environment = {name: os.environ[name] for name in settings.passed_on if name in os.environ}
     actor = ray.remote(ProgramRunner).options(  # type: ignore[attr-defined, unused-ignore]
-        num_cpus=chosen.cpus, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
+        num_cpus=ray_settings.cpus, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
     )
     return {
-        name: RayGateWorker(actor.remote(alone, str(Path.cwd()), handed))
-        for name in places(chosen.workers, settings.concurrency)
+        name: RayGateWorker(actor.remote(program_settings, str(Path.cwd()), environment))
+        for name in worker_names(ray_settings.workers, settings.concurrency)
     }

@@ -1,4 +1,4 @@
-"""The anchor of a model, and what trials found."""
+"""Add the anchor of a model, and the results of trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts on live traffic, the history of champions, and who asked for a decision."""
+"""Add rollouts on live traffic, the history of champions, and the operator of a decision."""
 
 from __future__ import annotations
 

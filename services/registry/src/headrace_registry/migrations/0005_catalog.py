@@ -1,4 +1,4 @@
-"""Versions that nobody trains, labels, aliases, tags, notes, what is retired, and the audit log."""
+"""Add versions without a trainer, labels, aliases, tags, notes, retirement, and the audit log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the traffic met a candidate, and a share that is smaller than its stage's."""
+"""Add the exposure of a rollout, and a share that is smaller than that of its stage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts that a rollout's candidate answers in the shadow, what that found, and what is expected of a canary's
-units."""
+"""Add the prompts of a shadow, its findings, and the expected values of a canary's units."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rollouts: a version earns its place on live traffic. Statistics, assignment and the state machine, without any IO.
+"""Rollouts: a version is tried on live traffic before it becomes champion. Plan, statistics and state machine are pure.
 
-`plan` is declared beforehand, `assignment` says who gets which version, `records` and `metrics` what a session was
-like, `maturity` when it counts, `evidence` what the sessions show, `machine` what follows. See `docs/rollouts.md`.
+`plan` is declared beforehand, `headrace_schemas.assignment` assigns units to arms, `records` and `metrics` describe
+sessions, `maturity` defines when a unit is read, `evidence` summarises the readings, `machine` decides. See
+`docs/rollouts.md`.
 """

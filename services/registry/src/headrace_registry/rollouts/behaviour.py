@@ -1,4 +1,4 @@
-"""Metrics of how a version behaves: tools, loops, refusals, length, time, cost."""
+"""Metrics of a version's behaviour: tools, loops, refusals, length, time, cost."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _REFUSAL = re.compile(
 
 @metric(higher_is_better=False)
 def tool_errors(session: SessionRecord) -> float | None:
-    """The share of tool calls that went wrong: arguments that are no JSON, or a result that says that it is an error.
+    """Share of tool calls that failed: arguments that are not JSON, or a result that reports an error.
 
     Abstains when no tool was called.
     """
     calls = [call for answer in session.answers for call in answer.tool_calls or ()]
     if not calls:
         return None
-    results = {one.tool_call_id: one.text for one in session.dialogue if one.role == "tool"}
-    wrong = [not _is_json(call.function.arguments) or _says_error(results.get(call.id, "")) for call in calls]
-    return fmean(wrong)
+    results = {message.tool_call_id: message.text for message in session.dialogue if message.role == "tool"}
+    errors = [not _is_json(call.function.arguments) or _is_error_result(results.get(call.id, "")) for call in calls]
+    return fmean(errors)
 
 
 @metric(higher_is_better=False)
 def loops(session: SessionRecord) -> float | None:
-    """1 when the model said the same thing, or made the same call, three times or more in one session."""
+    """1 when the model repeated the same message or the same call three times or more in one session, else 0."""
     if not session.answers:
         return None
-    said = Counter(
-        (one.text, tuple((call.function.name, call.function.arguments) for call in one.tool_calls or ()))
-        for one in session.dialogue
-        if one.role == "assistant"
+    repetitions = Counter(
+        (message.text, tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ()))
+        for message in session.dialogue
+        if message.role == "assistant"
     )
-    return float(any(times >= _REPEATED for times in said.values()))
+    return float(any(count >= _REPEATED for count in repetitions.values()))
 
 
 @metric(higher_is_better=False)
 def refusals(session: SessionRecord) -> float | None:
-    """The share of answers that refuse, by a list of English phrases."""
-    texts = [one.text for one in session.answers if not one.tool_calls]
+    """Share of answers that refuse, recognised by a list of English phrases."""
+    texts = [message.text for message in session.answers if not message.tool_calls]
     return fmean(bool(_REFUSAL.search(text)) for text in texts) if texts else None
 
 
@@ -64,13 +64,13 @@ def length(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False, bounds=(0.0, _LATENCY_MAX_S))
 def latency(session: SessionRecord) -> float | None:
-    """Seconds from a request to the end of its answer, on average over the turns."""
+    """Mean seconds from a request to the end of its answer, over the turns."""
     return fmean((turn.time - turn.started_at).total_seconds() for turn in session.turns) if session.turns else None
 
 
 @metric(higher_is_better=False, bounds=(0.0, _SESSION_TOKENS_MAX))
 def cost(session: SessionRecord) -> float | None:
-    """Tokens read and written for the session. What a token costs, a metric of your own knows."""
+    """Tokens read and written in the session. Prices of tokens need a metric of your own."""
     if not session.turns:
         return None
     return float(sum(turn.usage.prompt_tokens + turn.usage.completion_tokens for turn in session.turns))
@@ -84,9 +84,9 @@ def _is_json(arguments: str) -> bool:
     return True
 
 
-def _says_error(result: str) -> bool:
+def _is_error_result(result: str) -> bool:
     try:
-        found = json.loads(result)
+        content = json.loads(result)
     except (ValueError, RecursionError):
         return bool(_ERROR.search(result))
-    return isinstance(found, dict) and bool(found.get("error") or found.get("isError") or found.get("is_error"))
+    return isinstance(content, dict) and bool(content.get("error") or content.get("isError") or content.get("is_error"))

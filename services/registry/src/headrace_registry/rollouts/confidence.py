@@ -1,4 +1,4 @@
-"""A confidence sequence: an interval at every moment, all of which hold the mean together with probability 1 - α.
+"""A confidence sequence: intervals for all times that contain the mean at all of them together with probability 1 - α.
 
 The hedged capital confidence sequence of Waudby-Smith & Ramdas, "Estimating means of bounded random variables by
 betting" (JRSS-B 2023, arXiv 2010.09686), Theorem 3 with θ = 1/2 and c = 1/2, for values z in [0, 1]:
@@ -7,7 +7,7 @@ betting" (JRSS-B 2023, arXiv 2010.09686), Theorem 3 with θ = 1/2 and c = 1/2, f
     {m : max(K⁺_t(m), K⁻_t(m)) / 2 < 1/α},
     λ_t = √(2 ln(2/α) / (σ̂²_{t-1} t ln(1+t))),  μ̂_t = (1/2 + Σ z_i)/(t+1),  σ̂²_t = (1/4 + Σ (z_i - μ̂_i)²)/(t+1).
 
-K⁺ falls and K⁻ rises with m, so the set is an interval and its ends are found by halving.
+K⁺ falls and K⁻ rises with m, so the set is an interval, and bisection finds its ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HALVINGS = 30
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Closed, and never narrower than the theorem's."""
+    """A closed interval, never narrower than the theorem's."""
 
     lower: float
     upper: float
@@ -30,16 +30,16 @@ class Interval:
 
 @dataclass(slots=True)
 class ConfidenceSequence:
-    """The values so far with the bets that were made on them. `alpha` is for both ends and all times together."""
+    """The values so far with the bets on them. `alpha` is the error for both ends and all times together."""
 
     alpha: float
     _values: list[tuple[float, float]] = field(default_factory=list)
-    """z and λ."""
+    """Pairs of z and λ."""
     _total: float = 0.5
     _squares: float = 0.25
 
-    def see(self, value: float) -> None:
-        """One more value of [0, 1]."""
+    def update(self, value: float) -> None:
+        """Add one value of [0, 1]."""
         time = len(self._values) + 1
         variance = self._squares / time
         bet = math.sqrt(2.0 * math.log(2.0 / self.alpha) / (variance * time * math.log1p(time)))
@@ -48,25 +48,25 @@ class ConfidenceSequence:
         self._squares += (value - self._total / (time + 1)) ** 2
 
     def interval(self) -> Interval:
-        """At this moment."""
+        """Return the confidence interval after the values observed so far."""
         limit = math.log(2.0 / self.alpha)
         lower = _crossing(lambda mean: self._from_below(mean) < limit)
         upper = 1.0 - _crossing(lambda rest: self._from_above(1.0 - rest) < limit)
         return Interval(lower, upper)
 
     def _from_below(self, mean: float) -> float:
-        """ln K⁺."""
+        """Return ln K⁺."""
         most = _TRUNCATION / mean if mean > 0.0 else math.inf
         return math.fsum(math.log1p(min(bet, most) * (value - mean)) for value, bet in self._values)
 
     def _from_above(self, mean: float) -> float:
-        """ln K⁻."""
+        """Return ln K⁻."""
         most = _TRUNCATION / (1.0 - mean) if mean < 1.0 else math.inf
         return math.fsum(math.log1p(-min(bet, most) * (value - mean)) for value, bet in self._values)
 
 
 def _crossing(inside: Callable[[float], bool]) -> float:
-    """The largest number that is known to lie outside, left of all that are inside; 0 when everything may be inside."""
+    """Return the largest number that is certainly outside, left of all that are inside; 0 when all may be inside."""
     if inside(0.0):
         return 0.0
     low, high = 0.0, 1.0

@@ -1,7 +1,7 @@
-"""What the units of one rollout show so far: e-processes for harm, for non-inferiority and for success.
+"""Evidence from the units of one rollout: e-processes for harm, for non-inferiority and for success.
 
-Readings are taken one by one in their order. What an e-process has once been convinced of stays: the bound is on ever,
-so a decision does not depend on when somebody looked.
+Readings are added one by one in their order. Once an e-process has rejected its null hypothesis, the rejection stays.
+The error bound holds over all time, so a decision does not depend on when the evidence was read.
 """
 
 from __future__ import annotations
@@ -14,99 +14,107 @@ from typing import Protocol
 from headrace_registry import spending
 from headrace_registry.e_process import EProcess
 from headrace_registry.rollouts import confidence, metrics
-from headrace_registry.rollouts.adapting import Estimate
+from headrace_registry.rollouts.adaptive_split import Estimate
 from headrace_registry.rollouts.contrast import Contrast
-from headrace_registry.rollouts.hedge import Hedge
 from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.rollouts.plan import Guardrail, Look, RolloutPlan, Success
+from headrace_registry.rollouts.mixture_e_process import MixtureEProcess
+from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success
 from headrace_registry.rollouts.sample_ratio import SampleRatio
 
 ARMS = "arms of one size"
-"""What has to be shown beside the plan's guardrails."""
+"""Name of the requirement, besides the plan's guardrails, that both arms have the same size."""
 SILENT_UNITS = 30
-"""Units of each arm after which a metric that all of them abstained from has nothing to say of this agent: agents
-without tools make no tool errors. What one unit in ten speaks of is taken for silent once in 500 rollouts."""
+"""Units of each arm after which a metric that abstained for all of them is left out: agents without tools make no tool
+errors. A metric with a value for one unit in ten is left out wrongly once in 500 rollouts."""
 
 
 class Wealth(Protocol):
-    """A gambler, or several with common money."""
+    """The wealth of an e-process or of a mixture of them."""
 
     @property
     def log_wealth(self) -> float: ...
-    def see(self, value: float) -> None: ...
-    def convinced(self, error: float) -> bool: ...
+    def update(self, value: float) -> None: ...
+    def null_rejected(self, error: float) -> bool: ...
 
 
 @dataclass(slots=True)
-class Test:
-    """One e-process with the error that it may make. `sign` -1: it bets on differences downwards."""
+class SequentialTest:
+    """One e-process with its error probability. With `sign` -1 it tests the opposite of the contrast."""
 
     wealth: Wealth
     error: float
     sign: float = 1.0
-    convinced: bool = False
+    null_rejected: bool = False
 
-    def see(self, contrast: float) -> None:
-        self.wealth.see(self.sign * contrast)
-        self.convinced = self.convinced or self.wealth.convinced(self.error)
+    def update(self, contrast: float) -> None:
+        self.wealth.update(self.sign * contrast)
+        self.null_rejected = self.null_rejected or self.wealth.null_rejected(self.error)
 
 
-class MetricWatch:
-    """One metric at one look: its contrast, and the tests that look at it. In the shadow a contrast is a difference of
-    two answers to one prompt; else half the difference of the arms, so margins are halved too."""
+class MetricMonitor:
+    """One metric at one age: its contrast and the tests on it.
 
-    def __init__(self, metric: Metric, look: Look, alpha: float) -> None:
+    In the shadow, a contrast is the difference of two answers to one prompt. Otherwise it is half the difference of the
+    arms, so margins are halved too.
+    """
+
+    def __init__(self, metric: Metric, look: ReadingAge, alpha: float) -> None:
         self.metric, self.look = metric, look
         self.scale = (1.0 if look == "shadow" else 0.5) / metric.width
-        self.tests: list[Test] = []
-        self.seen = EProcess(null=0.0, gap=1.0)
-        self.said = [0, 0]
-        """Units that said something: of the control, of the candidate."""
+        self.tests: list[SequentialTest] = []
+        self.contrasts = EProcess(null=0.0, gap=1.0)
+        self.units_with_value = [0, 0]
+        """Units with a value of the metric: of the control, of the candidate."""
         self._contrast = Contrast()
         self._sequence = confidence.ConfidenceSequence(alpha)
 
-    def harm(self, guardrail: Guardrail, error: float) -> Test:
-        test = Test(Hedge(guardrail.tolerated * self.scale, guardrail.margin * self.scale), error, sign=-1.0)
+    def harm(self, guardrail: Guardrail, error: float) -> SequentialTest:
+        test = SequentialTest(
+            MixtureEProcess(guardrail.tolerated * self.scale, guardrail.margin * self.scale), error, sign=-1.0
+        )
         self.tests.append(test)
         return test
 
-    def not_inferior(self, margin: float, error: float) -> Test:
+    def not_inferior(self, margin: float, error: float) -> SequentialTest:
         gap = margin * self.scale
-        test = Test(EProcess(null=-gap, gap=gap), error)
+        test = SequentialTest(EProcess(null=-gap, gap=gap), error)
         self.tests.append(test)
         return test
 
-    def improved(self, margin: float, error: float) -> Test:
-        test = Test(EProcess(null=0.0, gap=margin * self.scale), error)
+    def improved(self, margin: float, error: float) -> SequentialTest:
+        test = SequentialTest(EProcess(null=0.0, gap=margin * self.scale), error)
         self.tests.append(test)
         return test
 
-    def take(self, value: float, *, candidate: bool, expected: float | None = None) -> None:
-        self.said[candidate] += 1
-        foretold = None if expected is None else self.metric.goodness(expected)
-        self._see(self._contrast.of(self.metric.goodness(value), candidate=candidate, expected=foretold))
+    def add_value(self, value: float, *, candidate: bool, expected: float | None = None) -> None:
+        self.units_with_value[candidate] += 1
+        expected_goodness = None if expected is None else self.metric.goodness(expected)
+        self._add_contrast(
+            self._contrast.of(self.metric.goodness(value), candidate=candidate, expected=expected_goodness)
+        )
 
-    def take_pair(self, candidate: float, champion: float) -> None:
-        self._see(self.metric.goodness(candidate) - self.metric.goodness(champion))
+    def add_pair(self, candidate: float, champion: float) -> None:
+        self._add_contrast(self.metric.goodness(candidate) - self.metric.goodness(champion))
 
-    def _see(self, contrast: float) -> None:
-        self.seen.see(contrast)
-        self._sequence.see((contrast + 1.0) / 2.0)
+    def _add_contrast(self, contrast: float) -> None:
+        self.contrasts.update(contrast)
+        self._sequence.update((contrast + 1.0) / 2.0)
         for test in self.tests:
-            test.see(contrast)
+            test.update(contrast)
 
     def difference(self) -> confidence.Interval:
-        """Candidate less champion, in the metric's own unit and direction, at this moment; valid at all of them."""
-        found = self._sequence.interval()
-        ends = [(2.0 * end - 1.0) * self._unit for end in (found.lower, found.upper)]
+        """Return the interval for candidate minus champion, in the metric's own unit. It is valid at all times
+        together."""
+        interval = self._sequence.interval()
+        ends = [(2.0 * end - 1.0) * self._unit for end in (interval.lower, interval.upper)]
         return confidence.Interval(min(ends), max(ends))
 
     def numbers(self) -> dict[str, float]:
-        found = self.difference()
-        numbers = {"difference": self.seen.mean * self._unit, "lower": found.lower, "upper": found.upper}
-        if self.seen.standard_error is not None:
-            numbers["standard_error"] = self.seen.standard_error * abs(self._unit)
+        interval = self.difference()
+        numbers = {"difference": self.contrasts.mean * self._unit, "lower": interval.lower, "upper": interval.upper}
+        if self.contrasts.standard_error is not None:
+            numbers["standard_error"] = self.contrasts.standard_error * abs(self._unit)
         return numbers
 
     @property
@@ -116,16 +124,16 @@ class MetricWatch:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the rule of `machine` looks at."""
+    """Input of the rules in `machine`."""
 
     harmed: tuple[str, ...] = ()
-    """Guardrails, each with the look that found it."""
+    """Guardrails with harm, each with the age at which it was found."""
     open_guardrails: tuple[str, ...] = ()
-    """Those not shown to be less than their margin worse, and `ARMS`."""
-    shown: tuple[str, ...] = ()
-    """Success metrics, each with what was shown."""
+    """Guardrails not yet shown to lose less than their margin, and `ARMS`."""
+    successes: tuple[str, ...] = ()
+    """Success metrics with the claim that was shown for each."""
     improved: bool = False
-    """Whether one of these is an improvement."""
+    """Whether one of the successes is an improvement."""
     sample_ratio_broken: bool = False
     shadow_units: int = 0
     candidates: int = 0
@@ -133,86 +141,97 @@ class Findings:
     controls: int = 0
     statistics: Mapping[str, float] = field(default_factory=dict)
     too_risky: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Stages that the candidate may not come into yet, each with the guardrails that still have to be shown to lose
-    less than the plan allows at its share."""
+    """Stages that the candidate may not enter yet, each with the guardrails for which a large loss is not ruled out."""
 
 
 class Evidence:
-    """Of one candidate against its control. `number`: its place in the family, from 1."""
+    """Evidence about one candidate against its control. `number` is its place in the family, from 1."""
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
         self.alpha = spending.promotion(plan.alpha, number)
-        self._watches: dict[tuple[str, Look], MetricWatch] = {}
+        self._monitors: dict[tuple[str, ReadingAge], MetricMonitor] = {}
         self._harms = [
-            (f"{one.metric} at {look}", self._watch(one, look).harm(one, plan.harm_error(one, look)))
-            for one in plan.guardrails
-            for look in plan.looks
+            (
+                f"{guardrail.metric} at {age}",
+                self._monitor(guardrail, age).harm(guardrail, plan.harm_error(guardrail, age)),
+            )
+            for guardrail in plan.guardrails
+            for age in plan.looks
         ]
-        last = plan.last_look
+        last_age = plan.last_look
         self._safe = [
-            (one.metric, self._watch(one, last).not_inferior(one.margin, self.alpha)) for one in plan.guardrails
+            (guardrail.metric, self._monitor(guardrail, last_age).not_inferior(guardrail.margin, self.alpha))
+            for guardrail in plan.guardrails
         ]
         error = spending.success(plan.alpha, number, len(plan.successes))
-        self._successes = [(one, self._claim(one, self._watch(one, last), error)) for one in plan.successes]
+        self._successes = [
+            (success, self._claim(success, self._monitor(success, last_age), error)) for success in plan.successes
+        ]
         if plan.split == "adaptive":
-            self._watch(plan.successes[0], "maturity")
+            self._monitor(plan.successes[0], "maturity")
         for name in plan.watched:
-            if (name, last) not in self._watches:
-                self._watches[name, last] = MetricWatch(metrics.named(name), last, plan.alpha)
-        self._entries = {place: self._to_enter(stage.share) for place, stage in enumerate(plan.stages) if place}
+            if (name, last_age) not in self._monitors:
+                self._monitors[name, last_age] = MetricMonitor(metrics.metric_named(name), last_age, plan.alpha)
+        self._entries = {
+            stage_index: self._entry_tests(stage.share) for stage_index, stage in enumerate(plan.stages) if stage_index
+        }
         self._ratio = SampleRatio()
         self._ratio_broken = False
-        self._even = [Test(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
+        self._even = [
+            SequentialTest(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)
+        ]
         self._shadow_units = 0
-        self._last: dict[Look, UnitReading] = {}
-        self._read: dict[Look, list[int]] = {look: [0, 0] for look in plan.looks}
-        """Units of the control and of the candidate."""
+        self._last: dict[ReadingAge, UnitReading] = {}
+        self._read: dict[ReadingAge, list[int]] = {age: [0, 0] for age in plan.looks}
+        """Units of the control and of the candidate that were read, by age."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """What a reading has to hold."""
-        return {name: watch.metric for (name, _), watch in self._watches.items()}
+        """The metrics that a reading must contain."""
+        return {name: monitor.metric for (name, _), monitor in self._monitors.items()}
 
-    def watch(self, metric: str, look: Look) -> MetricWatch:
-        return self._watches[metric, look]
+    def monitor(self, metric: str, age: ReadingAge) -> MetricMonitor:
+        return self._monitors[metric, age]
 
-    def take(self, look: Look, reading: UnitReading) -> None:
-        """The next unit at that look. Raises `ValueError` when it is not behind the one before."""
-        before = self._last.get(look)
-        if before is not None and reading.unit.place <= before.unit.place:
+    def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
+        """Add the next unit at that age. Raises `ValueError` when the unit did not arrive after the one before."""
+        previous = self._last.get(age)
+        if previous is not None and reading.unit.order_key <= previous.unit.order_key:
             raise ValueError(
-                f"{reading.unit.name} after {before.unit.name}: units are read in the order of their arrival"
+                f"{reading.unit.name} after {previous.unit.name}: units must be added in the order of their arrival"
             )
-        self._last[look] = reading
-        self._read[look][reading.unit.candidate] += 1
-        if look == "maturity":
-            self._ratio.see(candidate=reading.unit.candidate)
+        self._last[age] = reading
+        self._read[age][reading.unit.candidate] += 1
+        if age == "maturity":
+            self._ratio.update(candidate=reading.unit.candidate)
             self._ratio_broken = self._ratio_broken or self._ratio.broken(self.plan.sample_ratio_error)
             for test in self._even:
-                test.see(1.0 if reading.unit.candidate else -1.0)
-        for (name, at), watch in self._watches.items():
-            if at == look and name in reading.values:
+                test.update(1.0 if reading.unit.candidate else -1.0)
+        for (name, monitor_age), monitor in self._monitors.items():
+            if monitor_age == age and name in reading.values:
                 expected = reading.expected.get(name)
-                watch.take(reading.values[name], candidate=reading.unit.candidate, expected=expected)
+                monitor.add_value(reading.values[name], candidate=reading.unit.candidate, expected=expected)
 
-    def take_shadow(self, candidate: Mapping[str, float], champion: Mapping[str, float]) -> None:
-        """Both answers to one prompt."""
+    def add_shadow_pair(self, candidate: Mapping[str, float], champion: Mapping[str, float]) -> None:
+        """Add the metrics of both answers to one prompt."""
         self._shadow_units += 1
-        for (name, at), watch in self._watches.items():
-            if at == "shadow" and name in candidate and name in champion:
-                watch.take_pair(candidate[name], champion[name])
+        for (name, monitor_age), monitor in self._monitors.items():
+            if monitor_age == "shadow" and name in candidate and name in champion:
+                monitor.add_pair(candidate[name], champion[name])
 
     def findings(self, *, numbers: bool = True) -> Findings:
-        """`numbers`: with statistics, which take a moment."""
-        shown = [one for one, test in self._successes if test.convinced]
+        """Return the findings. `numbers`: whether to include the statistics, which take some time."""
+        successes = [success for success, test in self._successes if test.null_rejected]
         return Findings(
-            harmed=tuple(name for name, test in self._harms if test.convinced),
+            harmed=tuple(name for name, test in self._harms if test.null_rejected),
             open_guardrails=self._open(self._safe, self.plan.last_look)
-            + (() if all(test.convinced for test in self._even) else (ARMS,)),
-            shown=tuple(f"{one.metric} {one.kind.replace('_', ' ')}" for one in shown),
-            improved=any(one.kind == "improved" for one in shown),
-            too_risky={place: names for place in self._entries if (names := self._not_shown(place))},
+            + (() if all(test.null_rejected for test in self._even) else (ARMS,)),
+            successes=tuple(f"{success.metric} {success.kind.replace('_', ' ')}" for success in successes),
+            improved=any(success.kind == "improved" for success in successes),
+            too_risky={
+                stage_index: names for stage_index in self._entries if (names := self._open_for_stage(stage_index))
+            },
             sample_ratio_broken=self._ratio_broken,
             shadow_units=self._shadow_units,
             candidates=self._ratio.candidates,
@@ -222,26 +241,29 @@ class Evidence:
 
     @property
     def measured(self) -> int:
-        """Units of the arm that said less, of those whose reading said something of a success metric."""
+        """Units with a value of a success metric, in the arm that has fewer of them."""
         successes = {success.metric for success, _ in self._successes}
-        return max(min(watch.said) for (name, _), watch in self._watches.items() if name in successes)
+        return max(min(monitor.units_with_value) for (name, _), monitor in self._monitors.items() if name in successes)
 
     @property
     def units(self) -> int:
-        """Read at maturity, of both arms."""
+        """Units of both arms that were read at maturity."""
         return self._ratio.candidates + self._ratio.controls
 
     def estimate(self) -> Estimate:
-        """Of the first success metric, as a share of its width, more being better."""
+        """Return the estimate of the first success metric as a share of its width, larger being better."""
         success, _ = self._successes[0]
-        watch = self._watches[success.metric, "maturity"]
-        error = watch.seen.standard_error
-        return Estimate(2.0 * watch.seen.mean, None if error is None else 2.0 * error)
+        monitor = self._monitors[success.metric, "maturity"]
+        error = monitor.contrasts.standard_error
+        return Estimate(2.0 * monitor.contrasts.mean, None if error is None else 2.0 * error)
 
     def statistics(self) -> dict[str, float]:
-        """Of the whole, and of each metric: as first read when there is harm, else as read last, which promotions rest
-        on. A guardrail's evidence for harm is the log of a wealth; its tests need -ln of their errors."""
-        found = {
+        """Return the statistics of the rollout and of each metric.
+
+        A metric is shown at its first reading when there is harm, else at its last one, which promotions depend on. A
+        guardrail's evidence for harm is the log of a wealth; its tests need -ln of their errors.
+        """
+        numbers = {
             "alpha": self.alpha,
             "beta": self.plan.beta,
             "candidate_units": float(self._ratio.candidates),
@@ -249,42 +271,50 @@ class Evidence:
             "sample_ratio_log_evidence": self._ratio.log_evidence,
         }
         if self._shadow_units:
-            found["shadow_units"] = float(self._shadow_units)
-        first: tuple[Look, ...] = ("maturity", "closing", "shadow")
-        if not any(test.convinced for _, test in self._harms):
-            first = (self.plan.last_look, *first)
+            numbers["shadow_units"] = float(self._shadow_units)
+        ages: tuple[ReadingAge, ...] = ("maturity", "closing", "shadow")
+        if not any(test.null_rejected for _, test in self._harms):
+            ages = (self.plan.last_look, *ages)
         for name in self.metrics:
-            seen = [watch for look in first if (watch := self._watches.get((name, look))) and watch.seen.count]
-            if seen:
-                found |= {f"{name}.{key}": value for key, value in seen[0].numbers().items()}
+            monitors = [
+                monitor for age in ages if (monitor := self._monitors.get((name, age))) and monitor.contrasts.count
+            ]
+            if monitors:
+                numbers |= {f"{name}.{key}": value for key, value in monitors[0].numbers().items()}
         for guardrail in self.plan.guardrails:
             tests = [test for name, test in self._harms if name.rpartition(" at ")[0] == guardrail.metric]
-            found[f"{guardrail.metric}.harm_log_wealth"] = max(test.wealth.log_wealth for test in tests)
-        return found
+            numbers[f"{guardrail.metric}.harm_log_wealth"] = max(test.wealth.log_wealth for test in tests)
+        return numbers
 
-    def _to_enter(self, share: Fraction) -> list[tuple[str, Test]]:
-        """What has to be shown at the first reading on live traffic before the candidate gets that share."""
-        part = self.plan.to_rule_out(min(share, Fraction(1, self.plan.slots + 1)))
-        if part is None:
+    def _entry_tests(self, share: Fraction) -> list[tuple[str, SequentialTest]]:
+        """Return the tests that must succeed at the first reading on live traffic before the candidate gets that
+        share."""
+        loss = self.plan.loss_to_rule_out(min(share, Fraction(1, self.plan.slots + 1)))
+        if loss is None:
             return []
         return [
-            (one.metric, self._watch(one, "maturity").not_inferior(float(part) * one.measured.width, self.plan.alpha))
-            for one in self.plan.guardrails
+            (
+                guardrail.metric,
+                self._monitor(guardrail, "maturity").not_inferior(
+                    float(loss) * guardrail.measured.width, self.plan.alpha
+                ),
+            )
+            for guardrail in self.plan.guardrails
         ]
 
-    def _not_shown(self, place: int) -> tuple[str, ...]:
-        return self._open(self._entries[place], "maturity")
+    def _open_for_stage(self, stage_index: int) -> tuple[str, ...]:
+        return self._open(self._entries[stage_index], "maturity")
 
-    def _open(self, tests: Iterable[tuple[str, Test]], look: Look) -> tuple[str, ...]:
-        """The metrics of which something is still to be shown."""
-        enough = min(self._read[look]) >= SILENT_UNITS
-        silent = {name for name, _ in tests if enough and self._watches[name, look].seen.count == 0}
-        return tuple(name for name, test in tests if not test.convinced and name not in silent)
+    def _open(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
+        """Return the metrics that must still be shown."""
+        enough = min(self._read[age]) >= SILENT_UNITS
+        silent = {name for name, _ in tests if enough and self._monitors[name, age].contrasts.count == 0}
+        return tuple(name for name, test in tests if not test.null_rejected and name not in silent)
 
-    def _watch(self, one: Guardrail | Success, look: Look) -> MetricWatch:
-        return self._watches.setdefault((one.metric, look), MetricWatch(one.measured, look, self.plan.alpha))
+    def _monitor(self, rule: Guardrail | Success, age: ReadingAge) -> MetricMonitor:
+        return self._monitors.setdefault((rule.metric, age), MetricMonitor(rule.measured, age, self.plan.alpha))
 
     @staticmethod
-    def _claim(success: Success, watch: MetricWatch, error: float) -> Test:
-        test = watch.improved if success.kind == "improved" else watch.not_inferior
+    def _claim(success: Success, monitor: MetricMonitor, error: float) -> SequentialTest:
+        test = monitor.improved if success.kind == "improved" else monitor.not_inferior
         return test(success.margin, error)

@@ -1,9 +1,9 @@
-"""A model's rollouts as a pure state machine: who is champion, who is on the way, who may never serve again.
+"""A model's rollouts as a pure state machine: the champion, the candidates under way, and the versions that are barred.
 
     shadow → canary (stage by stage) → champion → succeeded,  or hold,  or rolled back
 
-`judge` says what the evidence asks for, `apply` does it. Each step is a `RolloutDecision` with its numbers, and `apply`
-of the same decisions in the same order gives the same book, so the decisions are all that has to be stored.
+`decide` returns the next step, `apply` carries it out. Each step is a `RolloutDecision` with its statistics. The same
+decisions in the same order give the same state, so only decisions need to be stored.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from headrace_schemas.assignment import Split
 from headrace_schemas.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
-"""`succeeded`: it was the champion until another one was promoted."""
+"""`succeeded`: the version was champion until another one was promoted."""
 Kind = Literal["begin", "advance", "promote", "hold", "roll_back"]
 UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
 
 
 LEFT_TO_OPERATOR = "the plan leaves it to an operator"
-"""How the reason of a hold ends whose version was shown good enough."""
+"""End of the reason of a hold whose version was shown good enough."""
 
 
 class NotAllowed(HeadraceError):
-    """A step that this machine does not have: of a version that is barred, over, or already under way."""
+    """A step that the state machine does not have, for example of a version that is barred, over, or already under
+    way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One version's. Over when its phase is not one of `UNDER_WAY`."""
+    """The rollout of one version. It is over when its phase is not one of `UNDER_WAY`."""
 
     version: str
     phase: Phase
     stage: int
-    """Which of the plan's, from 0; in the shadow that of the canary to come."""
+    """Index of the stage in the plan; in the shadow, the first stage of the canary."""
     slot: int
-    """Its block in `assignment.Split`."""
+    """Index of its block in `assignment.Split`."""
     number: int
     """Its place in the family of versions that were tried against one champion or its equals."""
     began: datetime
     changed: datetime
-    """When it came into this phase and stage."""
+    """When it entered this phase and stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutDecision:
-    """One step, with what it rests on."""
+    """One step with its reason and statistics."""
 
     kind: Kind
     version: str
@@ -60,205 +61,219 @@ class RolloutDecision:
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
     improved: bool = False
-    """Of a promotion: it was shown to be better, so a new family begins."""
+    """Whether a promoted version was shown to be better, so that a new family begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
-    """A model. `parents` are of all its versions; whoever descends from a version that was rolled back is barred."""
+class ModelRolloutState:
+    """The champion and the rollouts of one model.
+
+    `parents` has all versions of the model: a version that descends from a rolled-back version is barred.
+    """
 
     champion: str
     parents: Mapping[str, str | None]
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
-    """The last one of each version."""
+    """The last rollout of each version."""
     family: int = 0
-    """How many versions have been tried against the champion or its equals."""
+    """Number of versions that were tried against the champion or its equals."""
 
     @property
     def under_way(self) -> tuple[Rollout, ...]:
-        return tuple(one for one in self.rollouts.values() if one.phase in UNDER_WAY)
+        return tuple(rollout for rollout in self.rollouts.values() if rollout.phase in UNDER_WAY)
 
     def split(self, plan: RolloutPlan, salt: str) -> Split:
-        """Who has which block of units."""
+        """Return which version has which block of units."""
         slots: list[str | None] = [None] * plan.slots
-        for one in self.under_way:
-            slots[one.slot] = one.version
+        for rollout in self.under_way:
+            slots[rollout.slot] = rollout.version
         return Split(salt, self.champion, tuple(slots))
 
     def shares(self, plan: RolloutPlan) -> Mapping[str, Fraction]:
-        """Of the candidates with users: nothing for a version in the shadow, or whose rollout is over."""
-        most = Fraction(1, plan.slots + 1)
-        canaries = [one for one in self.under_way if one.phase == "canary"]
-        return {one.version: min(plan.stages[one.stage].share, most) for one in canaries}
+        """Return the shares of the candidates that get users: none for a version in the shadow or whose rollout is
+        over."""
+        share_max = Fraction(1, plan.slots + 1)
+        canaries = [rollout for rollout in self.under_way if rollout.phase == "canary"]
+        return {rollout.version: min(plan.stages[rollout.stage].share, share_max) for rollout in canaries}
 
     def free_slot(self, plan: RolloutPlan) -> int | None:
-        taken = {one.slot for one in self.under_way}
-        return next((slot for slot in range(plan.slots) if slot not in taken), None)
+        used = {rollout.slot for rollout in self.under_way}
+        return next((slot for slot in range(plan.slots) if slot not in used), None)
 
     def barred_by(self, version: str) -> str | None:
-        """The version that was rolled back and bars this one: itself or one that it descends from.
+        """Return the rolled-back version that bars `version`: itself or an ancestor. None if it is not barred.
 
-        The champion and what it descends from earned their place since, and bar nobody behind them.
+        The champion and its ancestors have been accepted since, so they bar none of their descendants.
         """
-        own = self.rollouts.get(version)
-        if own is not None and own.phase == "rolled_back":
+        rollout = self.rollouts.get(version)
+        if rollout is not None and rollout.phase == "rolled_back":
             return version
-        earned = set(self._line(self.champion))
-        for one in self._line(version):
-            if one in earned:
+        champion_lineage = set(self._lineage(self.champion))
+        for ancestor in self._lineage(version):
+            if ancestor in champion_lineage:
                 return None
-            found = self.rollouts.get(one)
-            if found is not None and found.phase == "rolled_back":
-                return one
+            ancestor_rollout = self.rollouts.get(ancestor)
+            if ancestor_rollout is not None and ancestor_rollout.phase == "rolled_back":
+                return ancestor
         return None
 
-    def _line(self, version: str) -> Iterable[str]:
-        """The version, its parent, and so on; a ring ends where it began."""
+    def _lineage(self, version: str) -> Iterable[str]:
+        """Yield the version, its parent, and so on. A ring ends where it began."""
         seen: set[str] = set()
-        one: str | None = version
-        while one is not None and one not in seen:
-            seen.add(one)
-            yield one
-            one = self.parents.get(one)
+        ancestor: str | None = version
+        while ancestor is not None and ancestor not in seen:
+            seen.add(ancestor)
+            yield ancestor
+            ancestor = self.parents.get(ancestor)
 
 
-def begin(plan: RolloutPlan, book: Book, version: str, now: datetime) -> RolloutDecision:
-    """A version starts its rollout. Raises `NotAllowed`."""
-    if version not in book.parents:
+def begin(plan: RolloutPlan, state: ModelRolloutState, version: str, now: datetime) -> RolloutDecision:
+    """Return the decision that starts the rollout of a version. Raises `NotAllowed`."""
+    if version not in state.parents:
         raise NotAllowed(f"{version} is not registered; register it before its rollout")
-    if version == book.champion:
+    if version == state.champion:
         raise NotAllowed(f"{version} is the champion; roll out another version")
-    if any(one.version == version for one in book.under_way):
-        raise NotAllowed(f"{version} is under way already; wait for its end or stop it")
-    barred = book.barred_by(version)
+    if any(rollout.version == version for rollout in state.under_way):
+        raise NotAllowed(f"{version} is already under way; wait for its end or stop it")
+    barred = state.barred_by(version)
     if barred is not None:
-        of = "it" if barred == version else f"{barred}, which it descends from,"
-        raise NotAllowed(f"{version} is barred: {of} was rolled back; roll out a version that does not descend from it")
-    if book.free_slot(plan) is None:
-        taken = ", ".join(one.version for one in book.under_way)
-        raise NotAllowed(f"{version} finds no slot: {taken} are under way; wait for an end, or plan for more slots")
-    number = book.family + 1
+        subject = "it" if barred == version else f"{barred}, which it descends from,"
+        raise NotAllowed(
+            f"{version} is barred: {subject} was rolled back; roll out a version that does not descend from it"
+        )
+    if state.free_slot(plan) is None:
+        versions = ", ".join(rollout.version for rollout in state.under_way)
+        raise NotAllowed(f"{version} finds no slot: {versions} are under way; wait for an end, or plan for more slots")
+    number = state.family + 1
     return RolloutDecision("begin", version, now, f"number {number} of its family", {"number": float(number)})
 
 
-def stop(book: Book, version: str, reason: str, now: datetime) -> RolloutDecision:
-    """An operator ends a rollout without judging the version. Raises `NotAllowed`."""
-    _running(book, version)
+def stop(state: ModelRolloutState, version: str, reason: str, now: datetime) -> RolloutDecision:
+    """Return the decision with which an operator ends a rollout without judging the version. Raises `NotAllowed`."""
+    _require_running(state, version)
     return RolloutDecision("hold", version, now, reason)
 
 
-def roll_back(book: Book, version: str, reason: str, now: datetime) -> RolloutDecision:
-    """An operator takes a version back for good. Raises `NotAllowed`."""
-    _running(book, version)
+def roll_back(state: ModelRolloutState, version: str, reason: str, now: datetime) -> RolloutDecision:
+    """Return the decision with which an operator bars a version for good. Raises `NotAllowed`."""
+    _require_running(state, version)
     return RolloutDecision("roll_back", version, now, reason)
 
 
-def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> RolloutDecision | None:
-    """What the evidence asks for; None: to go on."""
+def decide(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: datetime) -> RolloutDecision | None:
+    """Return the next step that the evidence calls for, or None to continue."""
     if rollout.phase not in UNDER_WAY:
         return None
-    step = _danger(found) or (
-        _from_shadow(plan, rollout, found, now)
+    step = _harm_step(findings) or (
+        _shadow_step(plan, rollout, findings, now)
         if rollout.phase == "shadow"
-        else _from_canary(plan, rollout, found, now)
+        else _canary_step(plan, rollout, findings, now)
     )
     if step is None and (now - rollout.began).total_seconds() >= plan.duration_max_s:
-        step = "hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}")
+        step = "hold", _undecided_reason(findings, f"duration_max_s = {plan.duration_max_s:g}")
     if step is None:
         return None
     kind, reason = step
-    return RolloutDecision(kind, rollout.version, now, reason, found.statistics, kind == "promote" and found.improved)
+    return RolloutDecision(
+        kind, rollout.version, now, reason, findings.statistics, kind == "promote" and findings.improved
+    )
 
 
 _Step = tuple[Kind, str]
 
 
-def _danger(found: Findings) -> _Step | None:
-    if found.harmed:
-        return "roll_back", f"harm: {', '.join(found.harmed)}"
-    if found.sample_ratio_broken:
-        arms = f"{found.candidates} units with the candidate and {found.controls} with its control"
-        return "hold", f"{arms} are no even split: some got lost or were counted twice, so nothing is compared"
+def _harm_step(findings: Findings) -> _Step | None:
+    if findings.harmed:
+        return "roll_back", f"harm: {', '.join(findings.harmed)}"
+    if findings.sample_ratio_broken:
+        arms = f"{findings.candidates} units with the candidate and {findings.controls} with its control"
+        return "hold", f"{arms} are not an even split: units were lost or counted twice, so the arms cannot be compared"
     return None
 
 
-def _from_shadow(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
-    in_time = (now - rollout.began).total_seconds() < plan.shadow_duration_max_s
-    if found.shadow_units < plan.shadow_units and in_time:
+def _shadow_step(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: datetime) -> _Step | None:
+    has_time = (now - rollout.began).total_seconds() < plan.shadow_duration_max_s
+    if findings.shadow_units < plan.shadow_units and has_time:
         return None
-    return "advance", f"no harm in {found.shadow_units} answers beside the champion"
+    return "advance", f"no harm in {findings.shadow_units} answers beside the champion"
 
 
-def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
+def _canary_step(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: datetime) -> _Step | None:
     stage = plan.stages[rollout.stage]
-    last = rollout.stage + 1 == len(plan.stages)
-    if found.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
-        if last and found.shown and not found.open_guardrails:
-            shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
-            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; {LEFT_TO_OPERATOR}")
-        if not last and not found.too_risky.get(rollout.stage + 1):
+    is_last = rollout.stage + 1 == len(plan.stages)
+    if findings.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
+        if is_last and findings.successes and not findings.open_guardrails:
+            reason = f"{' and '.join(findings.successes)}; every guardrail not inferior"
+            return ("promote", reason) if plan.promotes else ("hold", f"{reason}; {LEFT_TO_OPERATOR}")
+        if not is_last and not findings.too_risky.get(rollout.stage + 1):
             share = plan.stages[rollout.stage + 1].share
-            return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"
-    if found.candidates >= plan.units_max:
-        return "hold", _undecided(found, f"units_max = {plan.units_max}")
+            return "advance", f"no harm in {findings.candidates} units at {stage.share}; on to {share}"
+    if findings.candidates >= plan.units_max:
+        return "hold", _undecided_reason(findings, f"units_max = {plan.units_max}")
     return None
 
 
-def apply(plan: RolloutPlan, book: Book, decision: RolloutDecision) -> tuple[Book, tuple[RolloutDecision, ...]]:
-    """The book after it, and every decision that this was: the given one, then what follows from it for others.
+def apply(
+    plan: RolloutPlan, state: ModelRolloutState, decision: RolloutDecision
+) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
+    """Return the state after a decision, and all decisions that this makes: the given one, then those for other
+    rollouts.
 
-    Raises `NotAllowed` when the book has no such step.
+    Raises `NotAllowed` when the state has no such step.
     """
     if decision.kind == "begin":
-        return _begun(plan, book, decision), (decision,)
-    rollout = _running(book, decision.version)
+        return _begin_state(plan, state, decision), (decision,)
+    rollout = _require_running(state, decision.version)
     if decision.kind == "advance":
-        return _with(book, _advanced(plan, rollout, decision.at)), (decision,)
+        return _with_rollout(state, _advance_rollout(plan, rollout, decision.at)), (decision,)
     phases: dict[Kind, Phase] = {"promote": "champion", "hold": "hold", "roll_back": "rolled_back"}
-    ended = _with(book, replace(rollout, phase=phases[decision.kind], changed=decision.at))
+    new_state = _with_rollout(state, replace(rollout, phase=phases[decision.kind], changed=decision.at))
     if decision.kind == "hold":
-        return ended, (decision,)
+        return new_state, (decision,)
     if decision.kind == "roll_back":
-        return _follow(ended, decision, "roll_back")
+        return _end_affected(new_state, decision, "roll_back")
     if rollout.phase != "canary" or rollout.stage + 1 < len(plan.stages):
         raise NotAllowed(
             f"{rollout.version} is in {rollout.phase}, stage {rollout.stage}: only the last stage promotes"
         )
-    family = 0 if decision.improved else ended.family
-    before = ended.rollouts.get(book.champion)
-    if before is not None:
-        ended = _with(ended, replace(before, phase="succeeded", changed=decision.at))
-    return _follow(replace(ended, champion=rollout.version, family=family), decision, "hold")
+    family = 0 if decision.improved else new_state.family
+    former = new_state.rollouts.get(state.champion)
+    if former is not None:
+        new_state = _with_rollout(new_state, replace(former, phase="succeeded", changed=decision.at))
+    return _end_affected(replace(new_state, champion=rollout.version, family=family), decision, "hold")
 
 
-def _follow(book: Book, decision: RolloutDecision, kind: Kind) -> tuple[Book, tuple[RolloutDecision, ...]]:
-    """Whom else it ends: after a rollback those who descend from the version, after a promotion all others."""
+def _end_affected(
+    state: ModelRolloutState, decision: RolloutDecision, kind: Kind
+) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
+    """End the rollouts that a decision affects: after a rollback, those of descendants; after a promotion, all
+    others."""
     decisions = [decision]
-    for one in book.under_way:
-        if kind == "roll_back" and book.barred_by(one.version) is None:
+    for rollout in state.under_way:
+        if kind == "roll_back" and state.barred_by(rollout.version) is None:
             continue
         reason = (
             f"it descends from {decision.version}, which was rolled back"
             if kind == "roll_back"
-            else f"{decision.version} is the champion now, and what it was compared with serves no more"
+            else f"{decision.version} is the champion now, and the version that it was compared with no longer serves"
         )
         phase: Phase = "rolled_back" if kind == "roll_back" else "hold"
-        book = _with(book, replace(one, phase=phase, changed=decision.at))
-        decisions.append(RolloutDecision(kind, one.version, decision.at, reason))
-    return book, tuple(decisions)
+        state = _with_rollout(state, replace(rollout, phase=phase, changed=decision.at))
+        decisions.append(RolloutDecision(kind, rollout.version, decision.at, reason))
+    return state, tuple(decisions)
 
 
-def _begun(plan: RolloutPlan, book: Book, decision: RolloutDecision) -> Book:
-    begin(plan, book, decision.version, decision.at)
-    slot = book.free_slot(plan)
+def _begin_state(plan: RolloutPlan, state: ModelRolloutState, decision: RolloutDecision) -> ModelRolloutState:
+    begin(plan, state, decision.version, decision.at)
+    slot = state.free_slot(plan)
     assert slot is not None
     phase: Phase = "shadow" if plan.shadow_units else "canary"
-    number = book.family + 1
-    started = Rollout(decision.version, phase, 0, slot, number, decision.at, decision.at)
-    return _with(replace(book, family=number), started)
+    number = state.family + 1
+    rollout = Rollout(decision.version, phase, 0, slot, number, decision.at, decision.at)
+    return _with_rollout(replace(state, family=number), rollout)
 
 
-def _advanced(plan: RolloutPlan, rollout: Rollout, now: datetime) -> Rollout:
+def _advance_rollout(plan: RolloutPlan, rollout: Rollout, now: datetime) -> Rollout:
     if rollout.phase == "shadow":
         return replace(rollout, phase="canary", changed=now)
     if rollout.stage + 1 >= len(plan.stages):
@@ -266,25 +281,25 @@ def _advanced(plan: RolloutPlan, rollout: Rollout, now: datetime) -> Rollout:
     return replace(rollout, stage=rollout.stage + 1, changed=now)
 
 
-def _running(book: Book, version: str) -> Rollout:
-    found = book.rollouts.get(version)
-    if found is None or found.phase not in UNDER_WAY:
-        is_what = "has no rollout" if found is None else f"is {found.phase.replace('_', ' ')}"
-        raise NotAllowed(f"{version} {is_what}: begin one before")
-    return found
+def _require_running(state: ModelRolloutState, version: str) -> Rollout:
+    rollout = state.rollouts.get(version)
+    if rollout is None or rollout.phase not in UNDER_WAY:
+        problem = "has no rollout" if rollout is None else f"is {rollout.phase.replace('_', ' ')}"
+        raise NotAllowed(f"{version} {problem}: begin one before")
+    return rollout
 
 
-def _with(book: Book, rollout: Rollout) -> Book:
-    return replace(book, rollouts={**book.rollouts, rollout.version: rollout})
+def _with_rollout(state: ModelRolloutState, rollout: Rollout) -> ModelRolloutState:
+    return replace(state, rollouts={**state.rollouts, rollout.version: rollout})
 
 
-def _undecided(found: Findings, limit: str) -> str:
+def _undecided_reason(findings: Findings, limit: str) -> str:
     parts = []
-    if found.too_risky:
-        stage, names = min(found.too_risky.items())
+    if findings.too_risky:
+        stage, names = min(findings.too_risky.items())
         parts.append(f"{', '.join(names)} not shown to be harmless enough for stage {stage + 1}")
-    if found.open_guardrails:
-        parts.append(f"{', '.join(found.open_guardrails)} not shown to be good enough")
-    if not found.shown:
+    if findings.open_guardrails:
+        parts.append(f"{', '.join(findings.open_guardrails)} not shown to be good enough")
+    if not findings.successes:
         parts.append("no success shown")
-    return f"undecided after {found.candidates} units ({limit}): {'; '.join(parts) or 'the last stage is not over'}"
+    return f"undecided after {findings.candidates} units ({limit}): {'; '.join(parts) or 'the last stage is not over'}"

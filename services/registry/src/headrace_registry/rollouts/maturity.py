@@ -1,12 +1,12 @@
-"""When a unit counts: at ages that are the same for both arms, in the order in which units came.
+"""When a unit is read: at ages that are the same for both arms, in the order in which units arrived.
 
-A unit is read at an age that was declared, whatever it has by then: not when its reward comes, for rewards of one
-arm may come sooner, and not when it ends, for bad sessions may be longer. So the order of readings is the order of
-arrival, and which arm the next reading belongs to is as open as a coin that has not been thrown.
+A unit is read at an age that was declared beforehand, whatever events it has by then. It is not read when its reward
+arrives, because rewards of one arm may arrive sooner, and not when it ends, because bad sessions may be longer. So the
+order of readings is the order of arrival, and the arm of the next reading is as open as a coin toss.
 
-A reading is never taken back. A reward that is late or revised before the closing age is in the closing reading, which
-has an e-process of its own; P(either is ever convinced wrongly) is at most the sum of their errors. Beginning anew with
-corrected values instead would be a new test with each correction, and nobody could say what all of them together do.
+A reading is never revised. A reward that is late or revised before the closing age is in the closing reading, which has
+an e-process of its own; the probability that either is ever wrong is at most the sum of their errors. To start again
+with corrected values would be a new test with each correction, without a bound on all of them together.
 """
 
 from __future__ import annotations
@@ -27,41 +27,45 @@ class Unit:
     name: str
     candidate: bool
     enrolled: datetime
-    """When its first session began, or for a user the first one since it is in an arm."""
+    """When its first session began; of a user, the first session since the user is in an arm."""
 
     @property
-    def place(self) -> tuple[datetime, str]:
-        """In the order of readings. Units of one instant go by name, which knows nothing of arms."""
+    def order_key(self) -> tuple[datetime, str]:
+        """Sort key of the order of readings. Units of one instant are sorted by name, which is independent of the
+        arm."""
         return self.enrolled, self.name
 
 
 @dataclass(frozen=True, slots=True)
 class UnitReading:
-    """What a unit was like at an age. A metric that abstained is not in `values`."""
+    """Metric values of a unit at an age. A metric that abstained is not in `values`."""
 
     unit: Unit
     values: Mapping[str, float]
     expected: Mapping[str, float] = field(default_factory=dict)
-    """What was expected of it before its arm was known, where anything was."""
+    """Values that were expected before the arm was known, where there were any."""
 
 
-def due(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
-    """Those of that age, in the order of readings. `now` is how far all topics have been read, not a clock's time."""
+def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
+    """Return the units of that age in the order of readings. `now` is how far all topics have been read, not a clock's
+    time."""
     age = timedelta(seconds=age_s)
-    return sorted((unit for unit in units if unit.enrolled + age <= now), key=lambda unit: unit.place)
+    return sorted((unit for unit in units if unit.enrolled + age <= now), key=lambda unit: unit.order_key)
 
 
-def read(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float) -> UnitReading:
-    """The unit as it was at that age: of a user the mean over the sessions that did not abstain."""
-    moment = unit.enrolled + timedelta(seconds=age_s)
-    return measure(unit, [session.as_of(moment) for session in sessions], metrics)
+def read_unit(
+    unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float
+) -> UnitReading:
+    """Return the unit's reading at that age: of a user, the mean over the sessions that did not abstain."""
+    time = unit.enrolled + timedelta(seconds=age_s)
+    return measure_unit(unit, [session.as_of(time) for session in sessions], metrics)
 
 
-def measure(unit: Unit, known: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
-    """What the metrics say of the unit; `known` is all that had been read of it at that age."""
+def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
+    """Return the metric values of a unit from the sessions as they were known at that age."""
     values = {}
     for name, metric in metrics.items():
-        found = [value for value in map(metric.compute, known) if value is not None]
-        if found:
-            values[name] = fmean(found)
+        metric_values = [value for value in map(metric.compute, sessions) if value is not None]
+        if metric_values:
+            values[name] = fmean(metric_values)
     return UnitReading(unit, values)

@@ -1,28 +1,35 @@
-"""Metrics by name: whatever an installed package announces under the entry points `headrace.rollout_metrics`.
+"""Metrics by name. Packages announce them under the entry points `headrace.rollout_metrics`.
 
-Ours are announced in this package's own `pyproject.toml`. A metric is a plain function of a session's record that is
-marked with `metric`; None abstains, and a session that abstains is no part of that metric's comparison. A name like
-`reward:judge:helpfulness` asks the metric `reward`, marked with `of_source`, for the one of that source.
+The metrics of this package are announced in its own `pyproject.toml`. A metric is a plain function of a session's
+record, marked with `metric`. A session for which it returns None is left out of that metric's comparison. The name
+`reward:judge:helpfulness` selects the metric `reward`, marked with `of_source`, for that source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_runtime.registries import Registry
+from headrace_schemas.errors import HeadraceError
 
 Compute = Callable[[SessionRecord], float | None]
 ComputeOfSource = Callable[[SessionRecord, str], float | None]
 
 
+class MetricFailed(HeadraceError):
+    """A metric raised an error or returned a value that is not a finite number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What is measured, which direction is better, and between which bounds it lies.
+    """A function of a session, the better direction, and the bounds of its values.
 
-    A value outside of `bounds` counts as the nearer one: what is compared is the mean of values cut off there.
+    A value outside `bounds` counts as the nearer bound: the mean of the clipped values is compared.
     """
 
     compute: Compute
@@ -34,7 +41,7 @@ class Metric:
             raise ValueError(f"bounds {self.bounds}: the lower one comes first, and they differ")
 
     def within(self, bounds: tuple[float, float] | None) -> Metric:
-        """The same metric, cut off at other bounds."""
+        """Return the same metric with other bounds."""
         return replace(self, bounds=bounds) if bounds else self
 
     @property
@@ -42,14 +49,14 @@ class Metric:
         return self.bounds[1] - self.bounds[0]
 
     def goodness(self, value: float) -> float:
-        """`value` in [0, 1], more being better."""
+        """Return `value` scaled to [0, 1], larger being better."""
         share = (min(max(value, self.bounds[0]), self.bounds[1]) - self.bounds[0]) / self.width
         return share if self.higher_is_better else 1.0 - share
 
 
 @dataclass(frozen=True, slots=True)
 class MetricOfSource:
-    """A metric for each source, and for all of them together when none is named."""
+    """A metric for each source, and for all of them together when no source is given."""
 
     compute: ComputeOfSource
     higher_is_better: bool
@@ -63,31 +70,51 @@ METRICS: Registry[object] = Registry("rollout_metrics", object, "metric")
 
 
 def metric(*, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)) -> Callable[[Compute], Metric]:
-    """Marks a function as a metric and says what it lies between."""
+    """Mark a function as a metric, with its direction and bounds."""
     return lambda compute: Metric(compute, higher_is_better, bounds)
 
 
 def of_source(
     *, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> Callable[[ComputeOfSource], MetricOfSource]:
-    """Marks a function that also takes the name of a source, empty for all of them."""
+    """Mark a function that also takes the name of a source; an empty name stands for all sources."""
     return lambda compute: MetricOfSource(compute, higher_is_better, bounds)
 
 
 @cache
-def named(name: str) -> Metric:
-    """Looked up once in a process: what is installed stays.
+def metric_named(name: str) -> Metric:
+    """Return the metric of that name, which is looked up once in a process.
 
-    Raises `ValueError` for a name that nobody announces, with those there are, and for what is no metric.
+    Raises:
+        ValueError: No package announces the name, or the announced object is not a metric.
     """
     stem, _, source = name.partition(":")
-    found = METRICS.get(stem)
-    if isinstance(found, MetricOfSource):
-        return found.of(source)
-    if not isinstance(found, Metric):
+    metric = METRICS.get(stem)
+    if isinstance(metric, MetricOfSource):
+        return metric.of(source)
+    if not isinstance(metric, Metric):
         raise ValueError(
-            f"{METRICS.point(stem).value} is no metric; mark it with headrace_registry.rollouts.metrics.metric"
+            f"{METRICS.point(stem).value} is not a metric; mark it with headrace_registry.rollouts.metrics.metric"
         )
     if source:
-        raise ValueError(f"metric {stem!r} knows no sources; leave {':' + source!r} out")
-    return found
+        raise ValueError(f"metric {stem!r} has no sources; leave {':' + source!r} out")
+    return metric
+
+
+def compute_metrics(sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the mean of each metric over the sessions that did not abstain, without metrics that always abstained.
+
+    Raises:
+        MetricFailed: A metric raised an error or returned a value that is not a finite number.
+    """
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        try:
+            metric_values = [value for value in map(metric.compute, sessions) if value is not None]
+        except Exception as error:
+            raise MetricFailed(f"metric {name} failed: {type(error).__name__}: {error}; repair it") from error
+        if not all(map(math.isfinite, metric_values)):
+            raise MetricFailed(f"metric {name} is {metric_values}: it has to be a finite number, or None to abstain")
+        if metric_values:
+            values[name] = fmean(metric_values)
+    return values

@@ -1,4 +1,4 @@
-"""What a metric sees of a session: the events about it, as they were known at some moment."""
+"""The record of a session that metrics read: the events about it, as they were known at some time."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ class SessionRecord:
     rewards: tuple[Reward, ...] = ()
     feedback: tuple[Feedback, ...] = ()
 
-    def as_of(self, moment: datetime) -> SessionRecord:
-        """The same as it was known then, by the producers' clocks: what a reading at that moment would have seen."""
+    def as_of(self, time: datetime) -> SessionRecord:
+        """Return the record as it was known at `time` by the producers' clocks."""
         return SessionRecord(
             self.session_key,
-            tuple(one for one in self.turns if one.time <= moment),
-            tuple(one for one in self.trajectories if one.time <= moment),
-            tuple(one for one in self.rewards if one.time <= moment),
-            tuple(one for one in self.feedback if one.time <= moment),
+            tuple(event for event in self.turns if event.time <= time),
+            tuple(event for event in self.trajectories if event.time <= time),
+            tuple(event for event in self.rewards if event.time <= time),
+            tuple(event for event in self.feedback if event.time <= time),
         )
 
     @property
     def standing_rewards(self) -> tuple[Reward, ...]:
-        """The valid word of each source on each trajectory or turn: its highest revision, whatever the outcome."""
-        last: dict[tuple[str, str | None, int | None, str], Reward] = {}
+        """The current reward of each source on each trajectory or turn: its highest revision, whatever the outcome."""
+        latest: dict[tuple[str, str | None, int | None, str], Reward] = {}
         for reward in self.rewards:
-            about = reward.trajectory_id, reward.turn_id, reward.choice, reward.source
-            if about not in last or reward.revision >= last[about].revision:
-                last[about] = reward
-        return tuple(last.values())
+            subject = reward.trajectory_id, reward.turn_id, reward.choice, reward.source
+            if subject not in latest or reward.revision >= latest[subject].revision:
+                latest[subject] = reward
+        return tuple(latest.values())
 
     @property
     def standing_feedback(self) -> tuple[Feedback, ...]:
-        """The last word of each rater of a source on each target, without what was withdrawn and what carries no value.
+        """The last feedback of each rater of a source on each target, without withdrawn feedback and feedback without a
+        value.
 
-        An edit or a preference is none, and leaves the value that was said of the same answer.
+        An edit or a preference has no value and leaves the value that was given to the same answer.
         """
-        last: dict[tuple[object, ...], Feedback] = {}
-        for one in self.feedback:
-            if one.about == "value" and (one.value is not None or one.label is not None or one.withdrawn):
-                target = one.level, tuple(sorted(one.msg_ids)), one.choice
-                last[one.source, one.metric, one.rater, *target] = one
-        return tuple(one for one in last.values() if one.value is not None and not one.withdrawn)
+        latest: dict[tuple[object, ...], Feedback] = {}
+        for item in self.feedback:
+            if item.about == "value" and (item.value is not None or item.label is not None or item.withdrawn):
+                target = item.level, tuple(sorted(item.msg_ids)), item.choice
+                latest[item.source, item.metric, item.rater, *target] = item
+        return tuple(item for item in latest.values() if item.value is not None and not item.withdrawn)
 
     @property
     def dialogue(self) -> tuple[Message, ...]:
@@ -61,5 +62,5 @@ class SessionRecord:
 
     @property
     def answers(self) -> tuple[Message, ...]:
-        """What the model wrote, each choice of each turn."""
+        """All answers of the model: each choice of each turn."""
         return tuple(choice.message for turn in self.turns for choice in turn.choices)

@@ -1,4 +1,5 @@
-"""A picture of each step of a rollout, in files beside the registry. Whoever comes later reads what was decided on."""
+"""Charts of the steps of rollouts, as files beside the registry's data. They show the statistics behind each
+decision."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ log = get_logger(__name__)
 
 
 class Reports:
-    """`write` after each step. A step that has its picture is passed over, so asking twice does no harm.
+    """Writer of charts. Call `write` after each step; a step that has a chart is skipped.
 
-    A picture is made of what the database holds, and `headrace rollouts report` makes it again at any time. So a disk
-    without room, or a machine without matplotlib, costs the picture and nothing else.
+    A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. So a full disk, or
+    a machine without matplotlib, costs the chart and nothing else.
     """
 
     def __init__(self, folder: Path, kept_max: int) -> None:
@@ -25,7 +26,7 @@ class Reports:
         self._without_matplotlib = False
 
     async def write(self, state: RolloutState) -> None:
-        """Of the last step."""
+        """Draw the chart of the rollout's last step."""
         path = self._folder / name_of(state)
         if not self._kept_max or self._without_matplotlib or await asyncio.to_thread(path.exists):
             return
@@ -40,13 +41,13 @@ class Reports:
 
     def _draw(self, state: RolloutState, path: Path) -> bool:
         drawn = rollout_picture.picture(state, rollout_picture.metric_of(state), path)
-        for old in sorted(self._folder.glob("*.png"))[: -self._kept_max]:  # names begin with the time
-            old.unlink(missing_ok=True)
+        for path_to_remove in sorted(self._folder.glob("*.png"))[: -self._kept_max]:  # names begin with the time
+            path_to_remove.unlink(missing_ok=True)
         return drawn
 
 
 def name_of(state: RolloutState) -> str:
-    """Of the picture of the rollout's last step: when, which version, which step."""
+    """Return the file name of the chart of the rollout's last step: time, version, number and kind of the step."""
     steps = [event for event in state.decisions if event.rollout is not None]
     last = steps[-1] if steps else None
     at = last.time if last else state.began_at

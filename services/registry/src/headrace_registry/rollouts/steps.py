@@ -1,4 +1,4 @@
-"""The machine's decisions, each in one transaction: the row of the rollout, the version's state, the event."""
+"""Applies the decisions of the state machine in one transaction each: rollout row, version state and event."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fractions import Fraction
 from sqlalchemy import insert, update
 
 from headrace_registry import store
-from headrace_registry.records import ModelRecord, Standing
+from headrace_registry.records import AnchorState, ModelRecord
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts import kept, machine, settling
-from headrace_registry.rollouts.kept import KeptRollout
+from headrace_registry.rollouts import apply_outcome, machine, rollout_store
 from headrace_registry.rollouts.machine import Kind, RolloutDecision
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow import closing
+from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.shadow import outcome
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import RolloutStep
@@ -25,7 +25,7 @@ from headrace_schemas.ids import uuid7
 
 
 def fresh_salt() -> str:
-    """A rollout's own, so that the same users are not first every time."""
+    """Return a new random salt for a rollout, so that not the same users are first every time."""
     return secrets.token_hex(16)
 
 
@@ -36,19 +36,19 @@ async def begin(
     kind: str,
     plan: RolloutPlan,
     *,
-    standing: Standing,
+    anchor_state: AnchorState,
     reason: str,
     statistics: Mapping[str, float],
 ) -> None:
-    """The candidate gets its first share, and its place at the gate is free. Raises `NotAllowed`."""
+    """Begin the rollout of the candidate, which leaves the gate. Raises `NotAllowed`."""
     tx, now = transition.tx, transition.now
-    others = await kept.under_way(tx, model.model)
-    if others:  # units stay where they are: one salt, one number of slots, one kind of unit
-        plan = plan.model_copy(update={"unit": others[0].plan.unit, "slots": others[0].slots})
-    book = await kept.book(tx, model)
-    decision = machine.begin(plan, book, version, now)
-    after, _ = machine.apply(plan, book, decision)
-    rollout = after.rollouts[version]
+    active = await rollout_store.under_way(tx, model.model)
+    if active:  # units stay where they are: one salt, one number of slots, one kind of unit
+        plan = plan.model_copy(update={"unit": active[0].plan.unit, "slots": active[0].slots})
+    state = await rollout_store.load_model_state(tx, model)
+    decision = machine.begin(plan, state, version, now)
+    after, _ = machine.apply(plan, state, decision)
+    planned = after.rollouts[version]
     values = {
         "rollout_id": str(uuid7(epoch_ms(now))),
         "model": model.model,
@@ -56,103 +56,111 @@ async def begin(
         "control": model.champion,
         "kind": kind,
         "plan": plan.model_dump_json(),
-        "salt": others[0].salt if others else fresh_salt(),
+        "salt": active[0].salt if active else fresh_salt(),
         "slots": plan.slots,
-        "phase": rollout.phase,
-        "stage": rollout.stage,
-        "slot": rollout.slot,
-        "number": rollout.number,
+        "phase": planned.phase,
+        "stage": planned.stage,
+        "slot": planned.slot,
+        "number": planned.number,
         "reason": reason,
         "statistics": "{}",
         "chart": "[]",
-        "standing": json.dumps(asdict(standing)),
+        "standing": json.dumps(asdict(anchor_state)),
         "began_ms": epoch_ms(now),
         "changed_ms": epoch_ms(now),
         "observed_ms": 0,
         "stage_observed_ms": 0,
     }
     await tx.execute(insert(ROLLOUTS).values(values))
-    await transition.forget_result(version)
+    await transition.delete_trial_result(version)
     await transition.set_state(version, "canary", request="", rollout=None)
     await transition.set_roles(model, candidate=None, family=after.family)
-    begun = await kept.one(tx, str(values["rollout_id"]))
+    begun = await rollout_store.get(tx, str(values["rollout_id"]))
     assert begun is not None
-    numbers = {**statistics, "number": float(rollout.number)}
-    await transition.decide(
+    numbers = {**statistics, "number": float(planned.number)}
+    await transition.record_decision(
         model.model, version, "probed", reason, numbers, model.champion, _step(begun, "begin", begun.stage)
     )
 
 
-async def take(transition: Transition, one: KeptRollout, decision: RolloutDecision) -> None:
-    """Do what was decided about a rollout, with all that follows. Raises `NotAllowed`."""
-    model = await store.model(transition.tx, one.model)
+async def apply_decision(transition: Transition, rollout: RolloutRecord, decision: RolloutDecision) -> None:
+    """Apply a decision about a rollout with all its consequences. Raises `NotAllowed`."""
+    model = await store.load_model(transition.tx, rollout.model)
     assert model is not None
-    if one.phase == "shadow":
-        decision = await closing.closed(transition.tx, one, decision)
-    after, _ = machine.apply(one.plan, await kept.book(transition.tx, model), decision)
-    rollout = after.rollouts[one.version]
+    if rollout.phase == "shadow":
+        decision = await outcome.record_outcome(transition.tx, rollout, decision)
+    after, _ = machine.apply(rollout.plan, await rollout_store.load_model_state(transition.tx, model), decision)
+    planned = after.rollouts[rollout.version]
     if decision.kind == "hold":
-        await settling.hold(transition, one, decision.reason, dict(decision.statistics))
+        await apply_outcome.hold(transition, rollout, decision.reason, dict(decision.statistics))
     elif decision.kind == "roll_back":
-        await roll_back(transition, model, one, decision.reason, decision.statistics)
+        await roll_back(transition, model, rollout, decision.reason, decision.statistics)
     elif decision.kind == "promote":
-        await promote(transition, model, one, decision.reason, decision.statistics, family=after.family)
+        await promote(transition, model, rollout, decision.reason, decision.statistics, family=after.family)
     else:
         changed = {
-            "phase": rollout.phase,
-            "stage": rollout.stage,
+            "phase": planned.phase,
+            "stage": planned.stage,
             "reason": decision.reason,
             "changed_ms": epoch_ms(transition.now),
-            "stage_observed_ms": one.observed_ms,
+            "stage_observed_ms": rollout.observed_ms,
             "share": None,
         }
-        await transition.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == one.rollout_id).values(changed))
-        step = _step(one, decision.kind, rollout.stage)
+        await transition.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(changed))
+        step = _step(rollout, decision.kind, planned.stage)
         numbers = decision.statistics
-        await transition.decide(one.model, one.version, "probed", decision.reason, numbers, one.control, step)
-        transition.touch(one.model)
+        await transition.record_decision(
+            rollout.model, rollout.version, "probed", decision.reason, numbers, rollout.control, step
+        )
+        transition.mark_changed(rollout.model)
 
 
-async def share_out(
-    transition: Transition, one: KeptRollout, share: Fraction, reason: str, statistics: Mapping[str, float]
+async def set_share(
+    transition: Transition, rollout: RolloutRecord, share: Fraction, reason: str, statistics: Mapping[str, float]
 ) -> None:
-    """Another share within its stage, by an adaptive split."""
-    own = None if share == one.stage_share else str(share)
-    await transition.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == one.rollout_id).values(share=own))
-    step = RolloutStep(rollout_id=one.rollout_id, kind="advance", stage=one.stage, share=str(share))
-    await transition.decide(one.model, one.version, "probed", reason, statistics, one.control, step)
-    transition.touch(one.model)
+    """Set another share within the stage, for an adaptive split."""
+    stored_share = None if share == rollout.stage_share else str(share)
+    await transition.tx.execute(
+        update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(share=stored_share)
+    )
+    step = RolloutStep(rollout_id=rollout.rollout_id, kind="advance", stage=rollout.stage, share=str(share))
+    await transition.record_decision(
+        rollout.model, rollout.version, "probed", reason, statistics, rollout.control, step
+    )
+    transition.mark_changed(rollout.model)
 
 
 async def promote(
     transition: Transition,
     model: ModelRecord,
-    one: KeptRollout,
+    rollout: RolloutRecord,
     reason: str,
     statistics: Mapping[str, float],
     *,
     family: int,
 ) -> None:
-    """The candidate is champion. Whoever else is under way holds (`settling`)."""
-    await settling.end(transition, one, "champion", reason)
-    standing = one.standing
-    if standing.anchor is not None and standing.anchor == model.anchor:
-        standing = Standing(standing.anchor, max(standing.trials, model.trials), standing.lead)
-    step = _step(one, "promote", one.stage)
-    await transition.promote(model, one.version, reason, statistics, standing, step)
+    """Make the candidate champion. Other rollouts under way end in hold (`apply_outcome`)."""
+    await apply_outcome.end(transition, rollout, "champion", reason)
+    anchor_state = rollout.anchor_state
+    if anchor_state.anchor is not None and anchor_state.anchor == model.anchor:
+        anchor_state = AnchorState(anchor_state.anchor, max(anchor_state.trials, model.trials), anchor_state.lead)
+    step = _step(rollout, "promote", rollout.stage)
+    await transition.promote(model, rollout.version, reason, statistics, anchor_state, step)
     await transition.set_roles(model, family=family)
 
 
 async def roll_back(
-    transition: Transition, model: ModelRecord, one: KeptRollout, reason: str, statistics: Mapping[str, float]
+    transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str, statistics: Mapping[str, float]
 ) -> None:
-    """The candidate is out for good, and what descends from it as well."""
-    await settling.end(transition, one, "rolled_back", reason)
-    step = _step(one, "roll_back", one.stage).model_copy(update={"excludes": one.plan.experiences == "exclude"})
-    await transition.withdraw(model, one.version, reason, statistics, step)
+    """Withdraw the candidate and its descendants for good."""
+    await apply_outcome.end(transition, rollout, "rolled_back", reason)
+    step = _step(rollout, "roll_back", rollout.stage).model_copy(
+        update={"excludes": rollout.plan.experiences == "exclude"}
+    )
+    await transition.withdraw(model, rollout.version, reason, statistics, step)
 
 
-def _step(one: KeptRollout, kind: Kind, stage: int) -> RolloutStep:
-    ends = {"promote": Fraction(1), "hold": Fraction(0), "roll_back": Fraction(0)}
-    share = ends.get(kind, min(one.plan.stages[stage].share, Fraction(1, one.slots + 1)))
-    return RolloutStep(rollout_id=one.rollout_id, kind=kind, stage=stage, share=str(share))
+def _step(rollout: RolloutRecord, kind: Kind, stage: int) -> RolloutStep:
+    final_shares = {"promote": Fraction(1), "hold": Fraction(0), "roll_back": Fraction(0)}
+    share = final_shares.get(kind, min(rollout.plan.stages[stage].share, Fraction(1, rollout.slots + 1)))
+    return RolloutStep(rollout_id=rollout.rollout_id, kind=kind, stage=stage, share=str(share))

@@ -1,13 +1,13 @@
-"""What a session may be expected to be like, before anybody knows which arm it is in: the covariate of its canary.
+"""Expected metrics of a session before its arm is known: the covariate of its canary.
 
-The shadow has played prompts of the traffic with both versions. What came of them is kept by kind of prompt: the agent
-(its system prompt and tools), the task, the opening. A session of the canary is expected to be like others of its
-kind, the mean of the kind drawn towards that of the kind above it, as if that had been seen `STRENGTH` times
-(shrinkage: Efron & Morris, "Stein's paradox in statistics", 1977). Only its first turn is looked at, which is there
-before any version has said a word.
+The shadow has answered prompts of the traffic with both versions. Their metrics are stored by kind of prompt: the agent
+(its system prompt and tools), the task, the opening. A session of the canary is expected to be like others of its kind:
+the mean of the kind, shrunk towards that of the kind above it, as if that had been observed `STRENGTH` times (Efron &
+Morris, "Stein's paradox in statistics", 1977). Only the session's first turn is used, which exists before any version
+has answered.
 
-`rollouts.contrast` takes the expected part out of each unit's value. Nothing there depends on the expectation being
-right: it costs or saves sessions, and moves no error rate.
+`rollouts.contrast` subtracts the expected part from each unit's value. It does not depend on the expectation being
+right: a wrong one costs sessions, and changes no error rate.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from headrace_schemas import Turn
 STRENGTH = 2.0
 _ALL = ""
 _KINDS_MAX = 4096
-"""Of those seen first; later ones have the mean of the kind above them."""
+"""Number of kinds with values of their own, the first ones seen. Later kinds have the mean of the kind above them."""
 
 
-def kinds(turn: Turn) -> tuple[str, ...]:
-    """Of a session's first turn, from the general to the special."""
-    users = next((at for at, one in enumerate(turn.messages) if one.role == "user"), len(turn.messages))
+def prompt_kinds(turn: Turn) -> tuple[str, ...]:
+    """Return the kinds of a session's first turn, from the general to the special."""
+    users = next((index for index, item in enumerate(turn.messages) if item.role == "user"), len(turn.messages))
     agent = hashlib.sha256()
     for message in turn.messages[:users]:
         agent.update(message.model_dump_json(exclude_none=True).encode() + b"\n")
@@ -35,44 +35,44 @@ def kinds(turn: Turn) -> tuple[str, ...]:
     opening = agent.copy()
     for message in turn.messages[users : users + 1]:
         opening.update(message.model_dump_json(exclude_none=True).encode())
-    found = [f"agent:{agent.hexdigest()[:16]}"]
+    kinds = [f"agent:{agent.hexdigest()[:16]}"]
     if turn.task_id:
-        found.append(f"task:{hashlib.sha256(turn.task_id.encode()).hexdigest()[:16]}")
-    return (*found, f"opening:{opening.hexdigest()[:16]}")
+        kinds.append(f"task:{hashlib.sha256(turn.task_id.encode()).hexdigest()[:16]}")
+    return (*kinds, f"opening:{opening.hexdigest()[:16]}")
 
 
 @dataclass(slots=True)
 class Expectations:
-    """Of one rollout. `table`: metric, then kind, then how many values were seen and their sum."""
+    """Observed values of one rollout. `table`: metric, then kind, then the number of values and their sum."""
 
     table: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
-    def see(self, of: Sequence[str], values: Mapping[str, float]) -> None:
-        """One session of these kinds, whoever answered."""
+    def update(self, kinds: Sequence[str], values: Mapping[str, float]) -> None:
+        """Add the values of one session of these kinds, whichever version answered."""
         for metric, value in values.items():
-            seen = self.table.setdefault(metric, {})
-            for kind in (_ALL, *of):
-                if kind in seen or len(seen) < _KINDS_MAX:
-                    count, total = seen.get(kind, (0.0, 0.0))
-                    seen[kind] = (count + 1.0, total + value)
+            by_kind = self.table.setdefault(metric, {})
+            for kind in (_ALL, *kinds):
+                if kind in by_kind or len(by_kind) < _KINDS_MAX:
+                    count, total = by_kind.get(kind, (0.0, 0.0))
+                    by_kind[kind] = (count + 1.0, total + value)
 
     def of(self, kinds: Sequence[str]) -> dict[str, float]:
-        """What each metric is expected to be; nothing of a metric that was never seen."""
-        return {metric: self._expected(seen, kinds) for metric, seen in self.table.items()}
+        """Return the expected value of each metric that was ever observed."""
+        return {metric: self._expected(by_kind, kinds) for metric, by_kind in self.table.items()}
 
     @staticmethod
-    def _expected(seen: Mapping[str, tuple[float, float]], kinds: Sequence[str]) -> float:
-        count, total = seen[_ALL]
+    def _expected(by_kind: Mapping[str, tuple[float, float]], kinds: Sequence[str]) -> float:
+        count, total = by_kind[_ALL]
         mean = total / count
         for kind in kinds:
-            count, total = seen.get(kind, (0.0, 0.0))
+            count, total = by_kind.get(kind, (0.0, 0.0))
             mean = (total + STRENGTH * mean) / (count + STRENGTH)
         return mean
 
 
 def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) -> Expectations:
-    """Of sessions with their kinds and the values of their metrics."""
-    made = Expectations()
-    for of, values in sessions:
-        made.see(of, values)
-    return made
+    """Return the expectations from sessions with their kinds and the values of their metrics."""
+    table = Expectations()
+    for kinds, values in sessions:
+        table.update(kinds, values)
+    return table

@@ -1,4 +1,4 @@
-"""What a shadow has found, as it is kept with its rollout."""
+"""Findings of a shadow, as they are stored with its rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_schemas.rollout_api import ShadowState
 
 
 class ShadowFindings(Model):
-    """Stored as JSON; empty while there is no shadow, or it goes on."""
+    """Findings as JSON; empty without a shadow and while it is under way."""
 
     state: ShadowState | None = None
     expected: dict[Text, dict[str, tuple[Finite, Finite]]] = Field(default_factory=dict)
@@ -23,7 +23,7 @@ class ShadowFindings(Model):
     @classmethod
     def of(
         cls,
-        found: ShadowEstimate,
+        estimate: ShadowEstimate,
         *,
         prompts: int,
         read: int,
@@ -35,48 +35,48 @@ class ShadowFindings(Model):
         state = ShadowState(
             prompts=prompts,
             read=read,
-            pairs=found.pairs,
-            spoke=found.spoke,
+            pairs=estimate.pairs,
+            spoke=estimate.spoke,
             ended=dict(ended),
             left_out=dict(left_out),
             tokens=tokens,
-            judged=found.judged,
-            effective=found.overlap.effective,
-            mean_weight=found.overlap.mean,
-            difference=found.difference,
-            lower=found.lower,
-            upper=found.upper,
-            refused=found.refused,
+            judged=estimate.judged,
+            effective=estimate.overlap.effective,
+            mean_weight=estimate.overlap.mean,
+            difference=estimate.difference,
+            lower=estimate.lower,
+            upper=estimate.upper,
+            refused=estimate.refused,
         )
-        return cls(state=state, expected={metric: dict(seen) for metric, seen in expected.items()})
+        return cls(state=state, expected={metric: dict(by_kind) for metric, by_kind in expected.items()})
 
     @property
     def expectations(self) -> Expectations:
-        return Expectations({metric: dict(seen) for metric, seen in self.expected.items()})
+        return Expectations({metric: dict(by_kind) for metric, by_kind in self.expected.items()})
 
     def statistics(self) -> dict[str, float]:
-        """For the decision that ends the shadow."""
-        one = self.state
-        if one is None:
+        """Return the statistics for the decision that ends the shadow."""
+        state = self.state
+        if state is None:
             return {}
         numbers = {
-            "shadow.prompts": float(one.prompts),
-            "shadow.pairs": float(one.pairs),
-            "shadow.spoke": float(one.spoke),
-            "shadow.effective": one.effective,
-            "shadow.mean_weight": one.mean_weight,
-            "shadow.judged_difference": one.judged,
-            "shadow.difference": one.difference,
-            "shadow.lower": one.lower,
-            "shadow.upper": one.upper,
+            "shadow.prompts": float(state.prompts),
+            "shadow.pairs": float(state.pairs),
+            "shadow.spoke": float(state.spoke),
+            "shadow.effective": state.effective,
+            "shadow.mean_weight": state.mean_weight,
+            "shadow.judged_difference": state.judged,
+            "shadow.difference": state.difference,
+            "shadow.lower": state.lower,
+            "shadow.upper": state.upper,
         }
         return {name: value for name, value in numbers.items() if value is not None}
 
     def in_words(self) -> str:
-        """For its reason."""
-        one = self.state
-        if one is None:
+        """Return the findings as part of the decision's reason."""
+        state = self.state
+        if state is None:
             return "no shadow"
-        if one.refused is not None:
-            return f"nothing said about users ({one.refused})"
-        return f"users would be {one.difference:+.3f} satisfied, in [{one.lower:+.3f}, {one.upper:+.3f}]"
+        if state.refused is not None:
+            return f"no estimate about users ({state.refused})"
+        return f"users would be {state.difference:+.3f} satisfied, in [{state.lower:+.3f}, {state.upper:+.3f}]"

@@ -1,7 +1,7 @@
-"""The prompts of a shadow as the database keeps them, on the rollout's own clock.
+"""Rows about the prompts of a shadow, with times of the rollout's own clock.
 
-Each has three units in the ledger, which no reading of a canary ever takes: the user's session, and one session for
-each of the two new answers. So rewards and feedback about them find their place as those of arms do.
+Each prompt has three units in the tables of `unit_store`, which no reading of a canary uses: the user's session, and
+one session for each of the two new answers. So rewards and feedback about them are stored as those of arms are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sqlalchemy import ColumnElement, RowMapping, delete, func, insert, select, 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollout_tables import EVENTS, PROMPTS, ROLLOUTS, SESSIONS, UNITS
-from headrace_registry.rollouts.kept import KeptRollout
-from headrace_registry.rollouts.ledger import Membership
+from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.unit_store import Membership
 from headrace_runtime.upsert import upsert
 from headrace_schemas import ids
 
@@ -25,15 +25,15 @@ ANSWERING: tuple[Side, ...] = ("candidate", "champion")
 _SIDES: tuple[Side, ...] = ("logged", *ANSWERING)
 _UNIT = "shadow-"
 _NEVER = -1
-"""Looks of a unit that no look of a canary is due for."""
+"""Number of readings of a unit for which no reading of a canary is ever due."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPrompt:
+class PromptRecord:
     """One row."""
 
     rollout_id: str
-    place: int
+    number: int
     session_key: str
     tenant: str
     state: Literal["waiting", "answered", "read", "left_out"]
@@ -44,20 +44,20 @@ class KeptPrompt:
     ended: Mapping[Side, str]
     log_weight: float | None
     found: Mapping[str, Any]
-    """`reading.PromptReading` as JSON, once it was read."""
+    """`prompt_reader.PromptReading` as JSON, once the prompt was read."""
     reason: str
 
     def unit(self, side: Side) -> str:
-        return f"{_UNIT}{self.place}-{side}"
+        return f"{_UNIT}{self.number}-{side}"
 
     def session_id(self, side: Side, attempt: int) -> str:
-        """Of a new answer."""
-        return f"{_UNIT}{self.rollout_id}-{self.place}-{side}-{attempt}"
+        """Return the session id of a new answer."""
+        return f"{_UNIT}{self.rollout_id}-{self.number}-{side}-{attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowPhase:
-    """A rollout that is in the shadow, as far as a turn needs it."""
+    """The fields of a rollout in the shadow that the sampling of a turn needs."""
 
     rollout_id: str
     control: str
@@ -75,26 +75,26 @@ async def in_shadow(tx: AsyncConnection, model: str) -> list[ShadowPhase]:
     return [ShadowPhase(*row) for row in await tx.execute(query.order_by(ROLLOUTS.c.number_id))]
 
 
-async def taken(tx: AsyncConnection, rollout_id: str) -> tuple[int, int, int]:
-    """How many prompts there are, how many of them were left out, and what all of them have cost in tokens."""
+async def prompt_totals(tx: AsyncConnection, rollout_id: str) -> tuple[int, int, int]:
+    """Return the number of prompts, the number of those left out, and the tokens that all of them took."""
     rows = select(PROMPTS.c.state, func.count(), func.sum(PROMPTS.c.tokens)).where(PROMPTS.c.rollout_id == rollout_id)
-    found = [tuple(row) for row in await tx.execute(rows.group_by(PROMPTS.c.state))]
-    out = sum(count for state, count, _ in found if state == "left_out")
-    return sum(count for _, count, _ in found), out, sum(int(tokens) for _, _, tokens in found)
+    counts = [tuple(row) for row in await tx.execute(rows.group_by(PROMPTS.c.state))]
+    left_out = sum(count for state, count, _ in counts if state == "left_out")
+    return sum(count for _, count, _ in counts), left_out, sum(int(tokens) for _, _, tokens in counts)
 
 
-async def add(
-    tx: AsyncConnection, rollout_id: str, place: int, session_key: str, tenant: str, now_ms: int, tokens: int
+async def add_prompt(
+    tx: AsyncConnection, rollout_id: str, number: int, session_key: str, tenant: str, now_ms: int, tokens: int
 ) -> bool:
-    """Take a user's session; False when its words have another place already."""
+    """Take a user's session as a prompt. Return False if the session belongs to a prompt already."""
     session = {"rollout_id": rollout_id, "session_key": session_key}
-    unit = f"{_UNIT}{place}-logged"
+    unit = f"{_UNIT}{number}-logged"
     if not await upsert(tx, SESSIONS, session, {"unit": unit, "tenant": tenant}, update=False):
         return False
     await _unit(tx, rollout_id, unit, now_ms)
     row = {
         **session,
-        "place": place,
+        "place": number,
         "tenant": tenant,
         "state": "waiting",
         "attempts": 0,
@@ -110,41 +110,46 @@ async def add(
     return True
 
 
-async def due(tx: AsyncConnection, rollout: KeptRollout, age_ms: int, limit: int) -> list[KeptPrompt]:
-    """Those whose session had its time, the first ones first."""
-    old = (PROMPTS.c.state == "waiting", PROMPTS.c.sampled_ms <= rollout.observed_ms - age_ms)
-    return await _some(tx, rollout.rollout_id, *old, limit=limit)
+async def due_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
+    """Return waiting prompts whose session had `age_ms` to continue, in their order."""
+    conditions = (PROMPTS.c.state == "waiting", PROMPTS.c.sampled_ms <= rollout.observed_ms - age_ms)
+    return await _select(tx, rollout.rollout_id, *conditions, limit=limit)
 
 
-async def readable(tx: AsyncConnection, rollout: KeptRollout, age_ms: int, limit: int) -> list[KeptPrompt]:
-    """Answered ones of that age, strictly in their order: those behind one that is still open wait for it, for a prompt
-    that is answered quickly is another kind of prompt."""
-    found = []
-    for one in await _some(tx, rollout.rollout_id, PROMPTS.c.state.in_(("waiting", "answered")), limit=limit):
-        if one.state != "answered" or one.answered_ms > rollout.observed_ms - age_ms:
+async def readable_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
+    """Return answered prompts of that age, strictly in their order.
+
+    A prompt waits for all prompts before it, because prompts that are answered quickly differ from the others.
+    """
+    answered = []
+    for prompt in await _select(tx, rollout.rollout_id, PROMPTS.c.state.in_(("waiting", "answered")), limit=limit):
+        if prompt.state != "answered" or prompt.answered_ms > rollout.observed_ms - age_ms:
             break
-        found.append(one)
-    return found
+        answered.append(prompt)
+    return answered
 
 
-async def read(tx: AsyncConnection, rollout_id: str, after: int, limit: int) -> list[KeptPrompt]:
-    """Those that were read, behind that place."""
-    return await _some(tx, rollout_id, PROMPTS.c.state == "read", PROMPTS.c.place > after, limit=limit)
+async def read_prompts(tx: AsyncConnection, rollout_id: str, after: int, limit: int) -> list[PromptRecord]:
+    """Return up to `limit` prompts that were read, after number `after`."""
+    return await _select(tx, rollout_id, PROMPTS.c.state == "read", PROMPTS.c.place > after, limit=limit)
 
 
-async def every(tx: AsyncConnection, rollout_id: str, limit: int) -> list[KeptPrompt]:
-    return await _some(tx, rollout_id, limit=limit)
+async def all_prompts(tx: AsyncConnection, rollout_id: str, limit: int) -> list[PromptRecord]:
+    """Return up to `limit` prompts of the rollout in their order."""
+    return await _select(tx, rollout_id, limit=limit)
 
 
-async def begin(tx: AsyncConnection, prompt: KeptPrompt, now_ms: int) -> int | None:
-    """Another attempt: its sessions are known before anybody answers. Returns its number; None: the prompt is not open
-    any more, or its rollout is not in the shadow."""
-    going_on = select(ROLLOUTS.c.rollout_id).where(
+async def begin_attempt(tx: AsyncConnection, prompt: PromptRecord, now_ms: int) -> int | None:
+    """Begin another attempt and return its number. Its sessions are stored before any answer is requested.
+
+    Returns None if the prompt is not open any more or its rollout is not in the shadow.
+    """
+    active = select(ROLLOUTS.c.rollout_id).where(
         ROLLOUTS.c.rollout_id == prompt.rollout_id, ROLLOUTS.c.phase == "shadow"
     )
-    still = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.rollout_id.in_(going_on))
-    counted = await tx.execute(update(PROMPTS).where(*still).values(attempts=PROMPTS.c.attempts + 1))
-    if not counted.rowcount:
+    conditions = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.rollout_id.in_(active))
+    updated = await tx.execute(update(PROMPTS).where(*conditions).values(attempts=PROMPTS.c.attempts + 1))
+    if not updated.rowcount:
         return None
     attempt: int = (await tx.execute(select(PROMPTS.c.attempts).where(*_row(prompt)))).scalar_one()
     for side in ANSWERING:
@@ -156,51 +161,51 @@ async def begin(tx: AsyncConnection, prompt: KeptPrompt, now_ms: int) -> int | N
     return attempt
 
 
-async def answer(
+async def record_answers(
     tx: AsyncConnection,
-    prompt: KeptPrompt,
+    prompt: PromptRecord,
     attempt: int,
     ended: Mapping[Side, str],
     tokens: int,
     log_weight: float | None,
 ) -> None:
-    """Both answers are there. Of an attempt that another one has overtaken nothing is kept."""
+    """Record the answers of both versions. The result of a superseded attempt is discarded."""
     now = select(ROLLOUTS.c.observed_ms).where(ROLLOUTS.c.rollout_id == prompt.rollout_id).scalar_subquery()
-    still = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.attempts == attempt)
+    conditions = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.attempts == attempt)
     values = {"state": "answered", "ended": json.dumps(dict(ended)), "log_weight": log_weight}
     cost = PROMPTS.c.tokens + tokens
-    await tx.execute(update(PROMPTS).where(*still).values(**values, tokens=cost, answered_ms=now))
+    await tx.execute(update(PROMPTS).where(*conditions).values(**values, tokens=cost, answered_ms=now))
 
 
-async def leave_out(tx: AsyncConnection, prompt: KeptPrompt, reason: str) -> None:
+async def leave_out(tx: AsyncConnection, prompt: PromptRecord, reason: str) -> None:
     values = {"state": "left_out", "reason": reason}
     await tx.execute(update(PROMPTS).where(*_row(prompt), PROMPTS.c.state == "waiting").values(values))
     for side in _SIDES:
         await _close(tx, prompt.rollout_id, prompt.unit(side))
 
 
-async def note(tx: AsyncConnection, prompt: KeptPrompt, found: Mapping[str, Any]) -> None:
-    """It was read; what its sessions said is not needed any more."""
-    await tx.execute(update(PROMPTS).where(*_row(prompt)).values(state="read", found=json.dumps(dict(found))))
+async def record_reading(tx: AsyncConnection, prompt: PromptRecord, reading: Mapping[str, Any]) -> None:
+    """Store the reading of a prompt, and delete the events of its sessions."""
+    await tx.execute(update(PROMPTS).where(*_row(prompt)).values(state="read", found=json.dumps(dict(reading))))
     for side in _SIDES:
         await _close(tx, prompt.rollout_id, prompt.unit(side))
 
 
-async def events(tx: AsyncConnection, prompt: KeptPrompt, side: Side) -> list[tuple[str, bytes]]:
-    """Topic and value, in the order in which they were read."""
-    of = (EVENTS.c.rollout_id == prompt.rollout_id, EVENTS.c.unit == prompt.unit(side))
-    rows = await tx.execute(select(EVENTS.c.topic, EVENTS.c.value).where(*of).order_by(EVENTS.c.id))
+async def side_events(tx: AsyncConnection, prompt: PromptRecord, side: Side) -> list[tuple[str, bytes]]:
+    """Return topic and value of each event of one side, in the order in which they were read."""
+    conditions = (EVENTS.c.rollout_id == prompt.rollout_id, EVENTS.c.unit == prompt.unit(side))
+    rows = await tx.execute(select(EVENTS.c.topic, EVENTS.c.value).where(*conditions).order_by(EVENTS.c.id))
     return [(row.topic, row.value) for row in rows]
 
 
-async def close(tx: AsyncConnection, rollout_id: str) -> None:
-    """The shadow is over: a session that it has taken may be drawn into an arm later, as any other."""
+async def release_sessions(tx: AsyncConnection, rollout_id: str) -> None:
+    """Delete the units of the shadow, so that its sessions may be drawn into an arm later."""
     for table in (SESSIONS, EVENTS, UNITS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit.like(f"{_UNIT}%")))
 
 
-def _row(prompt: KeptPrompt) -> Sequence[ColumnElement[bool]]:
-    return PROMPTS.c.rollout_id == prompt.rollout_id, PROMPTS.c.place == prompt.place
+def _row(prompt: PromptRecord) -> Sequence[ColumnElement[bool]]:
+    return PROMPTS.c.rollout_id == prompt.rollout_id, PROMPTS.c.place == prompt.number
 
 
 async def _unit(tx: AsyncConnection, rollout_id: str, unit: str, now_ms: int) -> None:
@@ -209,23 +214,23 @@ async def _unit(tx: AsyncConnection, rollout_id: str, unit: str, now_ms: int) ->
 
 
 async def _forget(tx: AsyncConnection, rollout_id: str, unit: str) -> None:
-    """What an attempt before has left."""
+    """Delete the rows that an earlier attempt has left."""
     for table in (SESSIONS, EVENTS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit == unit))
 
 
 async def _close(tx: AsyncConnection, rollout_id: str, unit: str) -> None:
     await tx.execute(delete(EVENTS).where(EVENTS.c.rollout_id == rollout_id, EVENTS.c.unit == unit))
-    of = (UNITS.c.rollout_id == rollout_id, UNITS.c.unit == unit)
-    await tx.execute(update(UNITS).where(*of).values(events=_NEVER))
+    conditions = (UNITS.c.rollout_id == rollout_id, UNITS.c.unit == unit)
+    await tx.execute(update(UNITS).where(*conditions).values(events=_NEVER))
 
 
-async def _some(tx: AsyncConnection, rollout_id: str, *which: ColumnElement[bool], limit: int) -> list[KeptPrompt]:
+async def _select(tx: AsyncConnection, rollout_id: str, *which: ColumnElement[bool], limit: int) -> list[PromptRecord]:
     query = select(PROMPTS).where(PROMPTS.c.rollout_id == rollout_id, *which).order_by(PROMPTS.c.place).limit(limit)
-    return [_kept(row) for row in (await tx.execute(query)).mappings()]
+    return [_record(row) for row in (await tx.execute(query)).mappings()]
 
 
-def _kept(row: RowMapping) -> KeptPrompt:
-    names = ("rollout_id", "place", "session_key", "tenant", "state", "attempts", "sampled_ms", "answered_ms", "tokens")
+def _record(row: RowMapping) -> PromptRecord:
+    names = ("rollout_id", "session_key", "tenant", "state", "attempts", "sampled_ms", "answered_ms", "tokens")
     fields = {name: row[name] for name in (*names, "log_weight", "reason")}
-    return KeptPrompt(**fields, ended=json.loads(row["ended"]), found=json.loads(row["found"]))
+    return PromptRecord(**fields, number=row["place"], ended=json.loads(row["ended"]), found=json.loads(row["found"]))

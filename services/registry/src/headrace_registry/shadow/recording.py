@@ -1,5 +1,4 @@
-"""What the user's own session did, as far as a shadow can repeat it: the first run of it, and what its tools
-answered."""
+"""The part of a user's own session that a shadow can repeat: its first run, and the results of its tools."""
 
 from __future__ import annotations
 
@@ -13,45 +12,47 @@ from headrace_schemas import FunctionCall, Message, Turn
 
 
 def is_opening(turn: Turn) -> bool:
-    """Whether nobody has answered anything before it."""
+    """Return whether no answer precedes the turn."""
     return all(message.role in ("system", "developer", "user") for message in turn.messages)
 
 
 def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The opening turn, then what answers its tools, up to the first answer that calls none. Empty without an opening.
+    """Return the opening turn and the following ones up to the first answer without a tool call. Empty without an
+    opening.
 
-    What the user wrote next was written to that answer, so nothing behind it can be asked of another version.
+    The user's next message was a reply to that answer, so later turns cannot be repeated with another version.
     """
-    found: list[Turn] = []
+    run: list[Turn] = []
     for turn in turns:
-        if (not found and is_opening(turn)) or (found and _continues(found[-1], turn)):
-            found.append(turn)
-        elif found:
+        if (not run and is_opening(turn)) or (run and _continues(run[-1], turn)):
+            run.append(turn)
+        elif run:
             break
-        if found and not found[-1].choices[0].message.tool_calls:
+        if run and not run[-1].choices[0].message.tool_calls:
             break
-    return tuple(found)
+    return tuple(run)
 
 
-def is_whole(turns: Sequence[Turn]) -> bool:
-    """Whether the session was this run alone: only then its rewards and its feedback are about it."""
+def is_single_run(turns: Sequence[Turn]) -> bool:
+    """Return whether the session consists of its first run alone. Only then its rewards and feedback are about that
+    run."""
     return bool(turns) and len(first_run(turns)) == len(turns)
 
 
 def _continues(before: Turn, turn: Turn) -> bool:
-    said = len(before.messages)
-    answered = turn.messages[said + 1 :]
+    prompt_length = len(before.messages)
+    answered = turn.messages[prompt_length + 1 :]
     return (
-        len(turn.messages) > said
-        and turn.messages[:said] == before.messages
-        and turn.messages[said].role == "assistant"
+        len(turn.messages) > prompt_length
+        and turn.messages[:prompt_length] == before.messages
+        and turn.messages[prompt_length].role == "assistant"
         and bool(answered)
         and all(message.role == "tool" for message in answered)
     )
 
 
-def canonical(arguments: str) -> str:
-    """Equal for arguments that say the same; what is no JSON is compared as it stands."""
+def canonical_arguments(arguments: str) -> str:
+    """Return equal strings for equal JSON arguments. Arguments that are not JSON are returned unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
@@ -66,28 +67,30 @@ class Recording:
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Recording:
-        """Of all of a session: a call that it made later has the same result."""
-        made = cls()
+        """Record the results of all turns of a session: a call that it made later has the same result."""
+        recording = cls()
         longest: Sequence[Message] = max((turn.messages for turn in turns), key=len, default=())
-        calls = {call.id: call.function for one in longest for call in one.tool_calls or ()}
+        calls = {call.id: call.function for item in longest for call in item.tool_calls or ()}
         for message in longest:
             called = calls.get(message.tool_call_id or "") if message.role == "tool" else None
             if called is not None:
-                made.results[called.name, canonical(called.arguments)].append(message.text)
-        return made
+                recording.results[called.name, canonical_arguments(called.arguments)].append(message.text)
+        return recording
 
     def replay(self, call: FunctionCall) -> str | None:
-        """What the same call was answered; the next time the next answer, and the last one again and again. None: it
-        was never made."""
-        found = self.results.get((call.name, canonical(call.arguments)))
-        if not found:
+        """Return the recorded result of a call, or None if it was never made.
+
+        Repeated calls get the recorded results in their order, and then the last one again and again.
+        """
+        results = self.results.get((call.name, canonical_arguments(call.arguments)))
+        if not results:
             return None
-        return found.popleft() if len(found) > 1 else found[0]
+        return results.popleft() if len(results) > 1 else results[0]
 
 
 @dataclass(frozen=True, slots=True)
-class WeighedTokens:
-    """One sampled answer with what it was sampled after: what another version has to say the logprobs of."""
+class ScorableAnswer:
+    """One sampled answer with its prompt, for which another version can compute logprobs."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -95,13 +98,13 @@ class WeighedTokens:
     temperature: float
 
 
-def weighed(turns: Sequence[Turn]) -> tuple[WeighedTokens, ...] | None:
-    """The answers of a run; None where one of them was not sampled from the version's own distribution, and so has
-    no weight."""
+def weighable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
+    """Return the answers of a run, or None if one was not sampled from the version's own distribution and has no
+    weight."""
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
         return None
     return tuple(
-        WeighedTokens(
+        ScorableAnswer(
             tuple(turn.prompt_token_ids),
             tuple(turn.choices[0].token_ids),
             tuple(turn.choices[0].logprobs),
@@ -112,10 +115,10 @@ def weighed(turns: Sequence[Turn]) -> tuple[WeighedTokens, ...] | None:
     )
 
 
-def log_weight(answers: Sequence[WeighedTokens], logprobs: Sequence[Sequence[float]]) -> float:
-    """Of all of them together, from what the other version says of each token."""
+def log_weight(answers: Sequence[ScorableAnswer], logprobs: Sequence[Sequence[float]]) -> float:
+    """Return the log weight of all answers together, from the other version's logprobs of each token."""
     return math.fsum(
-        theirs - ours
-        for answer, said in zip(answers, logprobs, strict=True)
-        for theirs, ours in zip(said, answer.logprobs, strict=True)
+        candidate_logprob - logged_logprob
+        for answer, answer_logprobs in zip(answers, logprobs, strict=True)
+        for candidate_logprob, logged_logprob in zip(answer_logprobs, answer.logprobs, strict=True)
     )

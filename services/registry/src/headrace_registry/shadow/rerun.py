@@ -1,4 +1,4 @@
-"""One prompt answered anew by one version: calls of the model, results of tools, and why it ended."""
+"""One prompt answered again by one version: calls of the model, results of tools, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from headrace_registry.shadow.recording import Recording
 from headrace_schemas import FunctionCall, Message, Turn
 
 Ended = Literal["answered", "other_call", "steps", "tokens", "failed"]
-"""`answered`: as the user's session did, with an answer that calls no tool. `other_call`: it called a tool that may
-not be called, with what the user's session never asked of it. `steps`, `tokens`: it came to a bound. `failed`: nobody
-could answer."""
+"""`answered`: with an answer that calls no tool, as in the user's session. `other_call`: it called a tool that may not
+be called, with arguments that the user's session never used. `steps`, `tokens`: it reached a limit. `failed`: the model
+could not be called."""
 
 
 class RerunFailed(Exception):
-    """The gateway or a tool did not answer; another try may help."""
+    """The gateway or a tool did not answer; another attempt may help."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What the model said, and what that cost."""
+class ModelAnswer:
+    """The model's message, and the tokens that the call took."""
 
     message: Message
     tokens: int
 
 
 class Answering(Protocol):
-    """Calls the model, for one session of the shadow."""
+    """Calls the model in one session of the shadow."""
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
-        """Raises `RerunFailed`."""
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+        """Return the model's answer. Raises `RerunFailed`."""
 
 
 class ReadOnlyTools(Protocol):
-    """Really calls tools."""
+    """Calls read-only tools."""
 
     async def call(self, function: FunctionCall) -> str:
-        """Raises `RerunFailed`."""
+        """Return the result of the tool. Raises `RerunFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What a call is answered with: the tool itself only where it is marked read-only, else what was recorded."""
+    """Results for tool calls: from the tool itself where it is marked read-only, else from the recording."""
 
     read_only: Collection[str]
     tools: ReadOnlyTools
     recording: Recording
 
     async def result(self, function: FunctionCall) -> str | None:
-        """None: nothing may answer this call."""
+        """Return the result of a call, or None if there is none for it."""
         if function.name in self.read_only:
             return await self.tools.call(function)
         return self.recording.replay(function)
@@ -58,7 +58,7 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class RerunBounds:
-    """What one rerun may take."""
+    """Limits of one rerun."""
 
     steps_max: int
     tokens_max: int
@@ -66,12 +66,12 @@ class RerunBounds:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """How it went."""
+    """The outcome of one rerun."""
 
     ended: Ended
     tokens: int
     calls: int
-    """Of the model."""
+    """Calls of the model."""
 
 
 async def rerun(asking: Answering, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:

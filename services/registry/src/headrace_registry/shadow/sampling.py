@@ -1,5 +1,4 @@
-"""Takes prompts from the traffic while a rollout is in the shadow, and keeps what is said in the sessions they are
-from."""
+"""Takes prompts from the traffic while a rollout is in the shadow, and stores the events of their sessions."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import SHADOW_PROMPTS
-from headrace_registry.rollouts import ledger
+from headrace_registry.rollouts import unit_store
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.shadow import prompts
@@ -19,28 +18,28 @@ _MINUTE_MS = 60_000
 
 
 class PromptSampler:
-    """Called with every turn, in the transaction that takes it."""
+    """Sampler of prompts. `sample` is called with every turn, in the transaction that processes it."""
 
     def __init__(self, lease: LeaderLease, settings: RolloutSettings) -> None:
         self._lease = lease
         self._settings = settings
 
-    async def take(self, tx: AsyncConnection, turn: Turn) -> None:
-        """The first turns of users' sessions as they come, as many as a minute may have; of those taken, all turns."""
+    async def sample(self, tx: AsyncConnection, turn: Turn) -> None:
+        """Take the first turns of users' sessions as they come, within the rate; of sessions taken, store all turns."""
         phases = await prompts.in_shadow(tx, turn.model)
         if not phases:
             return
         await self._lease.check(tx)
-        if self._may_be_asked(turn):
+        if self._may_be_sampled(turn):
             for phase in phases:
-                if turn.version == phase.control and await self._wanted(tx, phase):
+                if turn.version == phase.control and await self._needs_prompt(tx, phase):
                     await self._add(tx, phase, turn)
-        for member in await ledger.memberships(tx, turn.session_key, turn.tenant):
+        for member in await unit_store.memberships(tx, turn.session_key, turn.tenant):
             if prompts.is_shadow(member):
-                await ledger.keep(tx, member, turn, self._settings.events_per_unit_max)
+                await unit_store.add_event(tx, member, turn, self._settings.events_per_unit_max)
 
-    def _may_be_asked(self, turn: Turn) -> bool:
-        """A user's own session, of a tenant that has agreed, at its beginning and outside of any comparison."""
+    def _may_be_sampled(self, turn: Turn) -> bool:
+        """Return whether the turn opens a user's session of a tenant that has agreed, outside of any comparison."""
         shadow = self._settings.shadow
         return (
             turn.purpose == "train"
@@ -53,19 +52,22 @@ class PromptSampler:
             and is_opening(turn)
         )
 
-    async def _wanted(self, tx: AsyncConnection, phase: ShadowPhase) -> bool:
-        """As many as the plan asks for, in place of those that were left out others, within rate and cost."""
-        count, left_out, tokens = await prompts.taken(tx, phase.rollout_id)
+    async def _needs_prompt(self, tx: AsyncConnection, phase: ShadowPhase) -> bool:
+        """Return whether the plan needs another prompt, within rate and cost. Prompts that were left out are
+        replaced."""
+        count, left_out, tokens = await prompts.prompt_totals(tx, phase.rollout_id)
         shadow = self._settings.shadow
-        by_now = 1 + phase.observed_ms * shadow.prompts_per_minute / _MINUTE_MS
-        wanted = RolloutPlan.model_validate_json(phase.plan).shadow_units
-        return count < by_now and count - left_out < wanted and tokens < shadow.tokens_max
+        allowed = 1 + phase.observed_ms * shadow.prompts_per_minute / _MINUTE_MS
+        units = RolloutPlan.model_validate_json(phase.plan).shadow_units
+        return count < allowed and count - left_out < units and tokens < shadow.tokens_max
 
     async def _add(self, tx: AsyncConnection, phase: ShadowPhase, turn: Turn) -> None:
-        place, _, _ = await prompts.taken(tx, phase.rollout_id)
-        known = await ledger.memberships(tx, turn.session_key, turn.tenant)
-        if any(member.rollout_id == phase.rollout_id for member in known):
+        number, _, _ = await prompts.prompt_totals(tx, phase.rollout_id)
+        members = await unit_store.memberships(tx, turn.session_key, turn.tenant)
+        if any(member.rollout_id == phase.rollout_id for member in members):
             return
         tokens = 2 * turn.usage.prompt_tokens
-        if await prompts.add(tx, phase.rollout_id, place, turn.session_key, turn.tenant, phase.observed_ms, tokens):
+        if await prompts.add_prompt(
+            tx, phase.rollout_id, number, turn.session_key, turn.tenant, phase.observed_ms, tokens
+        ):
             SHADOW_PROMPTS.labels(turn.model, "taken").inc()

@@ -1,5 +1,4 @@
-"""`shadow.tools_command`: a program of the operator that really calls read-only tools. It is told no other tool's
-name."""
+"""`shadow.tools_command`: a program of the operator that calls read-only tools and receives no other calls."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from headrace_schemas import FunctionCall
 
 
 class ToolCalled(BaseModel):
-    """A line for the program."""
+    """A line of input for the program."""
 
     id: int
     name: str
@@ -29,15 +28,17 @@ class ToolCalled(BaseModel):
 
 
 class ToolResult(BaseModel):
-    """A line of the program."""
+    """A line of output of the program."""
 
     id: int
     result: str
 
 
 class ToolProgram:
-    """Started at the first call, and again after it ended. It has a process group of its own and ends with the
-    registry."""
+    """The running program, which starts at the first call, and again after it ended.
+
+    The process has a group of its own and ends with the registry.
+    """
 
     def __init__(self, settings: ShadowSettings) -> None:
         self._settings = settings
@@ -48,26 +49,26 @@ class ToolProgram:
         self._starting = asyncio.Lock()
 
     async def call(self, function: FunctionCall) -> str:
-        """Raises `RerunFailed`; a tool that is not marked read-only is never passed on."""
+        """Return the result of a tool that is marked read-only. Raises `RerunFailed`."""
         if function.name not in self._settings.read_only_tools:
             raise AssertionError(f"{function.name} is not marked read-only")
         async with self._starting:
             process = await self._running()
-        asked = ToolCalled(id=next(self._numbers), name=function.name, arguments=function.arguments)
+        request = ToolCalled(id=next(self._numbers), name=function.name, arguments=function.arguments)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting[asked.id] = answer
+        self._waiting[request.id] = answer
         try:
             assert process.stdin is not None
-            process.stdin.write(asked.model_dump_json().encode() + b"\n")
+            process.stdin.write(request.model_dump_json().encode() + b"\n")
             async with asyncio.timeout(self._settings.tool_timeout_s):
                 await process.stdin.drain()
                 return await answer
         except TimeoutError:
-            raise RerunFailed(f"tool {function.name}: nothing within {self._settings.tool_timeout_s:g} s") from None
+            raise RerunFailed(f"tool {function.name}: no result within {self._settings.tool_timeout_s:g} s") from None
         except ConnectionError:
             raise RerunFailed(f"tool {function.name}: shadow.tools_command has ended") from None
         finally:
-            self._waiting.pop(asked.id, None)
+            self._waiting.pop(request.id, None)
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -82,7 +83,7 @@ class ToolProgram:
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self.stop()
-        command = [one.replace("{python}", sys.executable) for one in self._settings.tools_command]
+        command = [argument.replace("{python}", sys.executable) for argument in self._settings.tools_command]
         self._process = await asyncio.create_subprocess_exec(
             *bound_to_parent(command),
             stdin=PIPE,
@@ -100,10 +101,10 @@ class ToolProgram:
         problem = "shadow.tools_command has ended"
         try:
             while line := await process.stdout.readline():
-                told = ToolResult.model_validate_json(line)
-                answer = self._waiting.get(told.id)
+                result = ToolResult.model_validate_json(line)
+                answer = self._waiting.get(result.id)
                 if answer is not None and not answer.done():
-                    answer.set_result(told.result)
+                    answer.set_result(result.result)
         except ValidationError:
             problem = 'shadow.tools_command printed a line that is not {"id": ..., "result": "..."}'
         except ValueError:
@@ -114,7 +115,7 @@ class ToolProgram:
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(RerunFailed(problem))
-                    answer.exception()  # who was cancelled never asks
+                    answer.exception()  # a cancelled caller never retrieves it
             if self._process is process:
-                self._process = None  # the next call starts another one
+                self._process = None  # the next call starts another process
             await process.wait()

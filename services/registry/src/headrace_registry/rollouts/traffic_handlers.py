@@ -1,4 +1,5 @@
-"""Live traffic: turns enrol units, and what is said about their sessions is kept until they are closed."""
+"""Handlers of live traffic: turns enroll units, and events about their sessions are stored until the units are
+closed."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import UNITS_FULL
-from headrace_registry.rollouts import kept, ledger
-from headrace_registry.rollouts.ledger import Membership
+from headrace_registry.rollouts import rollout_store, unit_store
+from headrace_registry.rollouts.unit_store import Membership
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """A unit begins with the first turn of an arm, whichever version answered: arms are compared as assigned.
+    """Enrolls a unit with its first turn in an arm, whichever version answered: arms are compared as assigned.
 
-    What met the candidate is counted by who answered. `write_counts` is to follow each batch, in its transaction.
+    The handler also counts turns by the version that answered. Call `write_counts` after each batch, in its
+    transaction.
     """
 
     def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler | None = None) -> None:
@@ -28,13 +30,13 @@ class TurnHandler:
         self._events_max = events_max
         self._sampler = sampler
         self._counting: AsyncConnection | None = None
-        """The transaction that the counts belong to; those of one that was rolled back are made again."""
+        """The transaction that the counts belong to. If it was rolled back, the turns are counted again."""
         self._drawn: Counter[str] = Counter()
         self._answered: Counter[tuple[str, str]] = Counter()
 
     async def __call__(self, event: Turn, handling: Handling) -> Sequence[Event]:
         if self._sampler is not None:
-            await self._sampler.take(handling.tx, event)
+            await self._sampler.sample(handling.tx, event)
         assigned = event.assignment
         if assigned is None:
             return ()
@@ -43,15 +45,15 @@ class TurnHandler:
             return ()
         await self._lease.check(handling.tx)
         for rollout_id in assigned.rollouts:
-            rollout = await kept.one(handling.tx, rollout_id)
-            if rollout is None or not rollout.going_on:
+            rollout = await rollout_store.get(handling.tx, rollout_id)
+            if rollout is None or not rollout.is_under_way:
                 continue
             member = Membership(rollout_id, assigned.unit, rollout.observed_ms)
             window_ms = round(rollout.plan.window_s * 1000)
             candidate = assigned.arm == "candidate"
-            if await ledger.enroll(
+            if await unit_store.enroll(
                 handling.tx, member, event.session_key, event.tenant, candidate=candidate, window_ms=window_ms
-            ) and not await ledger.keep(handling.tx, member, event, self._events_max):
+            ) and not await unit_store.add_event(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
         return ()
 
@@ -67,23 +69,23 @@ class TurnHandler:
         if self._counting is tx:
             self._counting = None
             await self._lease.check(tx)
-            await ledger.count_turns(tx, self._drawn, self._answered)
+            await unit_store.count_turns(tx, self._drawn, self._answered)
         return ()
 
 
-class WordHandler:
-    """A reward, a feedback or a trajectory of a session. Of sessions in no arm nothing is kept."""
+class SessionEventHandler:
+    """Stores a reward, feedback or trajectory of a session in an arm. Events of other sessions are not stored."""
 
     def __init__(self, lease: LeaderLease, events_max: int) -> None:
         self._lease = lease
         self._events_max = events_max
 
     async def __call__(self, event: Reward | Feedback | Trajectory, handling: Handling) -> Sequence[Event]:
-        members = await ledger.memberships(handling.tx, event.session_key, event.tenant)
+        members = await unit_store.memberships(handling.tx, event.session_key, event.tenant)
         if not members:
             return ()
         await self._lease.check(handling.tx)
         for member in members:
-            if not await ledger.keep(handling.tx, member, event, self._events_max):
+            if not await unit_store.add_event(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
         return ()

@@ -1,4 +1,4 @@
-"""Reads `checkpoints` without a consumer group: the position is in the database, next to the effect."""
+"""Reads `checkpoints` without a consumer group: the position is stored in the database with the effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _RECONNECT_S = 0.5
 
 
 class CheckpointReader:
-    """Hands every checkpoint to the processor, at least once and in order. `following` is set while it is connected."""
+    """Passes every checkpoint to the processor, at least once and in order. `following` is set while it is
+    connected."""
 
     def __init__(self, processor: Processor, database: Database, bus: BusSettings) -> None:
         self._processor = processor
@@ -32,7 +33,7 @@ class CheckpointReader:
         self.following = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled; a bus that goes away is waited for. Raises when the processor gives up."""
+        """Read until cancelled. Reconnects after a bus failure. Raises when the processor stops retrying."""
         while True:
             reader = consumer(self._bus, "headrace-registry")
             try:
@@ -60,7 +61,7 @@ class CheckpointReader:
 
 
 class _BusAway(Exception):
-    """The topic is not there (yet); unlike `Unavailable` from the processor, worth another connection."""
+    """The topic does not exist yet. Unlike `Unavailable` from the processor, this calls for another connection."""
 
 
 async def _poll(reader: AIOKafkaConsumer) -> list[Record]:

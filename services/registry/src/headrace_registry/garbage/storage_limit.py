@@ -1,4 +1,4 @@
-"""Chooses the versions that go when all versions together take more bytes than they may: a pure function."""
+"""Chooses the versions to remove when all versions together take more bytes than allowed: a pure function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from headrace_registry.records import VersionRecord
 
 ROLLBACK_TARGETS = 2
-"""Former champions of a model that stay, whatever they take, besides those that something needs."""
+"""Number of former champions of a model that stay, besides versions that are needed."""
 _DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
 _BYTES_MIN, _OF_SIZE = 4 << 30, 10
 
@@ -16,22 +16,22 @@ Blobs = Mapping[str, int]
 """The files of a version: sizes by digest."""
 
 
-def default_bound(blobs: Mapping[str, Blobs]) -> int:
-    """Return the bound where no setting has another: 4 GiB, or ten of the largest version."""
+def default_limit(blobs: Mapping[str, Blobs]) -> int:
+    """Return the limit where none is configured: 4 GiB, or ten times the largest version."""
     return max(_BYTES_MIN, _OF_SIZE * max((sum(files.values()) for files in blobs.values()), default=0))
 
 
-def versions_beyond(
+def versions_over_limit(
     versions: Sequence[VersionRecord], blobs: Mapping[str, Blobs], needed: Set[str], bytes_max: int
 ) -> tuple[str, ...]:
-    """Return the versions whose removal brings the rest to `bytes_max`, as far as there are any that may go.
+    """Return the versions whose removal brings the rest to `bytes_max`, as far as enough may be removed.
 
-    Versions that never served go first, then former champions, the oldest of each first. What a user has registered or
-    labelled stays, as does what still waits for a decision.
+    Versions that never served are removed first, then former champions, the oldest of each first. Versions that a user
+    has registered or labelled stay, and so do versions that still wait for a decision.
 
     Args:
-        versions: Those whose files are there, in the order of arrival.
-        blobs: The files of each.
+        versions: Versions with files in the store, in the order of arrival.
+        blobs: The files of each version.
         needed: Versions that an alias, a role, a rollout, an adapter or a lineage needs.
         bytes_max: Bytes that distinct files may take.
     """
@@ -56,7 +56,7 @@ def versions_beyond(
 
 
 def _rollback_targets(versions: Sequence[VersionRecord]) -> set[str]:
-    """Return the last champions of each model, the present one included, which is needed anyway."""
+    """Return the last champions of each model, including the present one, which is needed anyway."""
     by_model: dict[str, list[VersionRecord]] = {}
     for version in versions:
         if version.state == "promoted" and not version.retired:

@@ -6,7 +6,7 @@ the same tasks and seeds.
 
 from __future__ import annotations
 
-from headrace_registry.evaluation import AuditRoom, played
+from headrace_registry.evaluation import AuditLimiter, play_audit_tasks
 from headrace_registry.gate import Gate
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
@@ -16,16 +16,18 @@ from headrace_schemas.controls import Measure, Measured
 
 
 async def run(_common: Common, settings: RegistrySettings) -> None:
-    """The filter."""
+    """Run the filter until its input ends."""
     gate = Gate(settings.gate)
     if not gate.configured:
-        raise SettingError("registry.gate.command", "", "is empty, so nothing plays held-out tasks; see docs/gate.md")
-    room = AuditRoom(settings.gate.concurrency)
+        raise SettingError(
+            "registry.gate.command", "", "is empty, so no program plays held-out tasks; see docs/gate.md"
+        )
+    limiter = AuditLimiter(settings.gate.concurrency)
     lines = Lines()
     async for _, value in lines.read():
-        wanted = Measure.model_validate_json(value)
+        request = Measure.model_validate_json(value)
         async with gate.session() as session:
-            scores = await played(session, wanted.version, wanted.plays, room=room)
-        found = Measured(version=wanted.version, scores=tuple(scores))
-        lines.write("measured", found.model_dump_json().encode())
+            scores = await play_audit_tasks(session, request.version, request.plays, limiter=limiter)
+        measured = Measured(version=request.version, scores=tuple(scores))
+        lines.write("measured", measured.model_dump_json().encode())
         lines.flush()

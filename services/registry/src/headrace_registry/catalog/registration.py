@@ -1,4 +1,4 @@
-"""Takes a version whose files are in the blob store and that nobody trains here."""
+"""Registers a version whose files are in the blob store and that no trainer of this installation made."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from headrace_schemas.manifest import File, Manifest
 _HASHED_BYTES_MAX = 16 * 2**20
 
 
-async def read(blobs: BlobStore, ref: BlobRef, name: str) -> Manifest:
-    """The manifest, once each of its files is known to be in the store. Raises `Refused` with what is wrong."""
+async def read_complete_manifest(blobs: BlobStore, ref: BlobRef, name: str) -> Manifest:
+    """Return the manifest after checking that each of its files is in the store. Raises `Refused` with the problem."""
     try:
         manifest = await asyncio.to_thread(read_manifest, blobs, ref)
-        missing = await asyncio.to_thread(lambda: [one.path for one in manifest.files if not _whole(blobs, one)])
+        missing = await asyncio.to_thread(lambda: [file.path for file in manifest.files if not _is_stored(blobs, file)])
     except (CorruptBlob, MissingBlob) as error:
         raise Refused(400, "unusable_manifest", str(error), "manifest") from None
     if manifest.name != name:
         raise Refused(400, "other_model", f"its manifest names the model {manifest.name}, not {name}", "manifest")
     if missing:
-        several = ", ".join(missing[:5])
-        raise Refused(409, "files_missing", f"{manifest.version}: {several} not in the blob store as named", "manifest")
+        paths = ", ".join(missing[:5])
+        raise Refused(409, "files_missing", f"{manifest.version}: {paths} not in the blob store as named", "manifest")
     return manifest
 
 
-def _whole(blobs: BlobStore, file: File) -> bool:
-    """Whether the store has it. Small files are hashed here; weights are by each replica, before it loads them."""
+def _is_stored(blobs: BlobStore, file: File) -> bool:
+    """Return whether the store has the file. Small files are hashed here; each replica hashes weights before it loads
+    them."""
     if file.blob.size > _HASHED_BYTES_MAX:
         return blobs.holds(file.blob)
     try:
@@ -58,10 +59,10 @@ async def register(
     ref: BlobRef,
     label: str | None,
 ) -> VersionRecord:
-    """Add it, or bring it back when it was retired. Raises `Refused` when it could never serve its model."""
-    known = await store.version(tx, manifest.version)
-    await _check_label(tx, manifest, label, known)
-    if known is None:
+    """Add the version, or bring it back if it was retired. Raises `Refused` when it could never serve its model."""
+    existing = await store.load_version(tx, manifest.version)
+    await _check_label(tx, manifest, label, existing)
+    if existing is None:
         event = Checkpoint(
             time=now,
             model=manifest.name,
@@ -73,34 +74,40 @@ async def register(
         )
         await transition.register(event, manifest, None, trained=False, label=label)
     else:
-        values = {"retired_ms": None, "collected_ms": None, "label": label or known.label}
-        await tx.execute(update(VERSIONS).where(VERSIONS.c.version == known.version).values(values))
-    found = await store.version(tx, manifest.version)
-    assert found is not None
-    model = await store.model(tx, manifest.name)
+        values = {"retired_ms": None, "collected_ms": None, "label": label or existing.label}
+        await tx.execute(update(VERSIONS).where(VERSIONS.c.version == existing.version).values(values))
+    registered = await store.load_version(tx, manifest.version)
+    assert registered is not None
+    model = await store.load_model(tx, manifest.name)
     assert model is not None
-    await _check_fit(tx, model, found)
-    transition.touch(manifest.name)
-    return found
+    await _check_fit(tx, model, registered)
+    transition.mark_changed(manifest.name)
+    return registered
 
 
-async def _check_label(tx: AsyncConnection, manifest: Manifest, label: str | None, known: VersionRecord | None) -> None:
+async def _check_label(
+    tx: AsyncConnection, manifest: Manifest, label: str | None, existing: VersionRecord | None
+) -> None:
     if label is None:
         return
     if label in ROLES:
-        raise Refused(409, "role", f"{label} is a role, and no version's label", "label")
-    if known is not None and known.label not in (None, label):
-        raise Refused(409, "labelled", f"{known.version} has the label {known.label}, and labels never move", "label")
-    owner = await queries.labelled(tx, manifest.name, label)
+        raise Refused(409, "role", f"{label} is the name of a role; choose another label", "label")
+    if existing is not None and existing.label not in (None, label):
+        raise Refused(
+            409, "labelled", f"{existing.version} has the label {existing.label}, and labels never move", "label"
+        )
+    owner = await queries.version_with_label(tx, manifest.name, label)
     if owner not in (None, manifest.version):
         raise Refused(409, "label_taken", f"{label} is the label of {owner}, and labels never move", "label")
-    aliased = (await queries.aliases(tx, manifest.name)).get(label)
-    if aliased is not None:
-        raise Refused(409, "alias_taken", f"{label} is an alias that names {aliased}; choose another label", "label")
+    alias_target = (await queries.aliases(tx, manifest.name)).get(label)
+    if alias_target is not None:
+        raise Refused(
+            409, "alias_taken", f"{label} is an alias that names {alias_target}; choose another label", "label"
+        )
 
 
 async def _check_fit(tx: AsyncConnection, model: ModelRecord, version: VersionRecord) -> None:
-    problem = lifecycle.objection(version, await store.view(tx, model, "", version))
+    problem = lifecycle.incompatibility(version, await store.load_view(tx, model, "", version))
     if problem is None and version.base:
         problem = await _base_problem(tx, version)
     if problem:
@@ -108,8 +115,8 @@ async def _check_fit(tx: AsyncConnection, model: ModelRecord, version: VersionRe
 
 
 async def _base_problem(tx: AsyncConnection, version: VersionRecord) -> str | None:
-    """An adapter has tokens and template of its base, and of no other."""
-    base = await store.version(tx, version.base or "")
+    """Return why the base does not fit: an adapter must have the tokenizer and template of its base."""
+    base = await store.load_version(tx, version.base or "")
     if base is None:
         return f"its base {version.base} is not registered"
     if base.state in ("withdrawn", "rejected"):

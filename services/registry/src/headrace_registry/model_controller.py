@@ -1,4 +1,4 @@
-"""Carries out the actions of `lifecycle.plan`: one transaction per action; gate runs run beside it."""
+"""Carries out the actions of `lifecycle.plan`, one transaction for each. Gate runs go on in tasks of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import lifecycle, probe, store
+from headrace_registry.gate_runner import GateProgram, GateRunner, Roles
 from headrace_registry.leader import LeaderLease
 from headrace_registry.lifecycle import (
     Action,
     Adopt,
     BeginRollout,
+    LifecycleInputs,
     Probed,
     Promote,
     Reject,
@@ -23,17 +25,15 @@ from headrace_registry.lifecycle import (
     RollBack,
     RunAudit,
     RunTrial,
-    Situation,
     Wait,
 )
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, ModelView
 from headrace_registry.rollouts import steps
-from headrace_registry.rollouts.conductor import Conductor
 from headrace_registry.rollouts.machine import NotAllowed
 from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.rollout_controller import RolloutController
 from headrace_registry.rollouts.settings import RolloutSettings
-from headrace_registry.runner import GateProgram, Roles, Runner
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
@@ -45,14 +45,14 @@ from headrace_schemas import Event, Replica
 log = get_logger(__name__)
 _REASON_MAX = 500
 _STEPS_MAX = 100
-"""Actions for one model in one tick; a plan that never waits is a bug."""
+"""Largest number of actions for one model in one tick. A plan that never waits is a bug."""
 
 
-class Director:
-    """Decides about all models. `tick` after every change and periodically; one task at a time may call it.
+class ModelController:
+    """Decides about all models. Call `tick` after every change and periodically, from one task at a time.
 
-    Two things are in memory only and start again after a crash: how long replicas have been loading a candidate, and
-    the runs of the gate.
+    Two things are kept in memory only and start again after a crash: how long replicas have been loading a candidate,
+    and the runs of the gate.
     """
 
     def __init__(
@@ -62,32 +62,39 @@ class Director:
         gate: GateProgram,
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
-        watching: Callable[[bool], bool] = lambda _wanted: False,
+        watching: Callable[[bool], bool] = lambda _enabled: False,
         reports: Reports | None = None,
         answers: ShadowAnswers | None = None,
     ) -> None:
-        """`watching` is told whether live traffic is to be read, and answers whether it is. `reports` takes a picture
-        of each step of a rollout. `answers` are those of a shadow, None where nobody may be asked."""
+        """Create a controller.
+
+        Args:
+            replicas: Returns the replicas that were seen on the bus.
+            watching: Switches the reading of live traffic on or off, and returns whether traffic is being
+                read.
+            reports: Draws a chart of each step of a rollout, or is None.
+            answers: Calls models and tools for shadows, or is None if no tenant allows that.
+        """
         self._processor = processor
         self._lease = lease
         self._gate = gate
         self._settings = settings
         self._replicas = replicas
-        self._patience: dict[str, tuple[str, float]] = {}
+        self._load_waits: dict[str, tuple[str, float]] = {}
         self.wake = asyncio.Event()
-        """Set it when something has changed."""
-        self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
-        self._conductor = Conductor(processor, lease, settings.rollout, replicas, reports)
+        """Set this event after every change."""
+        self._runner = GateRunner(processor, lease, gate, settings.gate, self.wake.set)
+        self._rollout_controller = RolloutController(processor, lease, settings.rollout, replicas, reports)
         self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
-        self._deciding = Isolated("registry.decide")
-        self._conducting = Isolated("registry.rollouts")
-        self._shadowing = Isolated("registry.shadow")
+        self._isolated_decisions = Isolated("registry.decide")
+        self._isolated_rollouts = Isolated("registry.rollouts")
+        self._isolated_shadows = Isolated("registry.shadow")
         self._watching = watching
-        self._watched: dict[str, bool] = {}
-        """Models, and whether they need live traffic."""
+        self._needs_traffic: dict[str, bool] = {}
+        """Whether each model needs live traffic."""
 
     async def run(self) -> None:
-        """Run until cancelled; gate runs end with it."""
+        """Run until cancelled. Cancelling it also ends the gate runs."""
         try:
             while True:
                 self.wake.clear()
@@ -111,18 +118,18 @@ class Director:
         await self._processor.step(list_models)
         for model in models:
             reject = partial(self._reject_candidate, model)
-            await self._deciding.run(model, partial(self._decide, model), None, reject)
-            if await self._conducting.run(model, partial(self._conductor.tick, model), False):
-                await self._deciding.run(model, partial(self._decide, model), None, reject)
+            await self._isolated_decisions.run(model, partial(self._decide, model), None, reject)
+            if await self._isolated_rollouts.run(model, partial(self._rollout_controller.tick, model), False):
+                await self._isolated_decisions.run(model, partial(self._decide, model), None, reject)
             if self._shadow:
-                await self._shadowing.run(model, partial(self._shadow.tick, model), None)
+                await self._isolated_shadows.run(model, partial(self._shadow.tick, model), None)
 
     async def _reject_candidate(self, model: str, reason: str) -> None:
-        """End the candidate of a model about which nothing can be decided, so that the next one gets its turn."""
+        """Reject a candidate about which no decision can be made, so that the next version is tried."""
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            record = await store.model(tx, model)
+            record = await store.load_model(tx, model)
             if record is None or record.candidate is None:
                 return ()
             transition = Transition(tx, now)
@@ -145,28 +152,31 @@ class Director:
         raise AssertionError(f"the plan for model {model} never waits")
 
     async def _step(self, model: str) -> tuple[Action, RunAudit | None, Roles]:
-        """Read, decide and write in one transaction. Returns the action, the audit that may run beside a trial, and the
-        versions that have a role now."""
-        taken: list[tuple[Action, RunAudit | None, Roles]] = []
+        """Read, decide and write in one transaction.
+
+        Returns:
+          The action, the audit that may run beside a trial, and the versions that have a role now.
+        """
+        results: list[tuple[Action, RunAudit | None, Roles]] = []
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            record = await store.model(tx, model)
+            record = await store.load_model(tx, model)
             assert record is not None
-            view = await store.view(tx, record, self._gate.sha256, now=now)
+            view = await store.load_view(tx, record, self._gate.sha256, now=now)
             WAITING.labels(model).set(len(view.waiting))
-            situation = self._situation(view, now)
-            action = lifecycle.plan(view, situation)
+            inputs = self._gather_inputs(view, now)
+            action = lifecycle.plan(view, inputs)
             transition = Transition(tx, now)
             await _apply(action, record, view, transition, self._settings.rollout)
-            after = await store.model(tx, model)
-            assert after is not None
-            roles = Roles({after.champion, after.candidate, after.anchor}, {after.champion, after.previous})
-            taken[:] = [(action, lifecycle.next_audit(view, situation), roles)]
+            updated = await store.load_model(tx, model)
+            assert updated is not None
+            roles = Roles({updated.champion, updated.candidate, updated.anchor}, {updated.champion, updated.previous})
+            results[:] = [(action, lifecycle.next_audit(view, inputs), roles)]
             return await transition.finish()
 
         await self._processor.step(work)
-        action, audit, roles = taken[0]
+        action, audit, roles = results[0]
         if isinstance(action, Adopt):
             self._runner.trials.clear()  # a gate that failed is tried again with the next candidate
             self._runner.audits.clear()
@@ -174,40 +184,43 @@ class Director:
             log.info("decided", model=model, action=type(action).__name__, version=getattr(action, "version", None))
         return action, audit, roles
 
-    def _situation(self, view: ModelView, now: datetime) -> Situation:
-        alive = probe.live(self._replicas(), now)
+    def _gather_inputs(self, view: ModelView, now: datetime) -> LifecycleInputs:
+        live_replicas = probe.live_replicas(self._replicas(), now)
         rollout = self._settings.rollout
-        wishes = [one for one in (*view.waiting, view.candidate) if one is not None and one.rollout]
-        asked = {one.version: rollout.wanted(one.rollout).kind != "rolling" for one in wishes}
-        rolls_out = rollout.kind != "rolling"
-        soon = bool(view.candidate or view.waiting) and (rolls_out or any(asked.values()))
-        self._watched[view.model.model] = view.under_way > 0 or soon
-        return Situation(
-            replicas=alive,
+        requested = [version for version in (*view.waiting, view.candidate) if version is not None and version.rollout]
+        needs_rollout = {
+            version.version: rollout.requested_rollout(version.rollout).kind != "rolling" for version in requested
+        }
+        rollouts_by_default = rollout.kind != "rolling"
+        rollout_expected = bool(view.candidate or view.waiting) and (rollouts_by_default or any(needs_rollout.values()))
+        self._needs_traffic[view.model.model] = view.under_way > 0 or rollout_expected
+        return LifecycleInputs(
+            replicas=live_replicas,
             gate=self._gate.configured,
             minimum_score=self._settings.gate.minimum_score,
-            patience_over=self._patience_over(view, alive),
+            probe_timed_out=self._probe_timed_out(view, live_replicas),
             failures=self._runner.trials.failed,
             unmeasured=self._runner.audits.failed,
-            rollouts=asked,
-            rolls_out=rolls_out,
-            watching=self._watching(any(self._watched.values())),
+            rollouts=needs_rollout,
+            rollouts_by_default=rollouts_by_default,
+            watching=self._watching(any(self._needs_traffic.values())),
             slots=rollout.slots,
             per_hour_max=rollout.versions_per_hour_max,
             updates_min=rollout.check_after_updates,
         )
 
-    def _patience_over(self, view: ModelView, alive: Sequence[Replica]) -> bool:
-        """Whether live replicas have had `probe_timeout_s` for this candidate. Time without any does not count."""
+    def _probe_timed_out(self, view: ModelView, live_replicas: Sequence[Replica]) -> bool:
+        """Return whether live replicas have had `probe_timeout_s` for this candidate. Time without a live replica does
+        not count."""
         model, candidate = view.model.model, view.model.candidate
         now_s = self._processor.clock.monotonic_s()
-        since = self._patience.get(model)
-        if candidate is None or not alive or since is None or since[0] != candidate:
-            self._patience[model] = (candidate or "", now_s)
+        progress = self._load_waits.get(model)
+        if candidate is None or not live_replicas or progress is None or progress[0] != candidate:
+            self._load_waits[model] = (candidate or "", now_s)
             return False
-        if probe.result(candidate, alive).state == "passed":
-            self._patience[model] = (candidate, now_s)
-        return now_s - since[1] > self._settings.probe_timeout_s
+        if probe.probe_result(candidate, live_replicas).state == "passed":
+            self._load_waits[model] = (candidate, now_s)
+        return now_s - progress[1] > self._settings.probe_timeout_s
 
 
 async def _apply(
@@ -217,11 +230,11 @@ async def _apply(
         case Adopt(version, skipped):
             await transition.adopt(model, version, skipped)
         case Probed(version, statistics):
-            await transition.probed(model, version, statistics)
-        case Promote(version, reason, statistics, standing):
-            await transition.promote(model, version, reason, statistics, standing)
+            await transition.mark_probed(model, version, statistics)
+        case Promote(version, reason, statistics, anchor_state):
+            await transition.promote(model, version, reason, statistics, anchor_state)
         case BeginRollout():
-            await _begin(action, model, view, transition, rollouts)
+            await _begin_rollout(action, model, view, transition, rollouts)
         case Reject(version, reason, statistics, changed):
             await transition.reject(model, version, reason, statistics, changed)
         case Release(version):
@@ -232,19 +245,19 @@ async def _apply(
             pass
 
 
-async def _begin(
+async def _begin_rollout(
     action: BeginRollout, model: ModelRecord, view: ModelView, transition: Transition, rollouts: RolloutSettings
 ) -> None:
-    wish = rollouts.wanted(view.versions[action.version].rollout)
+    rollout_wish = rollouts.requested_rollout(view.versions[action.version].rollout)
     try:
-        plan = rollouts.plan(wish)
+        plan = rollouts.plan(rollout_wish)
         await steps.begin(
             transition,
             model,
             action.version,
-            wish.kind or rollouts.kind,
+            rollout_wish.kind or rollouts.kind,
             plan,
-            standing=action.standing,
+            anchor_state=action.anchor_state,
             reason=action.reason,
             statistics=action.statistics,
         )

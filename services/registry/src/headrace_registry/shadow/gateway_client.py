@@ -1,4 +1,4 @@
-"""Asks the gateway as a client of its own, behind all users, and a replica for the logprobs of users' answers."""
+"""Client of the gateway that yields to all users, and of replicas for the logprobs of users' answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import httpx2
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from headrace_registry import probe
-from headrace_registry.shadow.recording import WeighedTokens
-from headrace_registry.shadow.rerun import Answered, RerunFailed
+from headrace_registry.shadow.recording import ScorableAnswer
+from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
 from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.clock import Clock
@@ -38,7 +38,7 @@ class _Response(BaseModel):
 
 
 class GatewayAnswers:
-    """See `runner.ShadowAnswers`. `base_url` ends in `/v1`; `replicas` are those of the bus."""
+    """A `runner.ShadowAnswers`. `base_url` ends in `/v1`; `replicas` returns the replicas on the bus."""
 
     def __init__(
         self,
@@ -63,33 +63,41 @@ class GatewayAnswers:
             raise RerunFailed(f"tenant {tenant} is not in shadow.tenants any more")
         headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": session_id, **_bearer(key)}
         yield GatewaySession(self._http(), self._base_url, headers, self._settings, self._clock)
-        with contextlib.suppress(httpx2.HTTPError):  # the collector closes what nobody ends
+        with contextlib.suppress(httpx2.HTTPError):  # the collector closes a session that is not ended
             await self._http().post(f"{self._base_url}/sessions/{session_id}/end", headers=_bearer(key), timeout=30.0)
 
-    async def logprobs(self, version: str, answers: Sequence[WeighedTokens]) -> list[list[float]] | None:
-        able = [one for one in probe.live(self._replicas(), self._clock.now()) if one.scores and one.ready(version)]
-        if not able:
+    async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
+        scoring_replicas = [
+            item
+            for item in probe.live_replicas(self._replicas(), self._clock.now())
+            if item.scores and item.ready(version)
+        ]
+        if not scoring_replicas:
             return None
-        replica = min(able, key=lambda one: one.in_flight / one.capacity)
+        replica = min(scoring_replicas, key=lambda item: item.in_flight / item.capacity)
         items = [
-            TokensToScore(prompt_token_ids=one.prompt_token_ids, token_ids=one.token_ids, temperature=one.temperature)
-            for one in answers
+            TokensToScore(
+                prompt_token_ids=item.prompt_token_ids, token_ids=item.token_ids, temperature=item.temperature
+            )
+            for item in answers
         ]
         body = ScoreRequest(model=version, answers=tuple(items)).model_dump_json().encode()
         headers = {"content-type": "application/json", **_bearer(self._internal_key)}
         try:
             url = f"{replica.url}/v1/logprobs"
-            said = await self._http().post(url, content=body, headers=headers, timeout=self._settings.call_timeout_s)
-            if said.status_code != 200:
-                raise RerunFailed(f"replica {replica.replica_id} answered {said.status_code} for logprobs")
-            found = ScoredAnswers.model_validate_json(said.content)
+            response = await self._http().post(
+                url, content=body, headers=headers, timeout=self._settings.call_timeout_s
+            )
+            if response.status_code != 200:
+                raise RerunFailed(f"replica {replica.replica_id} answered {response.status_code} for logprobs")
+            scored = ScoredAnswers.model_validate_json(response.content)
         except httpx2.HTTPError as error:
             raise RerunFailed(f"replica {replica.replica_id}: {type(error).__name__}") from None
         except ValidationError:
             raise RerunFailed(f"replica {replica.replica_id} answered 200 without logprobs") from None
-        if [len(one) for one in found.logprobs] != [len(one.token_ids) for one in answers]:
-            raise RerunFailed(f"replica {replica.replica_id} says another number of logprobs than it was asked for")
-        return [list(one) for one in found.logprobs]
+        if [len(item) for item in scored.logprobs] != [len(item.token_ids) for item in answers]:
+            raise RerunFailed(f"replica {replica.replica_id} returned a different number of logprobs than requested")
+        return [list(item) for item in scored.logprobs]
 
     async def stop(self) -> None:
         await self.tools.stop()
@@ -98,14 +106,14 @@ class GatewayAnswers:
             self._client = None
 
     def _http(self) -> httpx2.AsyncClient:
-        """Made in the loop that uses it."""
+        """Return the HTTP client, which is created in the event loop that uses it."""
         if self._client is None:
             self._client = httpx2.AsyncClient(timeout=None, trust_env=False)
         return self._client
 
 
 class GatewaySession:
-    """The calls of one new answer. See `rerun.Answering`."""
+    """The model calls of one new answer: a `rerun.Answering`."""
 
     def __init__(
         self,
@@ -121,8 +129,9 @@ class GatewaySession:
         self._settings = settings
         self._clock = clock
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
-        """Waits while users need the replicas, `patience_s` at most. Raises `RerunFailed`."""
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+        """Return the model's answer. Waits while users need the replicas, `patience_s` at most. Raises
+        `RerunFailed`."""
         body = request_body(version, prompt, messages, self._settings.answer_tokens_max)
         headers = self._headers | ({"X-Task-Id": prompt.task_id} if prompt.task_id else {})
         waited_s, pause_s = 0.0, _PAUSE_MIN_S
@@ -131,7 +140,7 @@ class GatewaySession:
             if response.status_code not in _BUSY:
                 return _read(response)
             if waited_s >= self._settings.patience_s:
-                raise RerunFailed(f"the gateway had no time beside users within {self._settings.patience_s:g} s")
+                raise RerunFailed(f"the gateway was busy with users for {self._settings.patience_s:g} s")
             await self._clock.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
@@ -149,15 +158,15 @@ class GatewaySession:
 def request_body(
     version: str, prompt: Turn, messages: Sequence[Message], answer_tokens_max: int
 ) -> dict[str, JsonValue]:
-    """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their
-    own."""
+    """Return the user's request for an exact version and within bounds. The seed is left out, so that both sides
+    sample."""
     sampling = prompt.sampling.model_dump(
         mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}
     )
     limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
     body: dict[str, JsonValue] = {
         "model": version,
-        "messages": [one.model_dump(mode="json", exclude_none=True) for one in messages],
+        "messages": [message.model_dump(mode="json", exclude_none=True) for message in messages],
         "max_tokens": limit,
         **sampling,
         **constraint_fields(prompt.sampling.grammar),
@@ -169,14 +178,16 @@ def request_body(
     return body
 
 
-def _read(response: httpx2.Response) -> Answered:
+def _read(response: httpx2.Response) -> ModelAnswer:
     if response.status_code != 200:
         raise RerunFailed(f"the gateway answered {response.status_code}")
     try:
-        found = _Response.model_validate_json(response.content, extra="ignore")
+        completion = _Response.model_validate_json(response.content, extra="ignore")
     except ValidationError:
         raise RerunFailed("the gateway answered 200 without a chat completion") from None
-    return Answered(found.choices[0].message, found.usage.prompt_tokens + found.usage.completion_tokens)
+    return ModelAnswer(
+        completion.choices[0].message, completion.usage.prompt_tokens + completion.usage.completion_tokens
+    )
 
 
 def _bearer(key: str) -> dict[str, str]:

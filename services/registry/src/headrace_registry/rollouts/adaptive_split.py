@@ -1,0 +1,69 @@
+"""An adaptive split: candidates that are probably not the best of those under way get less than the share of their
+stage.
+
+Thompson's rule (Biometrika 1933): a candidate's part is the probability, given its sessions, that it is the best one.
+The parts are relative to the leader, which keeps the whole share of its stage, and none falls below `floor`. So a share
+is never larger than the plan allows, and it depends on the past alone.
+
+The control is always as wide as the candidate, in the same block (`headrace_schemas.assignment`). Given that a unit is
+in a candidate or in its control, it is in the candidate with probability 1/2, whatever the share is at that moment. So
+the statistics need no weights, and their errors are those of an even split. `make bench NAME=rollout` simulates it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import NormalDist
+
+_STEPS = 16
+"""A part is a multiple of 1/16, so that gateways do not get a new routing for a tiny change."""
+_GRID = 400
+_WIDE = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A candidate's mean minus its control's, larger being better. `standard_error` is None before the first units."""
+
+    mean: float
+    standard_error: float | None
+
+
+def probabilities_of_best(estimates: Mapping[str, Estimate], expected: float) -> dict[str, float]:
+    """Return the probability of each candidate to be the best one.
+
+    Args:
+        expected: Standard deviation of the prior around no difference: how far versions usually are apart.
+    """
+    beliefs = {name: _posterior(belief, expected) for name, belief in estimates.items()}
+    lowest = min(belief.mean - _WIDE * belief.stdev for belief in beliefs.values())
+    highest = max(belief.mean + _WIDE * belief.stdev for belief in beliefs.values())
+    grid = [lowest + (highest - lowest) * (index + 0.5) / _GRID for index in range(_GRID)]
+    lower_probabilities = {name: [belief.cdf(value) for value in grid] for name, belief in beliefs.items()}
+    weights = {
+        name: math.fsum(
+            belief.pdf(value) * math.prod(lower_probabilities[rival][index] for rival in beliefs if rival != name)
+            for index, value in enumerate(grid)
+        )
+        for name, belief in beliefs.items()
+    }
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def share_parts(probabilities: Mapping[str, float], floor: Fraction) -> dict[str, Fraction]:
+    """Return each candidate's part of the share of its stage: 1 for the leader, the others in proportion to it."""
+    highest = max(probabilities.values())
+    parts = {name: Fraction(math.ceil(_STEPS * part / highest), _STEPS) for name, part in probabilities.items()}
+    return {name: max(floor, min(Fraction(1), part)) for name, part in parts.items()}
+
+
+def _posterior(estimate: Estimate, expected: float) -> NormalDist:
+    """Return the normal posterior: prior and estimate, each weighted by its precision."""
+    if not estimate.standard_error:
+        return NormalDist(0.0, expected)
+    prior, evidence = 1.0 / expected**2, 1.0 / estimate.standard_error**2
+    return NormalDist(estimate.mean * evidence / (prior + evidence), 1.0 / math.sqrt(prior + evidence))

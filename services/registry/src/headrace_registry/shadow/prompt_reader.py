@@ -1,0 +1,138 @@
+"""Reads the metrics of a prompt's three sessions at an age."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.leader import LeaderLease
+from headrace_registry.metrics import SHADOW_PROMPTS
+from headrace_registry.rollouts import metrics, unit_store
+from headrace_registry.rollouts.metrics import Metric, MetricFailed, compute_metrics
+from headrace_registry.rollouts.records import SessionRecord
+from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.shadow import expectations, prompts
+from headrace_registry.shadow.estimate import ShadowPair
+from headrace_registry.shadow.prompts import ANSWERING, PromptRecord, Side
+from headrace_registry.shadow.recording import first_run, is_opening, is_single_run
+from headrace_runtime.processor import Processor, Unfinished
+from headrace_schemas import Event
+from headrace_schemas.base import Finite, Model, Text
+
+JUDGE_METRIC = "reward"
+"""The metric that stands for the judges."""
+USER_METRIC = "satisfaction"
+"""The metric that stands for the user."""
+_USERS = "feedback"
+"""The source of rewards that users give. New answers have none."""
+_AT_ONCE_MAX = 20
+
+
+class PromptReading(Model):
+    """Metrics of a prompt's sessions. The row is stored until its rollout is deleted."""
+
+    kinds: tuple[Text, ...] = ()
+    candidate: dict[Text, Finite]
+    champion: dict[Text, Finite]
+    logged: dict[Text, Finite]
+    """Metrics of the user's session. Expectations are learned from these, too."""
+    judged: dict[Text, Finite]
+    """The judges' score by side."""
+    said: Finite | None = None
+
+    @property
+    def both_judged(self) -> bool:
+        return all(side in self.judged for side in ANSWERING)
+
+
+def pair_of(prompt: PromptRecord, reading: PromptReading) -> ShadowPair | None:
+    """Return the pair for the estimate, or None if there are no two answers with a judgement each."""
+    if not reading.both_judged or set(prompt.ended.values()) != {"answered"}:
+        return None
+    return ShadowPair(
+        number=prompt.number,
+        candidate=reading.judged["candidate"],
+        champion=reading.judged["champion"],
+        judged=reading.judged.get("logged"),
+        user_value=reading.said,
+        log_weight=prompt.log_weight,
+    )
+
+
+def metric_pair(prompt: PromptRecord) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of both answers; empty unless both are complete."""
+    reading = PromptReading.model_validate(prompt.found)
+    both_answered = set(prompt.ended.values()) == {"answered"}
+    return (dict(reading.candidate), dict(reading.champion)) if both_answered else ({}, {})
+
+
+def read_prompt(
+    prompt: PromptRecord, sessions: Mapping[Side, Sequence[SessionRecord]], rollout_metrics: Mapping[str, Metric]
+) -> PromptReading:
+    """Compute the reading of a prompt. Raises `MetricFailed`."""
+    turns = [turn for session in sessions["logged"] for turn in session.turns]
+    opening = next((turn for turn in turns if is_opening(turn)), None)
+    judge, user = metrics.metric_named(JUDGE_METRIC), metrics.metric_named(USER_METRIC)
+    single_run = is_single_run(turns) and bool(first_run(turns))
+    judged_sessions = {side: sessions[side] for side in ANSWERING}
+    if single_run:
+        judged_sessions["logged"] = [_without_users(session) for session in sessions["logged"]]
+    judged = {side: _goodness(judge, JUDGE_METRIC, side_sessions) for side, side_sessions in judged_sessions.items()}
+    user_score = _goodness(user, USER_METRIC, sessions["logged"]) if single_run else None
+    return PromptReading(
+        kinds=expectations.prompt_kinds(opening) if opening else (),
+        candidate=compute_metrics(sessions["candidate"], rollout_metrics),
+        champion=compute_metrics(sessions["champion"], rollout_metrics),
+        logged=compute_metrics(sessions["logged"], rollout_metrics),
+        judged={side: value for side, value in judged.items() if value is not None},
+        said=user_score,
+    )
+
+
+def _goodness(metric: Metric, name: str, sessions: Sequence[SessionRecord]) -> float | None:
+    values = compute_metrics(sessions, {name: metric})
+    return metric.goodness(values[name]) if values else None
+
+
+def _without_users(session: SessionRecord) -> SessionRecord:
+    rewards = tuple(reward for reward in session.rewards if reward.source != _USERS)
+    return SessionRecord(session.session_key, session.turns, session.trajectories, rewards, session.feedback)
+
+
+class PromptReader:
+    """Reads prompts whose answers had time to be judged. Call `read_due` in each round."""
+
+    def __init__(self, processor: Processor, lease: LeaderLease) -> None:
+        self._processor = processor
+        self._lease = lease
+
+    async def read_due(self, rollout: RolloutRecord, rollout_metrics: Mapping[str, Metric]) -> None:
+        """Read the prompts of a rollout that are due. Raises `MetricFailed`."""
+        failed: list[MetricFailed] = []
+        age_ms = round(rollout.plan.maturity_s * 1000)
+
+        async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            readable = await prompts.readable_prompts(tx, rollout, age_ms, _AT_ONCE_MAX)
+            for prompt in readable:
+                sessions = {
+                    side: unit_store.session_records(await prompts.side_events(tx, prompt, side))
+                    for side in ("logged", *ANSWERING)
+                }
+                try:
+                    reading = await asyncio.to_thread(read_prompt, prompt, sessions, rollout_metrics)
+                except MetricFailed as error:
+                    failed[:] = [error]
+                    return ()
+                await prompts.record_reading(tx, prompt, reading.model_dump(mode="json", exclude_none=True))
+                SHADOW_PROMPTS.labels(rollout.model, "read").inc()
+            return Unfinished() if len(readable) == _AT_ONCE_MAX else ()
+
+        more = True
+        while more:
+            more = await self._processor.step(work)
+            if failed:
+                raise failed[0]
