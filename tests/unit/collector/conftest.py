@@ -45,12 +45,12 @@ def with_settings(database_url: str, data_dir: Path) -> Open:
 
 
 def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
-    """Of each trajectory that came out: why it ended, and its turns."""
+    """Return the end reason and the turns of each published trajectory."""
     return [(trajectory.end_reason, list(trajectory.turn_ids)) for trajectory in stream.sent(Trajectory)]
 
 
 async def pass_time(stream: Bench, seconds: float, *, started: datetime = START, **settings: object) -> None:
-    """Let the clock run and do what the service's timers do."""
+    """Advance the clock and run the timers of the service."""
     chosen = CollectorSettings.model_validate({"idle_s": 300.0, **settings})
     stream.clock.advance(seconds)
     after_batch = stream.processor.after_batch

@@ -148,7 +148,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 
 
 def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
-    """What is to be trained."""
+    """Return the choices that must be trained."""
     return {
         (turn.turn_id, choice.index): (turn, choice)
         for turn in turns

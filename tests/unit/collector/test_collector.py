@@ -1,4 +1,4 @@
-"""The collector as a whole: bad input, other people's feedback, what is kept and for how long, and any order."""
+"""The collector as a service: invalid records, other tenants' feedback, retention, and any order of records."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def test_equal_conversations_are_told_apart_by_tokens(stream: Bench) -> No
 
 
 def history(seed: int) -> list[Event]:
-    """What happened to one session that two runs share: turns, feedback and ends."""
+    """Return turns, feedback and ends of a session with two runs."""
     choose = random.Random(seed)
     events: list[Event] = []
     runs = []

@@ -1,4 +1,4 @@
-"""A long run is read and closed beside the event loop, so that the service answers meanwhile."""
+"""Long runs are read and closed in worker threads, so that the service stays responsive."""
 
 from __future__ import annotations
 

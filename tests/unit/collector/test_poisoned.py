@@ -32,7 +32,7 @@ def closed_sessions(stream: Bench) -> set[str]:
     return {trajectory.session_id for trajectory in stream.sent(Trajectory)}
 
 
-def named(stream: Bench) -> list[tuple[str, str]]:
+def dead_lettered(stream: Bench) -> list[tuple[str, str]]:
     return [(letter.reason, letter.source_id) for letter in stream.sent(DeadLetter)]
 
 
@@ -72,10 +72,10 @@ async def test_session_with_an_error_fails_alone(
     await stream.deliver(*[end(f"s{n}", at=10) for n in range(SESSIONS)])
     await pass_time(stream, 1)
     assert closed_sessions(stream) == OTHERS
-    assert named(stream) == [("invalid_trajectory", victim.turn_id)]
+    assert dead_lettered(stream) == [("invalid_trajectory", victim.turn_id)]
     assert await stream.count("ends") == 0, "nothing comes back after a restart"
     await pass_time(stream, 1_000)
-    assert len(named(stream)) == 1
+    assert len(dead_lettered(stream)) == 1
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 50_000], ids=range(4))
@@ -87,7 +87,7 @@ async def test_turn_with_damaged_content_is_dead_lettered_alone(stream: Bench, p
         await tx.execute(update(schema.turns).where(is_damaged_turn).values(payload=payload))
     await stream.deliver(*[end(f"s{n}", at=10) for n in range(SESSIONS)])
     assert closed_sessions(stream) == OTHERS
-    assert named(stream) == [("invalid_trajectory", sent[2].turn_id)]
+    assert dead_lettered(stream) == [("invalid_trajectory", sent[2].turn_id)]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -107,7 +107,7 @@ async def test_unreadable_idle_session_is_dead_lettered_alone(
     for _ in range(3):
         await pass_time(stream, 301)
     assert closed_sessions(stream) == OTHERS
-    assert named(stream) == [("invalid_trajectory", sent[2].turn_id)]
+    assert dead_lettered(stream) == [("invalid_trajectory", sent[2].turn_id)]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -126,7 +126,7 @@ async def test_large_session_with_a_failing_run_loses_no_other_turn(
         sent = [ask([user(f"q{n}")], session="s", at=n) for n in range(4)]
         for turn in sent:
             await stream.deliver(turn)
-        assert {source for _, source in named(stream)} == {turn.turn_id for turn in sent[:3]}
+        assert {source for _, source in dead_lettered(stream)} == {turn.turn_id for turn in sent[:3]}
         await stream.deliver(end("s", at=10))
         assert [list(trajectory.turn_ids) for trajectory in stream.sent(Trajectory)] == [[sent[3].turn_id]]
 
@@ -148,7 +148,7 @@ async def test_feedback_with_a_failing_target_check_is_dead_lettered_alone(
 
     monkeypatch.setattr(upkeep, "_has_target", planted)
     await pass_time(stream, 100_000)
-    assert ("handler_error", feedback_events[2].event_id) in named(stream)
+    assert ("handler_error", feedback_events[2].event_id) in dead_lettered(stream)
     async with stream.processor.database.transaction() as tx:
         rows = (await tx.execute(schema.feedback.select())).mappings().all()
     assert {row["event_id"] for row in rows} <= {feedback_item.event_id for feedback_item in feedback_events} - {

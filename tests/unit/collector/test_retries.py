@@ -15,49 +15,49 @@ def call(reply: str = "x", **fields: Any) -> Turn:
     return ask([user("q")], reply, **fields)
 
 
-def given_up(*turns: Turn) -> dict[str, str]:
-    """As captured in the order of their times."""
+def superseded_ids(*turns: Turn) -> dict[str, str]:
+    """Return the superseded turns, captured in the order of their times."""
     return superseded_turns([turn_facts(turn, START, round(turn.time.timestamp() * 1000)) for turn in turns])
 
 
 def test_pitfall_21_parallel_samples_are_not_superseded() -> None:
-    assert given_up(call(at=0), call(at=0), call(at=1)) == {}
+    assert superseded_ids(call(at=0), call(at=0), call(at=1)) == {}
 
 
 def test_pitfall_20_retry_supersedes_a_timed_out_turn() -> None:
     first, retry = call(at=0, delivered=False), call(at=5, retry=1)
-    assert given_up(retry, first) == {first.turn_id: retry.turn_id}
+    assert superseded_ids(retry, first) == {first.turn_id: retry.turn_id}
 
 
 def test_retry_supersedes_an_answer_lost_on_its_way() -> None:
     first, retry = call(at=0), call(at=5, retry=1)
-    assert given_up(first, retry) == {first.turn_id: retry.turn_id}
+    assert superseded_ids(first, retry) == {first.turn_id: retry.turn_id}
 
 
 def test_repeated_retries_leave_the_last_turn() -> None:
     first, second, third = call(at=0), call(at=5, retry=1), call(at=9, retry=2)
-    assert given_up(third, first, second) == {first.turn_id: second.turn_id, second.turn_id: third.turn_id}
+    assert superseded_ids(third, first, second) == {first.turn_id: second.turn_id, second.turn_id: third.turn_id}
 
 
 def test_retry_supersedes_one_of_several_parallel_samples() -> None:
     a, lost, b = call("a", at=0), call("b", at=1, delivered=False), call("c", at=2)
     retry = call("d", at=5, retry=1)
-    assert given_up(a, lost, b, retry) == {lost.turn_id: retry.turn_id}
+    assert superseded_ids(a, lost, b, retry) == {lost.turn_id: retry.turn_id}
 
 
 def test_continued_answer_is_not_superseded() -> None:
     used = call("a", at=0)
     retry = call("b", at=5, retry=1)
     goes_on = ask(after(used, user("more")), at=6)
-    assert given_up(used, retry, goes_on) == {}, "what the retry repeats failed before it gave an answer"
+    assert superseded_ids(used, retry, goes_on) == {}, "what the retry repeats failed before it gave an answer"
 
 
 def test_equal_answer_to_the_retry_supersedes_the_first() -> None:
     first, retry = call("same", at=0), call("same", at=5, retry=1)
     goes_on = ask(after(retry, user("more")), at=6)
-    assert given_up(first, retry, goes_on) == {first.turn_id: retry.turn_id}
+    assert superseded_ids(first, retry, goes_on) == {first.turn_id: retry.turn_id}
 
 
 def test_different_request_is_not_a_retry() -> None:
     other = ask([user("other")], at=0, delivered=False)
-    assert given_up(other, call(at=5, retry=1)) == {}
+    assert superseded_ids(other, call(at=5, retry=1)) == {}

@@ -1,4 +1,5 @@
-"""Which turns are one run: what the client named, what feedback lists, what continues what. Never who came first."""
+"""The division of turns into runs: by the client's names, by feedback, by continued conversations, in any order of
+arrival."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ def implicit(messages: Sequence[Message], *replies: str, at: float = 0.0, **fiel
 
 
 def facts(*turns: Turn) -> list[TurnFacts]:
-    """As captured in the order of their times."""
+    """Return the facts of turns captured in the order of their times."""
     return [turn_facts(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
 
 
 def in_log_order(*feedback_events: Feedback) -> list[OrderedFeedback]:
-    """In the order in which it was said."""
+    """Return the feedback with offsets in its order."""
     return [OrderedFeedback(event, offset, 0) for offset, event in enumerate(feedback_events)]
 
 
@@ -107,7 +108,7 @@ def test_exact_tokens_divide_equal_conversations() -> None:
 
 
 def test_missing_tokens_do_not_change_runs() -> None:
-    """Content is dropped after a while; what is left of a turn counts like one whose tokens do not match."""
+    """Content is deleted after a while; a turn without content counts like one whose tokens do not match."""
     a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
     heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=(7, 7))
     for tokens_of in ([heir, a, b], [heir, a], [heir, b], [heir], [a, b]):

@@ -1,4 +1,4 @@
-"""Two tenants that use the same ids everywhere: what one of them sends changes nothing of the other's sessions."""
+"""Two tenants with equal ids: records of one tenant change no session of the other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.unit.collector.conftest import Open, pass_time
 TENANTS = (("default", "b"), ("b", "default"), ("a", "b"), ("a/b", "a"))
 
 
-def _copied(events: Sequence[Event], tenant: str) -> list[Event]:
-    """The same events of another tenant: every id and key stays, those of the session included."""
+def _copy_for_tenant(events: Sequence[Event], tenant: str) -> list[Event]:
+    """Return the same events for another tenant, with equal ids and keys."""
     return [event.model_copy(update={"tenant": tenant}) for event in events]
 
 
@@ -44,7 +44,7 @@ async def test_equal_ids_of_another_tenant_change_nothing(with_settings: Open, m
         end(tenant=mine),
         _commit(mine),
     ]
-    copies = [*_copied([*opinions, *ending, *foreign], other)]
+    copies = [*_copy_for_tenant([*opinions, *ending, *foreign], other)]
     results = []
     for foreign_turns in ((), copies):
         async with with_settings() as stream:

@@ -1,4 +1,4 @@
-"""What a trajectory says about its run: names, context, what was left out and why."""
+"""Fields of a trajectory: names, context, left-out turns and their reasons."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest_asyncio
 
 from headrace_registry.tables import METADATA
+from tests.unit.registry.registry_state import RegistryState
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.transitions import RegistryState
 
 
 @pytest_asyncio.fixture

@@ -48,7 +48,7 @@ E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 MODEL = "m"
 WAIT_S = 60.0
-"""Bound on each wait, for a machine with many other things to do; usually milliseconds."""
+"""Limit of each wait, for a busy machine; usually milliseconds."""
 EQUAL = {"t1": 0.5, "t2": 0.5, "a1": 0.5, "a2": 0.5}
 
 
@@ -70,7 +70,7 @@ class FakeClock:
 
 
 class FakeBus(EventProducer):
-    """Keeps what it is sent; `away` makes it refuse."""
+    """Stores the records that it gets; with `away` it refuses them."""
 
     def __init__(self, blobs: BlobStore) -> None:
         super().__init__(BusSettings(), "headrace/registry", blobs)
@@ -95,7 +95,7 @@ class FakeGate:
         self.sha256 = "gate"
         self.scores: dict[str, dict[str, float] | GateFailed] = {}
         self.runs: list[set[str]] = []
-        """Who played, for each start of the program."""
+        """The versions that played, for each start of the program."""
         self.requests: list[tuple[str, str, int]] = []
         """Every play: version, task, seed."""
         self.cancelled: list[set[str]] = []
@@ -157,7 +157,7 @@ class Rig:
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
         self.answers = answers
-        """Those of a shadow."""
+        """Source of a shadow's answers."""
         self.reports: Reports | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
@@ -208,10 +208,10 @@ class Rig:
         """Until no prompt is being answered."""
         while running := self.shadow_running():
             await asyncio.gather(*running, return_exceptions=True)
-            await self.director.tick()
+            await self.model_controller.tick()
 
     @property
-    def director(self) -> ModelController:
+    def model_controller(self) -> ModelController:
         assert self._director is not None
         return self._director
 
@@ -241,7 +241,7 @@ class Rig:
         self._offset += 1
         await self.processor.process([record])
 
-    async def hear(self, *events: Event, producer: str | None = None) -> None:
+    async def process_events(self, *events: Event, producer: str | None = None) -> None:
         """Live traffic, as the reader hands it on. `producer` sent it, by default the service that does."""
         records = []
         for event in events:
@@ -270,7 +270,7 @@ class Rig:
         )
 
     def follow(self, *replica_ids: str) -> None:
-        """The replicas hold what the last routing asks for."""
+        """Let the replicas load the versions of the last routing."""
         routings = self.sent(Routing)
         serve = routings[-1].serve if routings else ()
         for replica_id in replica_ids or ("r1",):
@@ -280,12 +280,12 @@ class Rig:
 
     async def ticks(self, count: int = 3) -> None:
         for _ in range(count):
-            await self.director.tick()
+            await self.model_controller.tick()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The director at work, replicas that do as they are told."""
-        task = asyncio.create_task(self.director.run())
+        """Run the model controller with replicas that follow the routing."""
+        task = asyncio.create_task(self.model_controller.run())
         try:
             yield
         finally:
@@ -301,8 +301,8 @@ class Rig:
                 self.follow()
             await asyncio.sleep(0.005)
 
-    async def crowned(self, *steps: int) -> list[str]:
-        """A model whose champion is the last of `steps`, each promoted in turn, all with equal scores."""
+    async def promote_in_turn(self, *steps: int) -> list[str]:
+        """Promote the versions of `steps` one after the other with equal scores, so that the last one is champion."""
         versions = []
         async with self.running():
             for step in steps:
@@ -315,7 +315,7 @@ class Rig:
     # looking
 
     def sent(self, kind: type[E]) -> list[E]:
-        """What a consumer sees, who drops what was sent twice."""
+        """Return the events of a type without duplicates, as a consumer sees them."""
         return list({event.event_id: event for event in self.bus.events if isinstance(event, kind)}.values())
 
     def decided(self) -> list[tuple[str, str]]:
@@ -345,7 +345,7 @@ class Rig:
         return model
 
     async def change(self, change: Callable[[Transition, ModelRecord], Awaitable[None]]) -> None:
-        """What an operator does through the REST interface."""
+        """Apply an operator's change as the REST interface does."""
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self.lease.check(tx)

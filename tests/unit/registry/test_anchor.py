@@ -1,4 +1,4 @@
-"""The best version so far: who it is, that many small losses end at it, and what becomes of it."""
+"""The anchor: which version it is, the bound on many small losses, and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def decided(rig: Rig, version: str, decision: str) -> None:
 
 
 async def test_anchor_stays_when_an_equal_version_is_promoted(rig: Rig) -> None:
-    first, _, third = await rig.crowned(0, 1, 2)
+    first, _, third = await rig.promote_in_turn(0, 1, 2)
     model = await rig.model()
     assert (model.champion, model.anchor, model.trials) == (third, first, 2)
     assert first in [served.version for served in rig.routing.serve], "it has to be there to play"
@@ -26,7 +26,7 @@ async def test_anchor_stays_when_an_equal_version_is_promoted(rig: Rig) -> None:
 
 async def test_anchor_bounds_the_sum_of_small_losses(rig: Rig) -> None:
     """Ten points each: the first passes the margin of 25, the second is 20 below the anchor, where 12.5 are allowed."""
-    (first,) = await rig.crowned(0)
+    (first,) = await rig.promote_in_turn(0)
     rig.gate.scores[first] = level(0.9)
     second = await rig.checkpoint(1)
     rig.gate.scores[second] = level(0.8)
@@ -42,7 +42,7 @@ async def test_anchor_bounds_the_sum_of_small_losses(rig: Rig) -> None:
 
 
 async def test_anchor_moves_to_a_better_version_and_starts_a_family(rig: Rig) -> None:
-    (first,) = await rig.crowned(0)
+    (first,) = await rig.promote_in_turn(0)
     rig.gate.scores[first] = level(0.2)
     second = await rig.checkpoint(1)
     rig.gate.scores[second] = level(0.9)
@@ -60,7 +60,7 @@ async def test_anchor_moves_to_a_better_version_and_starts_a_family(rig: Rig) ->
 
 
 async def test_anchor_evidence_survives_a_restart(rig: Rig) -> None:
-    first, _ = await rig.crowned(0, 1)
+    first, _ = await rig.promote_in_turn(0, 1)
     before = await rig.model()
     assert before.lead is not None
     rig.boot()
@@ -74,7 +74,7 @@ async def test_anchor_evidence_survives_a_restart(rig: Rig) -> None:
 
 
 async def test_anchor_is_cleared_by_a_forced_promotion(rig: Rig) -> None:
-    await rig.crowned(0, 1)
+    await rig.promote_in_turn(0, 1)
     forced = await rig.checkpoint(2)
     record = await rig.record(forced)
     async with rig.database.transaction() as tx:
@@ -84,7 +84,7 @@ async def test_anchor_is_cleared_by_a_forced_promotion(rig: Rig) -> None:
 
 
 async def test_anchor_after_a_rollback_is_neither_withdrawn_nor_the_champion(rig: Rig) -> None:
-    first, second, third = await rig.crowned(0, 1, 2)
+    first, second, third = await rig.promote_in_turn(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
         await Transition(tx, rig.clock.now()).roll_back(model, "complaints")
@@ -98,7 +98,7 @@ async def test_anchor_after_a_rollback_is_neither_withdrawn_nor_the_champion(rig
 
 
 async def test_anchor_is_cleared_when_it_is_withdrawn(rig: Rig) -> None:
-    first, _, third = await rig.crowned(0, 1, 2)
+    first, _, third = await rig.promote_in_turn(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
         await Transition(tx, rig.clock.now()).withdraw(model, first, "leaks")
@@ -107,7 +107,7 @@ async def test_anchor_is_cleared_when_it_is_withdrawn(rig: Rig) -> None:
 
 
 async def test_anchor_without_a_replica_is_left_out_of_the_trial(rig: Rig) -> None:
-    first, second, third = await rig.crowned(0, 1, 2)
+    first, second, third = await rig.promote_in_turn(0, 1, 2)
     fourth = await rig.checkpoint(3)
     await rig.ticks()
     rig.clock.elapsed_s += 1
@@ -124,7 +124,7 @@ async def test_anchor_without_a_replica_is_left_out_of_the_trial(rig: Rig) -> No
 
 
 async def test_trial_begins_again_after_the_controller_stopped(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     rig.gate.open.clear()
     second = await rig.checkpoint(1)
     async with rig.running():

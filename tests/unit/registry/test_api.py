@@ -1,4 +1,4 @@
-"""The REST interface: who may do what, and what it does."""
+"""The REST interface of models: permissions, changes and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.registry.rig import MODEL, Rig, loaded
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.model_controller.wake.set)
     api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, changes)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry")
@@ -36,7 +36,7 @@ def error(answer: httpx2.Response) -> tuple[int, str]:
 
 
 async def test_api_lists_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.AsyncClient) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     listed = ModelList.model_validate_json((await http.get("/v1/models")).content)
     assert [model.id for model in listed.data] == [MODEL]
     model = ModelState.model_validate_json((await http.get(f"/v1/models/{MODEL}")).content)
@@ -69,7 +69,7 @@ async def test_api_reports_trouble_of_a_model_that_is_not_served(rig: Rig, http:
     refused = str(await trouble())
     assert refused.startswith(f"no version serves, {base} was rejected: ")
     assert "tensor model.norm.weight is missing" in refused
-    (champion,) = await rig.crowned(1)
+    (champion,) = await rig.promote_in_turn(1)
     assert await trouble() is None
     rig.report("r1", loaded(champion, passed=False, error="probe refused"))
     assert await trouble() == f"no replica serves the champion {champion}: replica r1: probe refused"
@@ -106,7 +106,7 @@ async def _only(http: httpx2.AsyncClient) -> str:
 
 
 async def test_rollback_withdraws_the_champion(rig: Rig, http: httpx2.AsyncClient) -> None:
-    first, second, third = await rig.crowned(0, 1, 2)
+    first, second, third = await rig.promote_in_turn(0, 1, 2)
     answer = await http.post(f"/v1/models/{MODEL}/rollback", json={"reason": "users complain"})
     assert answer.status_code == 200
     assert answer.json()["champion"] == second
@@ -122,7 +122,7 @@ async def test_rollback_withdraws_the_champion(rig: Rig, http: httpx2.AsyncClien
 
 
 async def test_rollback_never_selects_a_withdrawn_version(rig: Rig, http: httpx2.AsyncClient) -> None:
-    first, second, _ = await rig.crowned(0, 1, 2)
+    first, second, _ = await rig.promote_in_turn(0, 1, 2)
     assert (await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": first})).status_code == 200
     rig.follow()
     assert (await http.post(f"/v1/models/{MODEL}/rollback")).json()["champion"] == second
@@ -133,14 +133,14 @@ async def test_rollback_never_selects_a_withdrawn_version(rig: Rig, http: httpx2
 async def test_rollback_is_refused_without_a_replica_of_the_previous_version(
     rig: Rig, http: httpx2.AsyncClient
 ) -> None:
-    _, new = await rig.crowned(0, 1)
+    _, new = await rig.promote_in_turn(0, 1)
     rig.report("r1", loaded(new))
     assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "previous_not_ready")
     assert rig.routing.champion == new
 
 
 async def test_forced_promotion_skips_the_gate_but_not_the_probe(rig: Rig, http: httpx2.AsyncClient) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
     async with rig.running():
@@ -158,7 +158,7 @@ async def test_forced_promotion_skips_the_gate_but_not_the_probe(rig: Rig, http:
 
 
 async def test_promotion_through_the_gate_repeats_the_trial(rig: Rig, http: httpx2.AsyncClient) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     skipped, newest = await rig.checkpoint(1), await rig.checkpoint(2)
     async with rig.running():
         await rig.until(lambda: ("promoted", newest) in rig.decided())
@@ -171,7 +171,7 @@ async def test_promotion_through_the_gate_repeats_the_trial(rig: Rig, http: http
 
 
 async def test_forced_promotion_of_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
     async with rig.running():
@@ -181,7 +181,7 @@ async def test_forced_promotion_of_the_candidate_ends_its_gate_run(rig: Rig, htt
 
 
 async def test_withdrawal_of_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
     async with rig.running():
@@ -197,7 +197,7 @@ async def test_withdrawal_of_the_candidate_ends_its_gate_run(rig: Rig, http: htt
 
 
 async def test_withdrawal_is_undone_by_force_only(rig: Rig, http: httpx2.AsyncClient) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     assert error(await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new})) == (409, "is_champion")
     await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": old})
     assert rig.routing.aliases == {"champion": new}
@@ -209,14 +209,14 @@ async def test_withdrawal_is_undone_by_force_only(rig: Rig, http: httpx2.AsyncCl
 
 
 async def test_forced_promotion_refuses_another_tokenizer(rig: Rig, http: httpx2.AsyncClient) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     other = await rig.checkpoint(1, tokenizer="c")
     answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": other, "force": True})
     assert error(answer) == (409, "incompatible_version")
 
 
 async def test_api_requires_the_internal_key_on_every_page(rig: Rig) -> None:
-    await rig.crowned(0, 1)
+    await rig.promote_in_turn(0, 1)
     async with client(rig, "secret") as http:
         path = f"/v1/models/{MODEL}/rollback"
         assert error(await http.post(path)) == (401, "invalid_api_key")
@@ -227,7 +227,7 @@ async def test_api_requires_the_internal_key_on_every_page(rig: Rig) -> None:
 
 
 async def test_standby_answers_reads_and_refuses_changes(rig: Rig, http: httpx2.AsyncClient) -> None:
-    await rig.crowned(0, 1)
+    await rig.promote_in_turn(0, 1)
     await rig.lease.release()
     assert (await http.get("/v1/models")).status_code == 200
     assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (503, "not_leader")

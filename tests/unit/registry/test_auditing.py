@@ -1,4 +1,4 @@
-"""The filter that has audit tasks played: what it prints, and what it refuses."""
+"""The audit filter: its output and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollback stays: what descends from a withdrawn version never serves."""
+"""Descendants of a withdrawn version never serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_registry.leader import LostLeadership
 from headrace_registry.lifecycle import RunTrial
 from tests.unit.registry.rig import MODEL, Rig, loaded
 from tests.unit.registry.test_api import client
-from tests.unit.registry.test_leader import held_by
+from tests.unit.registry.test_leader import lease_held_by
 
 
 async def chain(rig: Rig, length: int) -> list[str]:
@@ -48,7 +48,7 @@ async def test_withdrawal_ends_the_trial_of_a_child(rig: Rig) -> None:
     async with rig.running():
         await rig.until(lambda: child in rig.gate.players)
         await roll_back(rig)
-        rig.director.wake.set()
+        rig.model_controller.wake.set()
         await rig.until(lambda: rig.gate.cancelled == [{good, bad, child}])
         rig.gate.open.set()
         await rig.ticks()
@@ -146,8 +146,8 @@ async def test_former_leader_cannot_store_a_gate_result(rig: Rig) -> None:
     rig.follow()
     await rig.ticks(2)
     await rig.until(lambda: version in rig.gate.players, follow=False)
-    await held_by(rig, "elsewhere:1:x")
+    await lease_held_by(rig, "elsewhere:1:x")
     rig.gate.open.set()
     with pytest.raises(LostLeadership):
-        await rig.director._runner._runs[MODEL, RunTrial].task
+        await rig.model_controller._runner._runs[MODEL, RunTrial].task
     assert ("evaluated", version) not in rig.decided()

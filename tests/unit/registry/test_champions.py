@@ -1,4 +1,4 @@
-"""The history of champions: whom a rollback goes back to, also the second one in a row."""
+"""The version that a rollback restores, also in repeated rollbacks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from sqlalchemy import select
 
 from headrace_registry import store
 from headrace_registry.tables import CHAMPIONS
+from tests.unit.registry.registry_state import RegistryState
 from tests.unit.registry.rig import MODEL
-from tests.unit.registry.transitions import RegistryState
 
 
 async def _back(registry: RegistryState) -> tuple[str | None, str | None]:
@@ -17,14 +17,14 @@ async def _back(registry: RegistryState) -> tuple[str | None, str | None]:
 
 
 async def test_rollback_target_is_the_champion_before_in_repeated_rollbacks(registry: RegistryState) -> None:
-    first, second, third, _ = await registry.crown(0, 1, 2, 3)
+    first, second, third, _ = await registry.promote_in_turn(0, 1, 2, 3)
     assert await _back(registry) == (third, second)
     assert await _back(registry) == (second, first)
     assert await _back(registry) == (first, None)
 
 
 async def test_rollback_target_skips_a_withdrawn_champion(registry: RegistryState) -> None:
-    """Before there was a history, nobody was left to go back to."""
+    """Without a history of champions, there was no version left to restore."""
     first = await registry.add(0)
     await registry.transition.promote(await registry.model(), first, "", {})
     line = [first]
@@ -48,6 +48,6 @@ async def test_rollback_target_counts_a_repeated_champion_once(registry: Registr
 
 
 async def test_rollback_target_skips_a_version_that_waits_again(registry: RegistryState) -> None:
-    first, second, _ = await registry.crown(0, 1, 2)
+    first, second, _ = await registry.promote_in_turn(0, 1, 2)
     await registry.transition.request(await registry.version(second), "gate")
     assert await store.rollback_target(registry.tx, MODEL, (await registry.model()).champion) == first

@@ -56,7 +56,7 @@ async def test_check_refuses_a_failing_gate_with_its_message(tmp_path: Path, sou
 
 
 def test_settings_refuse_a_gate_command_with_a_model_placeholder() -> None:
-    """It was started for each version, which stood in its command."""
+    """Such programs were started once for each version, named in the command."""
     with pytest.raises(ValidationError, match=r"names \{model\}: .* from its standard input.* docs/gate\.md"):
         RegistrySettings.model_validate({"gate": {"command": ["{python}", "gate.py", "{model}"]}})
 

@@ -1,4 +1,4 @@
-"""What arrives on `checkpoints`: once or twice, right or wrong, it never stops the registry."""
+"""Records on `checkpoints`: valid, repeated, damaged and contradicting ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_checkpoint_handler_registers_a_repeated_checkpoint_once(rig: Rig)
 
 
 async def test_checkpoint_handler_never_changes_a_registered_version(rig: Rig) -> None:
-    (champion,) = await rig.crowned(0)
+    (champion,) = await rig.promote_in_turn(0)
     before = await rig.record(champion)
     _, other = rig.manifest(9)
     await publish(rig, champion, other, lineage="evil")

@@ -17,10 +17,10 @@ async def reboot(rig: Rig) -> None:
 
 @pytest.mark.parametrize("ticks", range(4))
 async def test_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     for _ in range(ticks):
-        await rig.director.tick()
+        await rig.model_controller.tick()
         rig.follow()
     await reboot(rig)
     async with rig.running():
@@ -31,7 +31,7 @@ async def test_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -> 
 
 
 async def test_trial_after_a_crash_spends_its_error_again(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     rig.gate.open.clear()
     async with rig.running():
@@ -47,12 +47,12 @@ async def test_trial_after_a_crash_spends_its_error_again(rig: Rig) -> None:
 
 
 async def test_decision_without_a_bus_is_published_by_the_next_process(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     before = len(rig.bus.events)
     rig.bus.away = True
     with pytest.raises(Unavailable):
-        await rig.director.tick()
+        await rig.model_controller.tick()
     assert len(rig.bus.events) == before
     rig.bus.away = False
     await reboot(rig)
@@ -60,7 +60,7 @@ async def test_decision_without_a_bus_is_published_by_the_next_process(rig: Rig)
 
 
 async def test_events_published_twice_are_equal(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     await rig.checkpoint(1)
     last = rig.last("registered")  # sent; the outbox row would go with the next transaction
     await reboot(rig)
@@ -69,7 +69,7 @@ async def test_events_published_twice_are_equal(rig: Rig) -> None:
 
 async def test_role_change_and_its_event_share_a_transaction(rig: Rig) -> None:
     """The order on the bus: a decision is never behind the routing that it led to."""
-    await rig.crowned(0, 1)
+    await rig.promote_in_turn(0, 1)
     order: list[Event] = [event for event in rig.bus.events if isinstance(event, ModelEvent | Routing)]
     for position, event in enumerate(order):
         if isinstance(event, Routing) and event.champion:

@@ -1,4 +1,4 @@
-"""How a trial and an audit are played: what is drawn, in which order scores count, how many plays are under way."""
+"""Trials and audits: the draws, the order of scores, and the limit of concurrent plays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULE = GateSettings(margin=0.25, tasks_max=500)
 
 
 class FakeSession:
-    """Scores as `score` says; slow tasks are answered after quick ones."""
+    """Session with the scores of `score`; slow tasks are answered after quick ones."""
 
     tasks = Tasks(gate=("quick", "slow"), audit=("a", "b", "c"))
 

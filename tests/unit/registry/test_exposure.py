@@ -1,4 +1,4 @@
-"""How many users meet a version about which little is known: what bounds it, and what is counted of it."""
+"""Exposure of users to a version about which little is known: its limits and its counts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.assignment import assign_unit
-from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
 from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 from tests.unit.registry.test_holds import post
 
 RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fraction(1, 2)))
@@ -26,7 +26,7 @@ RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fra
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is drawn into which arm follows from the seed."""
+    """Fix the salt, so that the assignment to arms follows from the seed."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
@@ -60,51 +60,51 @@ def test_rollout_settings_refuse_contradictions(settings: dict[str, object], why
 
 
 async def test_share_grows_only_after_its_loss_is_ruled_out(rig: Rig) -> None:
-    """A handful of good sessions is no evidence, whatever `units_min` says."""
-    await rig.crowned(0)
+    """A few good sessions are no evidence, whatever `units_min` allows."""
+    await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 1)
-    await street.sessions(100)
-    await street.watch(61)
-    last = await street.last()
+    traffic = Traffic(rig, 1)
+    await traffic.sessions(100)
+    await traffic.advance(61)
+    last = await traffic.last()
     assert last.statistics["candidate_units"] >= 5
     assert steps(rig, new) == ["begin"]
     while "advance" not in steps(rig, new):
-        assert len(street.served) < 4000
-        await street.sessions(40)
-        await street.watch(61)
-    assert (await street.last()).statistics["candidate_units"] > 30
+        assert len(traffic.served) < 4000
+        await traffic.sessions(40)
+        await traffic.advance(61)
+    assert (await traffic.last()).statistics["candidate_units"] > 30
     assert steps(rig, new)[:2] == ["begin", "advance"]
 
 
 async def test_harmful_version_gets_its_first_share_at_most(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 3)
-    street.rewards[new] = 0.2
-    last = await street.until_over(4000, 40)
+    traffic = Traffic(rig, 3)
+    traffic.rewards[new] = 0.2
+    last = await traffic.until_over(4000, 40)
     assert (last.phase, steps(rig, new)) == ("rolled_back", ["begin", "roll_back"])
-    met = sum(version == new for _, version in street.served) / len(street.served)
+    met = sum(version == new for _, version in traffic.served) / len(traffic.served)
     assert met < 0.13
     assert last.statistics["exposure"] == pytest.approx(met, abs=0.03), "as counted before the last look"
 
 
 async def test_exposure_counts_turns_once_by_answering_version(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 2)
-    await street.sessions(60)
-    last = await street.last()
-    mine = sum(version == new for _, version in street.served)
+    traffic = Traffic(rig, 2)
+    await traffic.sessions(60)
+    last = await traffic.last()
+    mine = sum(version == new for _, version in traffic.served)
     assert mine > 0
     assert (last.turns, last.turns_exposed) == (60, mine)
-    key, version = next(served_turn for served_turn in street.served if served_turn[1] == new)
-    await rig.hear(street.turn(key, version, None))
-    assert (await street.last()).turns == 60, "a turn that no split has drawn is no part of it"
-    drawn = assign_unit(street.split, old, key)[1]
-    turn = street.turn(key, old, drawn)  # no replica had the candidate ready
-    await rig.hear(turn, turn)
-    last = await street.last()
+    key, version = next(served_turn for served_turn in traffic.served if served_turn[1] == new)
+    await rig.process_events(traffic.turn(key, version, None))
+    assert (await traffic.last()).turns == 60, "a turn that no split has drawn is no part of it"
+    drawn = assign_unit(traffic.split, old, key)[1]
+    turn = traffic.turn(key, old, drawn)  # no replica had the candidate ready
+    await rig.process_events(turn, turn)
+    last = await traffic.last()
     assert (last.turns, last.turns_exposed) == (61, mine)
 
 
@@ -113,11 +113,11 @@ async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: 
     rig = Rig(data_dir, settings=canary(experiences=experiences))
     await rig.start()
     try:
-        await rig.crowned(0)
+        await rig.promote_in_turn(0)
         new = await under_way(rig)
-        street = Street(rig, 1)
-        street.rewards[new] = 0.1
-        await street.until_over()
+        traffic = Traffic(rig, 1)
+        traffic.rewards[new] = 0.1
+        await traffic.until_over()
         (event,) = [
             model_event
             for model_event in rig.sent(ModelEvent)
@@ -130,7 +130,7 @@ async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: 
 
 
 async def test_stop_leaves_the_champion_alone(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await under_way(rig)
     state = await post(rig, "stop", reason="an incident")
     assert state.paused
@@ -151,7 +151,7 @@ async def test_check_after_updates_delays_versions_without_a_request(data_dir: P
     rig = Rig(data_dir, settings=canary(check_after_updates=3))
     await rig.start()
     try:
-        await rig.crowned(0)
+        await rig.promote_in_turn(0)
         first, second = await rig.checkpoint(1), await rig.checkpoint(2)
         rig.follow()
         await rig.ticks(5)
@@ -165,7 +165,7 @@ async def test_check_after_updates_delays_versions_without_a_request(data_dir: P
 
 
 def served(rig: Rig) -> list[str | None]:
-    """The champion and who is on the way."""
+    """Return the champion and the candidates under way."""
     split = rig.routing.split
     return [rig.routing.champion, *(arm.version for arm in (split.arms if split else ()))]
 
@@ -178,11 +178,11 @@ async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> N
     rig.boot()
     await rig.start()
     try:
-        await rig.crowned(0)
+        await rig.promote_in_turn(0)
         new = await under_way(rig)
-        street = Street(rig, 1)
-        street.rewards[new] = 0.1
-        await street.until_over()
+        traffic = Traffic(rig, 1)
+        traffic.rewards[new] = 0.1
+        await traffic.until_over()
         await rig.ticks(1)
         file_names = sorted(path.name for path in folder.iterdir())
         assert [name.rpartition("-")[2] for name in file_names] == ["begin.png", "roll_back.png"]
@@ -197,19 +197,19 @@ async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> N
 
 
 async def test_gauges_exist_while_a_rollout_is_under_way(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 1)
-    street.rewards[new] = 0.0
-    await street.sessions(120)
-    await street.watch(61)
+    traffic = Traffic(rig, 1)
+    traffic.rewards[new] = 0.0
+    await traffic.sessions(120)
+    await traffic.advance(61)
     where = {"model": MODEL, "slot": "0"}
     assert REGISTRY.get_sample_value("headrace_registry_rollout_share", where) == 0.1
     assert REGISTRY.get_sample_value("headrace_registry_rollout_exposure", where) == pytest.approx(0.1, abs=0.07)
     lower = {**where, "metric": "reward", "end": "lower"}
     assert (REGISTRY.get_sample_value("headrace_registry_rollout_difference", lower) or 0) < 0
     assert (REGISTRY.get_sample_value("headrace_registry_rollout_harm", {**where, "metric": "reward"}) or 0) > 0
-    await street.until_over(4000, 40)
+    await traffic.until_over(4000, 40)
     await rig.ticks(1)
     assert REGISTRY.get_sample_value("headrace_registry_rollout_share", where) is None
     ended = {"model": MODEL, "kind": "roll_back"}

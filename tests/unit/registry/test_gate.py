@@ -1,4 +1,4 @@
-"""The gate gives scores or fails with its reason; it never gives a wrong score, and nothing of it stays behind."""
+"""The gate's program: it never yields a wrong score, and no process of it stays behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_gate_failure_has_a_reason(code: str, message: str) -> None:
         await score(gate(code))
 
 
-def impatient(session: GateSession) -> GateSession:
+def gate_with_short_silence(session: GateSession) -> GateSession:
     """A program that has started is not waited for any more: how long the start takes is not the matter here."""
     session._settings = session._settings.model_copy(update={"silence_s": 0.3})
     return session
@@ -94,7 +94,7 @@ async def test_gate_session_fails_after_silence_with_an_open_request() -> None:
         await score(gate("import sys; sys.stdin.read()", silence_s=0.3))
     async with gate(ANSWER + "sys.stdin.read()").session() as session:
         with pytest.raises(GateFailed, match=r"no output for gate\.silence_s = 0\.3 s while 1 plays were requested"):
-            await impatient(session).play(V1, "a", 1)
+            await gate_with_short_silence(session).play(V1, "a", 1)
 
 
 async def test_gate_session_may_be_silent_without_a_request() -> None:
@@ -133,7 +133,7 @@ async def test_gate_timeout_kills_the_process_group(tmp_path: Path) -> None:
     async with gate(NAMED + SLEEPER, str(noted)).session() as session:
         await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 20, "the gate's start")
         with pytest.raises(GateFailed, match=r"gate\.silence_s = 0\.3"):
-            await impatient(session).play(V1, "a", 1)
+            await gate_with_short_silence(session).play(V1, "a", 1)
     started = pids(noted)
     assert len(started) == 2
     wait_until(lambda: not any(alive(pid) for pid in started), 5, "the gate's end")

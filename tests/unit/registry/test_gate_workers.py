@@ -1,4 +1,4 @@
-"""Plays that are dealt to workers: each is played once, whoever is lost, and nobody's failure becomes a score."""
+"""Plays on several workers: each is played once, also when workers are lost, and a failure is never a score."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASKS = Tasks(gate=("a", "b"), audit=("c",))
 PLAYS = [Play(version="m@0123456789ab", task="ab"[seed % 2], seed=seed) for seed in range(40)]
 
 
-class Machine:
+class FakeWorker:
     """A worker that plays so many and is lost then."""
 
     def __init__(self, lives: float = float("inf"), tasks: Tasks = TASKS) -> None:
@@ -41,13 +41,13 @@ class Machine:
         return play.seed / 100
 
 
-def dealer(*machines: GateWorker) -> PlayDispatcher:
+def dispatcher(*machines: GateWorker) -> PlayDispatcher:
     return PlayDispatcher({f"worker-{number}": machine for number, machine in enumerate(machines)})
 
 
 async def test_dispatcher_shares_plays_equally() -> None:
-    machines = [Machine() for _ in range(4)]
-    dealing = dealer(*machines)
+    machines = [FakeWorker() for _ in range(4)]
+    dealing = dispatcher(*machines)
     assert await dealing.tasks() == TASKS
     assert await asyncio.gather(*map(dealing.play, PLAYS)) == [play.seed / 100 for play in PLAYS]
     assert [len(machine.played) for machine in machines] == [10] * 4
@@ -56,14 +56,14 @@ async def test_dispatcher_shares_plays_equally() -> None:
 @pytest.mark.parametrize("seed", range(20))
 async def test_dispatcher_moves_plays_of_a_lost_worker(seed: int) -> None:
     draw = random.Random(seed)
-    machines = [Machine(), *(Machine(lives=draw.randint(0, 12)) for _ in range(draw.randint(1, 5)))]
+    machines = [FakeWorker(), *(FakeWorker(lives=draw.randint(0, 12)) for _ in range(draw.randint(1, 5)))]
     draw.shuffle(machines)
-    assert await asyncio.gather(*map(dealer(*machines).play, PLAYS)) == [play.seed / 100 for play in PLAYS], seed
+    assert await asyncio.gather(*map(dispatcher(*machines).play, PLAYS)) == [play.seed / 100 for play in PLAYS], seed
     assert sorted(play.seed for machine in machines for play in machine.played) == list(range(40)), seed
 
 
 async def test_dispatcher_fails_without_workers() -> None:
-    dealing = dealer(Machine(lives=1), Machine(lives=0))
+    dealing = dispatcher(FakeWorker(lives=1), FakeWorker(lives=0))
     await dealing.play(PLAYS[0])
     with pytest.raises(GateFailed, match="every worker"):
         await dealing.play(PLAYS[1])
@@ -72,19 +72,19 @@ async def test_dispatcher_fails_without_workers() -> None:
 async def test_dispatcher_does_not_retry_a_failed_program() -> None:
     """Its machine is well, so the program is wrong: that is the run's failure, as on one machine."""
 
-    class Broken(Machine):
+    class Broken(FakeWorker):
         async def play(self, play: Play) -> float:
             raise GateFailed("it ended with status 3")
 
-    other = Machine()
+    other = FakeWorker()
     with pytest.raises(GateFailed, match="status 3"):
-        await dealer(Broken(), other).play(PLAYS[0])
+        await dispatcher(Broken(), other).play(PLAYS[0])
     assert other.played == []
 
 
 async def test_dispatcher_refuses_workers_with_different_tasks() -> None:
     with pytest.raises(GateFailed, match="worker-0 and worker-1"):
-        await dealer(Machine(), Machine(tasks=Tasks(gate=("a",), audit=("c",)))).tasks()
+        await dispatcher(FakeWorker(), FakeWorker(tasks=Tasks(gate=("a",), audit=("c",)))).tasks()
 
 
 async def input_lines() -> AsyncIterator[str]:
@@ -94,7 +94,7 @@ async def input_lines() -> AsyncIterator[str]:
 
 async def test_gate_workers_follow_the_protocol_of_the_gate() -> None:
     out = io.StringIO()
-    await serve(dealer(Machine(lives=7), Machine()), input_lines(), out, start_s=5)
+    await serve(dispatcher(FakeWorker(lives=7), FakeWorker()), input_lines(), out, start_s=5)
     first, *played = map(json.loads, out.getvalue().splitlines())
     assert Tasks.model_validate(first) == TASKS
     assert sorted((decision["seed"], decision["score"]) for decision in played) == [

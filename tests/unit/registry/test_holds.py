@@ -13,12 +13,12 @@ async def post(rig: Rig, action: str, status: int = 200, **body: object) -> Mode
     async with client(rig) as http:
         answer = await http.post(f"/v1/models/{MODEL}/{action}", json=body)
     assert answer.status_code == status, answer.text
-    rig.director.wake.set()
+    rig.model_controller.wake.set()
     return ModelState.model_validate_json(answer.content)
 
 
 async def test_pin_keeps_the_champion_until_it_is_removed(rig: Rig) -> None:
-    (champion,) = await rig.crowned(0)
+    (champion,) = await rig.promote_in_turn(0)
     assert (await post(rig, "pin", reason="the fair")).pinned == champion
     assert rig.routing.pinned == champion
     newer, newest = await rig.checkpoint(1), await rig.checkpoint(2)
@@ -34,7 +34,7 @@ async def test_pin_keeps_the_champion_until_it_is_removed(rig: Rig) -> None:
 
 
 async def test_pin_and_pause_release_the_candidate(rig: Rig) -> None:
-    (champion,) = await rig.crowned(0)
+    (champion,) = await rig.promote_in_turn(0)
     rig.gate.open.clear()
     candidate = await rig.checkpoint(1)
     async with rig.running():
@@ -50,7 +50,7 @@ async def test_pin_and_pause_release_the_candidate(rig: Rig) -> None:
 
 
 async def test_pin_promotes_another_version_after_its_probe(rig: Rig) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     rig.gate.scores[old] = {"t1": 0.0, "t2": 0.0}
     state = await post(rig, "pin", version=old)
     assert (state.champion, state.pinned) == (new, old)
@@ -63,7 +63,7 @@ async def test_pin_promotes_another_version_after_its_probe(rig: Rig) -> None:
 
 
 async def test_requested_version_moves_during_a_pause_but_not_a_pin(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     await post(rig, "pause")
     requested = await rig.checkpoint(1)
     await post(rig, "promote", 202, version=requested)
@@ -77,7 +77,7 @@ async def test_requested_version_moves_during_a_pause_but_not_a_pin(rig: Rig) ->
 
 
 async def test_rollback_removes_the_pin_of_the_withdrawn_version(rig: Rig) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     await post(rig, "pin")
     assert (await post(rig, "rollback")).pinned is None
     assert rig.routing.aliases == {"champion": old}
@@ -86,14 +86,14 @@ async def test_rollback_removes_the_pin_of_the_withdrawn_version(rig: Rig) -> No
 
 
 async def test_rollback_keeps_the_pin_of_another_version(rig: Rig) -> None:
-    old, _ = await rig.crowned(0, 1)
+    old, _ = await rig.promote_in_turn(0, 1)
     await post(rig, "pin", version=old)
     assert (await post(rig, "rollback")).pinned == old
 
 
 @pytest.mark.parametrize("action", ["pause", "resume", "unpin"])
 async def test_repeated_hold_request_changes_nothing(rig: Rig, action: str) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     first = await post(rig, action)
     assert await post(rig, action) == first
 
@@ -105,7 +105,7 @@ async def test_pin_is_refused_without_a_champion(rig: Rig) -> None:
 
 
 async def test_holds_survive_a_restart(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     await post(rig, "pause")
     rig.boot()
     await rig.lease.acquire()

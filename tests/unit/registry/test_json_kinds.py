@@ -1,4 +1,4 @@
-"""No body, name or query parameter of any page of the registry fails it: what it cannot hold is refused by name."""
+"""Values of every JSON type at every place of every route: unusable values are refused with their field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace_registry.changes import RegistryChanges
 from headrace_registry.rollouts.api import RolloutApi
 from headrace_runtime.settings import Common
 from tests.support.hostile_json import TEXTS, kinds_everywhere
-from tests.unit.registry.catalog.desk import Desk
+from tests.unit.registry.catalog.catalog_bench import CatalogBench
 from tests.unit.registry.rig import MODEL, Rig
 
 WHY = {"why": "because"}
@@ -58,10 +58,10 @@ async def pages(data_dir: Path, database_url: str) -> AsyncIterator[httpx2.Async
     """All pages of a registry with two versions of `MODEL`."""
     rig = Rig(data_dir, database_url)
     await rig.start()
-    await rig.crowned(0, 1)
-    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    await rig.promote_in_turn(0, 1)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.model_controller.wake.set)
     rollouts = RolloutApi(Common(data_dir=Path("unused")), rig.settings.rollout, rig.database, changes)
-    async with Desk(rig, more=rollouts.routes()).http as http:
+    async with CatalogBench(rig, more=rollouts.routes()).http as http:
         yield http
     if not rig.database.sqlite:
         async with rig.database.transaction() as tx:

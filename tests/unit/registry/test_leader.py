@@ -22,7 +22,7 @@ def other(rig: Rig, holder: str = "elsewhere:1:x") -> LeaderLease:
     return lease
 
 
-async def held_by(rig: Rig, holder: str) -> None:
+async def lease_held_by(rig: Rig, holder: str) -> None:
     async with rig.database.transaction() as tx:
         await tx.execute(update(LEASE).values(holder=holder, expires_ms=2**53))
 
@@ -30,7 +30,7 @@ async def held_by(rig: Rig, holder: str) -> None:
 async def test_standby_waits_until_the_lease_expires(rig: Rig) -> None:
     standby = other(rig)
     rig.lease.holder = "elsewhere:2:y"
-    await held_by(rig, "elsewhere:2:y")
+    await lease_held_by(rig, "elsewhere:2:y")
     await rig.lease._acquire_once()
     started_s = rig.clock.elapsed_s
     await standby.acquire()
@@ -47,13 +47,13 @@ async def test_standby_takes_over_at_once_after_a_release(rig: Rig) -> None:
 async def test_standby_takes_over_at_once_from_a_dead_local_leader(rig: Rig) -> None:
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
-    await held_by(rig, holder_of(dead.pid))
+    await lease_held_by(rig, holder_of(dead.pid))
     await other(rig).acquire()
     assert rig.clock.elapsed_s == 0
 
 
 async def test_standby_waits_for_a_live_local_leader(rig: Rig) -> None:
-    await held_by(rig, holder_of(os.getppid()))
+    await lease_held_by(rig, holder_of(os.getppid()))
     assert not await other(rig)._acquire_once()
 
 
@@ -65,9 +65,9 @@ def holder_of(pid: int) -> str:
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
 async def test_standby_with_a_wrong_clock_waits_for_the_lease(rig: Rig, skew_s: float) -> None:
-    """What counts is whether the row changes, not what it says about time."""
+    """The standby checks whether the row changes, not the time in it."""
     rig.lease.holder = "elsewhere:2:y"
-    await held_by(rig, rig.lease.holder)
+    await lease_held_by(rig, rig.lease.holder)
     await rig.lease._acquire_once()
     ahead = SkewedClock(rig.clock, skew_s)
     standby = LeaderLease(rig.database, ahead, rig.settings.lease_s)
@@ -83,7 +83,7 @@ async def test_standby_with_a_wrong_clock_waits_for_the_lease(rig: Rig, skew_s: 
 
 async def test_leader_with_a_clock_set_back_keeps_its_lease(rig: Rig) -> None:
     rig.lease.holder = "elsewhere:2:y"
-    await held_by(rig, rig.lease.holder)
+    await lease_held_by(rig, rig.lease.holder)
     leader = LeaderLease(rig.database, SkewedClock(rig.clock, -7200.0), rig.settings.lease_s)
     leader.holder = rig.lease.holder
     standby = other(rig)
@@ -94,10 +94,10 @@ async def test_leader_with_a_clock_set_back_keeps_its_lease(rig: Rig) -> None:
 
 
 async def test_renewal_does_not_take_back_a_lost_lease(rig: Rig) -> None:
-    """Who was passed over knows nothing of what was decided meanwhile; it starts again from the database."""
+    """A leader that lost its lease does not know later decisions; it must start again from the database."""
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
-    await held_by(rig, holder_of(dead.pid))
+    await lease_held_by(rig, holder_of(dead.pid))
     with pytest.raises(LostLeadership):
         await asyncio.wait_for(rig.lease.keep(), 5)
 
@@ -120,7 +120,7 @@ class SkewedClock:
 
 
 async def test_former_leader_is_fenced(rig: Rig) -> None:
-    await held_by(rig, "elsewhere:1:x")
+    await lease_held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
         await asyncio.wait_for(rig.lease.keep(), 5)
     assert not rig.lease.acquired.is_set()
@@ -130,28 +130,28 @@ async def test_former_leader_is_fenced(rig: Rig) -> None:
 
 
 async def test_former_leader_neither_registers_nor_dead_letters(rig: Rig) -> None:
-    await held_by(rig, "elsewhere:1:x")
+    await lease_held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
         await rig.checkpoint(0)
     assert rig.bus.events == []
 
 
 async def test_former_leader_cannot_store_an_audit(rig: Rig) -> None:
-    (version,) = await rig.crowned(0)
+    (version,) = await rig.promote_in_turn(0)
     before = rig.decided()
-    keep = await rig.director._runner._run_audit(version)
-    await held_by(rig, "elsewhere:1:x")
+    keep = await rig.model_controller._runner._run_audit(version)
+    await lease_held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
-        await rig.director._runner._write(keep)
+        await rig.model_controller._runner._write(keep)
     with pytest.raises(LostLeadership):
-        await rig.director._runner._begin_trial(MODEL)
+        await rig.model_controller._runner._begin_trial(MODEL)
     assert rig.decided() == before
     assert (await rig.model()).trials == 0
 
 
 async def test_keep_renews_the_lease(rig: Rig) -> None:
     rig.lease.holder = "elsewhere:2:y"
-    await held_by(rig, "elsewhere:2:y")
+    await lease_held_by(rig, "elsewhere:2:y")
     keeping = asyncio.create_task(rig.lease.keep())
     await rig.until(lambda: rig.clock.elapsed_s > 5 * rig.settings.lease_s)
     assert not keeping.done()

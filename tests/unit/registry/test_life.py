@@ -36,7 +36,7 @@ async def test_first_version_is_promoted_after_its_probe_and_audited(rig: Rig) -
 
 
 async def test_promotion_by_trial_publishes_its_statistics(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1, parent=old)
     rig.gate.scores[new] = {"t1": 0.75, "t2": 0.75, "a1": 0.5, "a2": 0.25}
     async with rig.running():
@@ -59,7 +59,7 @@ async def test_promotion_by_trial_publishes_its_statistics(rig: Rig) -> None:
 
 
 async def test_trial_plays_equal_tasks_and_seeds_with_all_versions(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1, parent=old)
     async with rig.running():
         await rig.until(lambda: ("promoted", new) in rig.decided())
@@ -72,7 +72,7 @@ async def test_trial_plays_equal_tasks_and_seeds_with_all_versions(rig: Rig) -> 
 
 
 async def test_inferior_candidate_is_rejected_and_unloaded(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.25, "t2": 0.0}
     async with rig.running():
@@ -86,7 +86,7 @@ async def test_inferior_candidate_is_rejected_and_unloaded(rig: Rig) -> None:
 
 
 async def test_undecided_candidate_is_rejected_with_the_reason(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     gate = rig.settings.gate.model_copy(update={"tasks_max": 3})
     rig.settings = rig.settings.model_copy(update={"gate": gate})
     await reboot(rig)
@@ -99,7 +99,7 @@ async def test_undecided_candidate_is_rejected_with_the_reason(rig: Rig) -> None
 
 
 async def test_rejected_version_gets_another_trial_on_request(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
     async with rig.running():
@@ -108,14 +108,14 @@ async def test_rejected_version_gets_another_trial_on_request(rig: Rig) -> None:
         record = await rig.record(new)
         async with rig.database.transaction() as tx:
             await Transition(tx, rig.clock.now()).request(record, "gate")
-        rig.director.wake.set()
+        rig.model_controller.wake.set()
         await rig.until(lambda: ("promoted", new) in rig.decided())
     assert rig.last("promoted").statistics["trial"] == 2
     assert rig.gate.runs[1:3] == [{old, new}, {old, new}]
 
 
 async def test_failed_probe_rejects_with_the_replicas_error(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
@@ -155,7 +155,7 @@ async def test_probe_times_out_on_live_replicas(rig: Rig) -> None:
 
 
 async def test_failed_gate_run_is_retried_and_then_rejects(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     rig.gate.scores[new] = GateFailed("status 1: boom")
     async with rig.running():
@@ -170,7 +170,7 @@ async def test_failed_audit_is_not_retried_for_ever(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     rig.gate.scores[version] = GateFailed("boom")
     async with rig.running():
-        await rig.until(lambda: version in rig.director._runner.audits.failed)
+        await rig.until(lambda: version in rig.model_controller._runner.audits.failed)
     rig.follow()
     await rig.ticks(5)
     assert rig.gate.runs == [{version}, {version}]
@@ -182,7 +182,7 @@ async def test_failed_audit_is_not_retried_for_ever(rig: Rig) -> None:
 
 
 async def test_gate_failure_on_the_champion_promotes_no_version(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     rig.gate.scores[old] = GateFailed("boom")
     new = await rig.checkpoint(1)
     async with rig.running():
@@ -191,7 +191,7 @@ async def test_gate_failure_on_the_champion_promotes_no_version(rig: Rig) -> Non
 
 
 async def test_changed_gate_audits_the_champion_again(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     rig.gate.sha256 = "another gate"
     async with rig.running():
         await rig.until(lambda: rig.decided().count(("evaluated", old)) == 2)
@@ -199,7 +199,7 @@ async def test_changed_gate_audits_the_champion_again(rig: Rig) -> None:
 
 
 async def test_trial_waits_for_a_champion_that_is_loading(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
@@ -212,7 +212,7 @@ async def test_trial_waits_for_a_champion_that_is_loading(rig: Rig) -> None:
 
 
 async def test_unservable_champion_does_not_block_candidates(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)
     await rig.ticks()
     rig.clock.elapsed_s += 1
@@ -234,7 +234,7 @@ async def test_promotion_without_a_gate_states_so_in_its_event(rig: Rig) -> None
 
 
 async def test_newest_waiting_version_is_evaluated_and_others_skipped(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     waiting = [await rig.checkpoint(step) for step in (1, 2, 3)]
     async with rig.running():
         await rig.until(lambda: ("promoted", waiting[2]) in rig.decided())
@@ -244,7 +244,7 @@ async def test_newest_waiting_version_is_evaluated_and_others_skipped(rig: Rig) 
 
 
 async def test_candidate_in_a_trial_is_not_replaced_by_a_newer_version(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     rig.gate.open.clear()
     first = await rig.checkpoint(1)
     async with rig.running():
@@ -283,7 +283,7 @@ async def reboot(rig: Rig) -> None:
 
 
 async def test_version_with_another_tokenizer_is_rejected(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     other = await rig.checkpoint(1, tokenizer="c")
     await rig.ticks()
     assert "tokenizer differs" in (rig.last("rejected").reason or "")
@@ -291,7 +291,7 @@ async def test_version_with_another_tokenizer_is_rejected(rig: Rig) -> None:
 
 
 async def test_adapter_is_served_with_its_base(rig: Rig) -> None:
-    (base,) = await rig.crowned(0)
+    (base,) = await rig.promote_in_turn(0)
     async with rig.running():
         for step in (1, 2, 3):
             adapter = await rig.checkpoint(step, base=base)
@@ -300,14 +300,14 @@ async def test_adapter_is_served_with_its_base(rig: Rig) -> None:
 
 
 async def test_adapter_without_its_base_is_rejected(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     await rig.checkpoint(1, base="m@0123456789ab")
     await rig.ticks()
     assert rig.last("rejected").reason == "its base m@0123456789ab is not registered"
 
 
 async def test_champion_refused_by_all_replicas_is_rolled_back(rig: Rig) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     rig.report("r1", loaded(old), loaded(new, "failed", error="no memory"))
     await rig.ticks()
     assert rig.routing.aliases == {"champion": old}
@@ -316,7 +316,7 @@ async def test_champion_refused_by_all_replicas_is_rolled_back(rig: Rig) -> None
 
 
 async def test_champion_served_by_some_replica_stays(rig: Rig) -> None:
-    old, new = await rig.crowned(0, 1)
+    old, new = await rig.promote_in_turn(0, 1)
     rig.report("r1", loaded(old), loaded(new, "failed", error="no memory"))
     rig.report("r2", loaded(old), loaded(new))
     await rig.ticks()
@@ -324,7 +324,7 @@ async def test_champion_served_by_some_replica_stays(rig: Rig) -> None:
 
 
 async def test_routing_revisions_grow_by_one_with_complete_tables(rig: Rig) -> None:
-    await rig.crowned(0, 1, 2)
+    await rig.promote_in_turn(0, 1, 2)
     routings = rig.sent(Routing)
     assert [routing.revision for routing in routings] == list(range(len(routings)))
     for routing in routings:

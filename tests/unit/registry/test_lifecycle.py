@@ -1,4 +1,4 @@
-"""The one next step, for what the database, the replicas and the gate may say. Pure."""
+"""The next action, for states of the database, the replicas and the gate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def view(
     trial_result: TrialResult | None = None,
     audited: Iterable[int] = (),
 ) -> ModelView:
-    """Those that are registered wait."""
+    """Return a view of the versions. Registered versions wait."""
     record = ModelRecord(
         model=MODEL,
         champion=_named(champion),
@@ -113,7 +113,7 @@ def refusing(step: int, *served_steps: int) -> Replica:
     )
 
 
-def chosen(action: Action) -> tuple[type[Action], str | None]:
+def action_and_version(action: Action) -> tuple[type[Action], str | None]:
     return type(action), getattr(action, "version", None)
 
 
@@ -142,12 +142,12 @@ def test_plan_rolls_back_an_unservable_champion() -> None:
 def test_plan_adopts_a_waiting_version_unless_the_model_is_held(
     fields: Any, expected: tuple[type[Action], str]
 ) -> None:
-    assert chosen(plan(view(CROWNED, version(2), champion=1, **fields), now())) == expected
+    assert action_and_version(plan(view(CROWNED, version(2), champion=1, **fields), now())) == expected
 
 
 def test_plan_advances_or_releases_the_candidate_first() -> None:
     versions = CROWNED, version(2, state="probing"), version(3)
-    assert chosen(plan(view(*versions, champion=1, candidate=2), now(serving(2)))) == (Probed, name(2))
+    assert action_and_version(plan(view(*versions, champion=1, candidate=2), now(serving(2)))) == (Probed, name(2))
     assert plan(view(*versions, champion=1, candidate=2, paused=True), now(serving(2))) == Release(name(2))
 
 
@@ -245,7 +245,7 @@ def probing(state: str = "probing", changed_s: float = 0) -> ModelView:
 def test_plan_requires_the_probe_first(
     entry: LoadedVersion, probe_timed_out: bool, expected: tuple[type[Action], str | None]
 ) -> None:
-    assert chosen(plan(probing(), now(replica("r", entry), probe_timed_out=probe_timed_out))) == expected
+    assert action_and_version(plan(probing(), now(replica("r", entry), probe_timed_out=probe_timed_out))) == expected
 
 
 def test_plan_waits_for_the_probe_without_a_timeout() -> None:
@@ -259,7 +259,7 @@ def test_plan_ignores_heartbeats_before_the_adoption() -> None:
     assert isinstance(action, RunTrial), "those after its probe do"
 
 
-def judged(
+def action_after_probe(
     *,
     step: int = 2,
     request: str = "",
@@ -269,7 +269,7 @@ def judged(
     audited: Iterable[int] = (1,),
     **fields: Any,
 ) -> Action:
-    """Of a candidate that passed its probe, beside a champion that has been audited."""
+    """Return the action for a candidate that passed its probe, with a champion that has been audited."""
     candidate = version(step, state="evaluating", request=request)
     about = {key: fields.pop(key) for key in ("trial_result", "anchor") if key in fields}
     opponents = (BEFORE, CROWNED) if champion else ()
@@ -283,44 +283,54 @@ def stored_result(*, passed: bool, champion: int | None = 1) -> TrialResult:
 
 
 def test_plan_promotes_without_a_gate_after_the_probe() -> None:
-    assert judged(request="force") == Promote(name(2), "an operator promoted it past the gate")
-    assert chosen(judged(request="gate")) == (RunTrial, name(2))
+    assert action_after_probe(request="force") == Promote(name(2), "an operator promoted it past the gate")
+    assert action_and_version(action_after_probe(request="gate")) == (RunTrial, name(2))
     first = Promote(name(0), "the first version of its model: nothing to compare with")
-    assert judged(step=0, champion=False) == first
-    assert chosen(judged(step=0)) == (RunTrial, name(0)), "there is something to compare with"
-    assert judged(gate=False) == Promote(name(2), "promoted after its probe: gate.command is empty")
-    assert judged(champion=False) == Promote(name(2), "no champion: nothing to compare with")
-    assert judged(champion=False, minimum_score=0.5) == RunTrial(name(2), None, None), "nobody knows how good it is"
+    assert action_after_probe(step=0, champion=False) == first
+    assert action_and_version(action_after_probe(step=0)) == (RunTrial, name(0)), "there is something to compare with"
+    assert action_after_probe(gate=False) == Promote(name(2), "promoted after its probe: gate.command is empty")
+    assert action_after_probe(champion=False) == Promote(name(2), "no champion: nothing to compare with")
+    assert action_after_probe(champion=False, minimum_score=0.5) == RunTrial(name(2), None, None), (
+        "nobody knows how good it is"
+    )
 
 
 def test_plan_rejects_a_candidate_after_gate_failures() -> None:
-    assert judged(failures={name(2): "boom"}) == Reject(name(2), "the gate failed: boom")
-    assert chosen(judged(failures={name(3): "boom"})) == (RunTrial, name(2))
+    assert action_after_probe(failures={name(2): "boom"}) == Reject(name(2), "the gate failed: boom")
+    assert action_and_version(action_after_probe(failures={name(3): "boom"})) == (RunTrial, name(2))
 
 
 def test_plan_applies_a_trial_result_with_its_anchor() -> None:
     for passed, action in ((True, Promote), (False, Reject)):
         trial_result = stored_result(passed=passed)
-        assert judged(trial_result=trial_result) == action(
+        assert action_after_probe(trial_result=trial_result) == action(
             name(2), "said so", {"difference": 0.5}, trial_result.anchor_state
         )
 
 
 def test_plan_ignores_a_result_against_another_champion() -> None:
-    assert chosen(judged(trial_result=stored_result(passed=True, champion=0))) == (RunTrial, name(2))
-    assert chosen(judged(trial_result=stored_result(passed=True, champion=None))) == (RunTrial, name(2))
+    assert action_and_version(action_after_probe(trial_result=stored_result(passed=True, champion=0))) == (
+        RunTrial,
+        name(2),
+    )
+    assert action_and_version(action_after_probe(trial_result=stored_result(passed=True, champion=None))) == (
+        RunTrial,
+        name(2),
+    )
 
 
 def test_plan_runs_a_trial_against_served_opponents() -> None:
-    assert judged() == RunTrial(name(2), name(1), None)
-    assert judged(anchor=0) == RunTrial(name(2), name(1), name(0))
+    assert action_after_probe() == RunTrial(name(2), name(1), None)
+    assert action_after_probe(anchor=0) == RunTrial(name(2), name(1), name(0))
     way = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "loading"))
-    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, the opponent of {name(2)}")
+    assert action_after_probe(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, the opponent of {name(2)}")
     failed_replica = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "failed", error="no memory"))
-    assert judged(anchor=0, served=failed_replica) == RunTrial(name(2), name(1), None), "who is refused cannot serve"
+    assert action_after_probe(anchor=0, served=failed_replica) == RunTrial(name(2), name(1), None), (
+        "who is refused cannot serve"
+    )
     lost = replica("r", loaded(name(2)), loaded(name(1), "failed", error="no memory"), loaded(name(0)))
-    assert judged(anchor=0, served=lost) == RunTrial(name(2), None, name(0))
-    assert judged(served=lost) == Promote(
+    assert action_after_probe(anchor=0, served=lost) == RunTrial(name(2), None, name(0))
+    assert action_after_probe(served=lost) == Promote(
         name(2), f"no replica can serve the champion {name(1)}: nothing to compare with"
     )
 
@@ -329,21 +339,24 @@ def test_plan_runs_a_trial_against_served_opponents() -> None:
 @pytest.mark.parametrize("failed", [(), (1,)])
 def test_plan_runs_a_trial_before_a_missing_audit(audited: tuple[int, ...], failed: tuple[int, ...]) -> None:
     unmeasured = {name(step): "boom" for step in failed}
-    assert chosen(judged(audited=audited, unmeasured=unmeasured)) == (RunTrial, name(2))
-    assert chosen(judged(audited=audited, trial_result=stored_result(passed=True))) == (Promote, name(2))
+    assert action_and_version(action_after_probe(audited=audited, unmeasured=unmeasured)) == (RunTrial, name(2))
+    assert action_and_version(action_after_probe(audited=audited, trial_result=stored_result(passed=True))) == (
+        Promote,
+        name(2),
+    )
 
 
 def test_next_audit_measures_champion_and_then_previous() -> None:
-    before, crowned = BEFORE, CROWNED
+    before, promote_in_turn = BEFORE, CROWNED
     both = now(serving(0, 1, 2))
     for audited, expected in (((), 1), ((1,), 0), ((0,), 1), ((0, 1), None)):
-        audit = next_audit(view(before, crowned, champion=1, previous=0, audited=audited), both)
+        audit = next_audit(view(before, promote_in_turn, champion=1, previous=0, audited=audited), both)
         assert audit == (None if expected is None else RunAudit(name(expected)))
-    overtaken = view(before, crowned, champion=1, previous=0, audited=(1,))
+    overtaken = view(before, promote_in_turn, champion=1, previous=0, audited=(1,))
     assert next_audit(overtaken, now(serving(1))) is None, "no replica serves it any more"
     assert next_audit(overtaken, now(serving(0, 1), unmeasured={name(0): "boom"})) is None
     assert next_audit(overtaken, now(serving(0, 1), gate=False)) is None
-    withdrawn = view(replace(before, state="withdrawn"), crowned, champion=1, previous=0, audited=(1,))
+    withdrawn = view(replace(before, state="withdrawn"), promote_in_turn, champion=1, previous=0, audited=(1,))
     assert next_audit(withdrawn, both) is None
 
 

@@ -28,7 +28,7 @@ async def test_migrations_create_the_schema_of_the_tables(rig: Rig) -> None:
 async def test_migration_adds_the_history_of_champions(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the versions tell it: each champion knew whom it took over from."""
+    """The history follows from the version that each champion replaced."""
     rig = Rig(tmp_path / "data", database_url)
     try:
         if database_url != "sqlite":

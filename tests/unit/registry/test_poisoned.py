@@ -11,8 +11,8 @@ import pytest
 from headrace_registry import evaluation, lifecycle
 from headrace_registry.rollouts.rollout_controller import RolloutController
 from headrace_runtime.errors import Unavailable
-from tests.unit.registry.live_rollouts import Street, canary, under_way
 from tests.unit.registry.rig import Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "ValueError": lambda: ValueError("poison with \x00 and \ud83d"),
@@ -27,7 +27,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 async def test_candidate_without_a_possible_decision_is_rejected(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     bad = await rig.checkpoint(1, parent=old)
     plan = lifecycle.plan
 
@@ -50,17 +50,17 @@ async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: 
     rig = Rig(data_dir, settings=canary())
     await rig.start()
     try:
-        await rig.crowned(0)
+        await rig.promote_in_turn(0)
         await under_way(rig)
-        await rig.director.tick()
+        await rig.model_controller.tick()
 
         async def planted(_self: RolloutController, _rollout: object) -> None:
             raise ERRORS[kind]()
 
         monkeypatch.setattr(RolloutController, "_take_all_readings", planted)
         for _ in range(4):
-            await rig.director.tick()
-        last = await Street(rig, 14).last()
+            await rig.model_controller.tick()
+        last = await Traffic(rig, 14).last()
         assert last.phase == "hold"
         assert kind in last.reason
     finally:
@@ -69,7 +69,7 @@ async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: 
 
 @pytest.mark.parametrize("kind", ERRORS)
 async def test_gate_run_with_an_error_counts_as_failed(rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
 
     async def planted(*_arguments: object, **_named: object) -> object:
         raise ERRORS[kind]()
@@ -82,12 +82,12 @@ async def test_gate_run_with_an_error_counts_as_failed(rig: Rig, monkeypatch: py
 
 
 async def test_controller_ends_without_its_database(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no item is at fault for is not swallowed."""
-    await rig.crowned(0)
+    """An error that no single model causes ends the controller."""
+    await rig.promote_in_turn(0)
 
     async def away(_self: RolloutController, _model: str) -> bool:
         raise Unavailable("the database is away")
 
     monkeypatch.setattr(RolloutController, "tick", away)
     with pytest.raises(Unavailable):
-        await rig.director.tick()
+        await rig.model_controller.tick()

@@ -1,4 +1,4 @@
-"""What counts as probed: every live replica, a passed probe, nothing less."""
+"""Probes count only if they passed on every live replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bus shows is what the database says, or it is published again."""
+"""The bus has the routing of the database, or it is published again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATIENCE_S = 5.0
 
 
 async def test_reconciler_publishes_a_lost_routing_with_a_higher_revision(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     last = rig.routing
     on_bus: dict[str, Routing] = {}
     reconciler = Reconciler(rig.processor, rig.lease, on_bus, rig.clock, PATIENCE_S)
@@ -30,7 +30,7 @@ async def test_reconciler_publishes_a_lost_routing_with_a_higher_revision(rig: R
 
 
 async def test_reconciler_ignores_a_difference_that_ends(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     revision = rig.routing.revision
     on_bus: dict[str, Routing] = {}
     reconciler = Reconciler(rig.processor, rig.lease, on_bus, rig.clock, PATIENCE_S)

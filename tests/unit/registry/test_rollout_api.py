@@ -1,4 +1,4 @@
-"""The pages about rollouts: who asked, what is refused, what follows."""
+"""The REST pages of rollouts: reads, changes and refusals."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from headrace_runtime.settings import Common, SecuritySettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.catalog import WHO_HEADER
 from headrace_schemas.rollout_api import RolloutList, RolloutState
-from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
 from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a salt of its own a rollout of equal versions is taken back now and then, as its error rate says."""
+    """Fix the salt: with a random one, a rollout of equal versions is rolled back now and then, as its error rate
+    allows."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    changes = RegistryChanges(rig.processor, rig.lease, rig.model_controller.wake.set)
     api = RolloutApi(common, rig.settings.rollout, rig.database, changes)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry", headers={WHO_HEADER: "ada"})
@@ -48,12 +49,12 @@ def code(answer: httpx2.Response) -> tuple[int, str]:
 
 
 async def test_api_shows_a_rollout_with_chart_and_decisions(rig: Rig) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 1)
+    traffic = Traffic(rig, 1)
     for _ in range(3):
-        await street.sessions(10)
-        await street.watch(61)
+        await traffic.sessions(10)
+        await traffic.advance(61)
     async with client(rig) as http:
         (listed,) = RolloutList.model_validate_json((await http.get("/v1/rollouts?model=m")).content).data
         assert (listed.version, listed.control, listed.phase, listed.share) == (new, old, "canary", "1/2")
@@ -72,7 +73,7 @@ async def test_api_shows_a_rollout_with_chart_and_decisions(rig: Rig) -> None:
     [("stop", "hold", "held"), ("promote", "champion", "promoted"), ("rollback", "rolled_back", "withdrawn")],
 )
 async def test_api_ends_a_rollout(rig: Rig, how: str, phase: str, state: str) -> None:
-    (old,) = await rig.crowned(0)
+    (old,) = await rig.promote_in_turn(0)
     new = await under_way(rig)
     async with client(rig) as http:
         rollout = (await http.get("/v1/rollouts")).json()["data"][0]["id"]
@@ -91,7 +92,7 @@ async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> No
     rig = Rig(data_dir, settings=canary(kind="rolling"))
     await rig.start()
     try:
-        (old,) = await rig.crowned(0)
+        (old,) = await rig.promote_in_turn(0)
         async with rig.running():
             await rig.change(lambda transition, model: transition.pause(model, True))
             new = await rig.checkpoint(1)
@@ -108,7 +109,7 @@ async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> No
             body = {"version": old}
             assert code(await http.post(f"/v1/models/{MODEL}/rollouts", json=body)) == (409, "already_champion")
         await rig.change(lambda transition, model: transition.pause(model, False))
-        last = await Street(rig, 2).until_over(3000, 40)
+        last = await Traffic(rig, 2).until_over(3000, 40)
         assert (last.phase, rig.routing.champion) == ("hold", old), "a fixed split changes nothing by itself"
         assert "the plan leaves it to an operator" in last.reason
     finally:

@@ -1,7 +1,4 @@
-"""kill -9 in every state of a rollout: what follows is what would have followed, on both databases.
-
-The same users come to two registries. One of them dies after each of its steps, with everything that it had in memory.
-"""
+"""Two registries get the same users, and one dies and restarts: both decide the same, on both databases."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from headrace_registry.rollouts.plan import RolloutStage
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import ModelEvent, Routing
 from tests.support.marks import postgres_is_long
-from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
 from tests.unit.registry.rig import Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 
 Told = list[tuple[str, str, str]]
 
@@ -28,20 +25,20 @@ async def reboot(rig: Rig) -> None:
 
 
 async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tuple[str, str, bool]], str]:
-    """What was decided with its numbers, what was read, and the last phase."""
-    await rig.crowned(0)
+    """Return the decisions with their statistics, the readings, and the last phase."""
+    await rig.promote_in_turn(0)
     new = await under_way(rig)
-    street = Street(rig, 1)
-    street.rewards[new] = reward
-    last = await street.last()
-    while last.is_under_way and len(street.served) < 2000:
+    traffic = Traffic(rig, 1)
+    traffic.rewards[new] = reward
+    last = await traffic.last()
+    while last.is_under_way and len(traffic.served) < 2000:
         if dies:
             await reboot(rig)
-        await street.sessions(30)
+        await traffic.sessions(30)
         if dies:
             await reboot(rig)
-        await street.watch(61)
-        last = await street.last()
+        await traffic.advance(61)
+        last = await traffic.last()
     decisions: Told = [
         (event.rollout.kind, event.reason or "", str(sorted(event.statistics.items())))
         for event in rig.sent(ModelEvent)
@@ -49,7 +46,7 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
         and event.rollout.kind != "begin"  # what it says is the gate's, which draws its tasks
     ]
     assert steps(rig, new).count("begin") == 1
-    return decisions, await street.readings(), last.phase
+    return decisions, await traffic.readings(), last.phase
 
 
 @pytest.mark.parametrize(("reward", "phase"), [(0.2, "rolled_back"), (0.7, "champion")])
@@ -82,15 +79,15 @@ async def test_rollout_decision_without_a_bus_is_published_later(
     rig = Rig(data_dir, settings=canary())
     await rig.start()
     try:
-        (old,) = await rig.crowned(0)
+        (old,) = await rig.promote_in_turn(0)
         new = await under_way(rig)
-        street = Street(rig, 1)
-        street.rewards[new] = 0.0
+        traffic = Traffic(rig, 1)
+        traffic.rewards[new] = 0.0
         for _ in range(3):
-            await street.sessions(20)
+            await traffic.sessions(20)
         rig.bus.away = True
         with pytest.raises(Unavailable):
-            await street.watch(61)
+            await traffic.advance(61)
         rig.bus.away = False
         assert rig.routing.split is not None, "decided, and not published"
         await reboot(rig)
@@ -114,10 +111,10 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
     rig = Rig(data_dir, settings=canary())
     await rig.start()
     try:
-        await rig.crowned(0)
+        await rig.promote_in_turn(0)
         await under_way(rig)
-        street = Street(rig, 1)
-        await street.sessions(5)
+        traffic = Traffic(rig, 1)
+        await traffic.sessions(5)
         other = LeaderLease(rig.database, rig.clock, rig.settings.lease_s)
         other.holder = "elsewhere:1"
         async with rig.database.transaction() as tx:
@@ -128,11 +125,11 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
             await tx.execute(update(LEASE).values(holder=other.holder))
         before = len(rig.bus.events)
         with pytest.raises(LostLeadership):
-            await street.sessions(5)
+            await traffic.sessions(5)
         with pytest.raises(LostLeadership):
-            await street.watch(61)
+            await traffic.advance(61)
         assert len(rig.bus.events) == before
-        assert await street.readings() == []
+        assert await traffic.readings() == []
     finally:
         await rig.database.close()
 

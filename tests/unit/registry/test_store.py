@@ -1,4 +1,4 @@
-"""What is read of a model is that model's, and as far as was asked."""
+"""Reads of one model return rows of that model only, within the limit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from sqlalchemy import update
 
 from headrace_registry import store
 from headrace_registry.tables import VERSIONS
+from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL, START
-from tests.unit.registry.transitions import NOBODY, OTHER, RegistryState
 
 
 async def test_load_model_reads_the_model_of_that_name(registry: RegistryState) -> None:
     assert await store.load_model(registry.tx, MODEL) is None
-    (mine,) = await registry.crown(0)
-    (other_version,) = await registry.crown(0, model=OTHER)
+    (mine,) = await registry.promote_in_turn(0)
+    (other_version,) = await registry.promote_in_turn(0, model=OTHER)
     assert ((await registry.model()).champion, (await registry.model(OTHER)).champion) == (mine, other_version)
     assert (await registry.version(mine)).model == MODEL
     assert await store.load_version(registry.tx, NOBODY) is None
@@ -52,7 +52,7 @@ async def test_ancestry_ends_at_an_unregistered_parent(registry: RegistryState) 
 
 
 async def test_load_view_has_waiting_versions_roles_and_bases(registry: RegistryState) -> None:
-    previous, champion = await registry.crown(0, 1)
+    previous, champion = await registry.promote_in_turn(0, 1)
     rejected, candidate = await registry.add(2), await registry.add(3)
     await registry.transition.reject(await registry.model(), rejected, "worse", {})
     await registry.transition.adopt(await registry.model(), candidate, ())
@@ -74,7 +74,7 @@ async def test_load_view_has_untrained_versions_only_on_request(registry: Regist
 
 
 async def test_load_view_counts_rollouts_of_the_model(registry: RegistryState) -> None:
-    await registry.crown(0)
+    await registry.promote_in_turn(0)
     for begun in range(3):
         view = await store.load_view(registry.tx, await registry.model(), "gate", now=START)
         assert (view.under_way, view.slots, view.rollouts_last_hour) == (begun, 2 if begun else None, begun)
@@ -92,7 +92,7 @@ async def test_load_version_reports_collected_files(registry: RegistryState) -> 
 
 
 async def test_load_view_uses_audits_of_the_present_gate(registry: RegistryState) -> None:
-    previous, champion = await registry.crown(0, 1)
+    previous, champion = await registry.promote_in_turn(0, 1)
     for gate, name in (("gate", champion), ("another gate", previous)):
         await registry.transition.record_audit(await registry.version(name), gate, {"t": 0.5}, {})
     view = await store.load_view(registry.tx, await registry.model(), "gate")

@@ -1,4 +1,4 @@
-"""What each change leaves in the tables, and which events it owes."""
+"""The rows and the events of each change."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from headrace_registry import store
 from headrace_registry.records import CHAMPION_IS_ANCHOR, TrialResult
 from headrace_registry.rollouts import rollout_store
 from headrace_schemas import ModelEvent
+from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL
-from tests.unit.registry.transitions import NOBODY, OTHER, RegistryState
 
 
 async def test_register_stores_a_version_once(registry: RegistryState) -> None:
@@ -38,7 +38,7 @@ async def test_register_rejects_a_version_with_a_problem(registry: RegistryState
 
 
 async def test_register_keeps_the_roles_of_the_model(registry: RegistryState) -> None:
-    await registry.crown(0, 1)
+    await registry.promote_in_turn(0, 1)
     routings = await registry.routings()
     assert [routing.revision for routing in routings] == [0], "the first one"
     before = await registry.model()
@@ -47,7 +47,7 @@ async def test_register_keeps_the_roles_of_the_model(registry: RegistryState) ->
 
 
 async def test_register_withdraws_children_of_withdrawn_versions_only(registry: RegistryState) -> None:
-    (champion,) = await registry.crown(0)
+    (champion,) = await registry.promote_in_turn(0)
     bad = await registry.add(1)
     await registry.transition.withdraw(await registry.model(), bad, "bad")
     registry.decisions()
@@ -60,7 +60,7 @@ async def test_register_withdraws_children_of_withdrawn_versions_only(registry: 
 
 
 async def test_adopt_skips_older_versions(registry: RegistryState) -> None:
-    (champion,) = await registry.crown(0)
+    (champion,) = await registry.promote_in_turn(0)
     first, second, newest = [await registry.add(step) for step in (1, 2, 3)]
     registry.decisions()
     await registry.transition.adopt(await registry.model(), newest, (first, second))
@@ -70,7 +70,7 @@ async def test_adopt_skips_older_versions(registry: RegistryState) -> None:
 
 
 async def test_reject_clears_the_candidate_only_if_it_is_rejected(registry: RegistryState) -> None:
-    previous, champion = await registry.crown(0, 1)
+    previous, champion = await registry.promote_in_turn(0, 1)
     candidate, stranger = await registry.add(2), await registry.add(3)
     await registry.transition.adopt(await registry.model(), candidate, ())
     await registry.transition.reject(await registry.model(), stranger, "worse", {})
@@ -88,7 +88,7 @@ async def test_reject_clears_the_candidate_only_if_it_is_rejected(registry: Regi
 
 
 async def test_roll_back_follows_the_promotions_backwards(registry: RegistryState) -> None:
-    first, second, third = await registry.crown(0, 1, 2)
+    first, second, third = await registry.promote_in_turn(0, 1, 2)
     registry.decisions()
     await registry.transition.roll_back(await registry.model(), "users complain")
     model = await registry.model()
@@ -101,7 +101,7 @@ async def test_roll_back_follows_the_promotions_backwards(registry: RegistryStat
 
 
 async def test_roll_back_never_makes_a_withdrawn_version_previous(registry: RegistryState) -> None:
-    first, second, _ = await registry.crown(0, 1, 2)
+    first, second, _ = await registry.promote_in_turn(0, 1, 2)
     await registry.transition.withdraw(await registry.model(), first, "bad")
     await registry.transition.roll_back(await registry.model(), "users complain")
     model = await registry.model()
@@ -112,7 +112,7 @@ async def test_roll_back_never_makes_a_withdrawn_version_previous(registry: Regi
 async def test_roll_back_clears_candidate_and_pin_that_descend_from_the_champion(
     registry: RegistryState, descends: bool
 ) -> None:
-    _, champion = await registry.crown(0, 1)
+    _, champion = await registry.promote_in_turn(0, 1)
     candidate = await registry.add(2, champion if descends else None)
     pinned = await registry.add(3, candidate)
     await registry.transition.adopt(await registry.model(), candidate, ())
@@ -124,7 +124,7 @@ async def test_roll_back_clears_candidate_and_pin_that_descend_from_the_champion
 
 
 async def test_roll_back_clears_the_champions_pin_and_the_new_champions_candidacy(registry: RegistryState) -> None:
-    previous, champion = await registry.crown(0, 1)
+    previous, champion = await registry.promote_in_turn(0, 1)
     await registry.transition.adopt(await registry.model(), previous, ())
     await registry.transition.pin(await registry.model(), champion)
     await registry.transition.roll_back(await registry.model(), "users complain")
@@ -136,13 +136,13 @@ async def test_roll_back_needs_champion_and_previous(registry: RegistryState) ->
     await registry.add(0)
     with pytest.raises(AssertionError):
         await registry.transition.roll_back(await registry.model(), "nothing there")
-    await registry.crown(1)
+    await registry.promote_in_turn(1)
     with pytest.raises(AssertionError):
         await registry.transition.roll_back(await registry.model(), "nothing behind")
 
 
 async def test_withdraw_includes_descendants_once_and_clears_their_roles(registry: RegistryState) -> None:
-    (champion,) = await registry.crown(0)
+    (champion,) = await registry.promote_in_turn(0)
     bad = await registry.add(1, champion)
     withdrawn_child = await registry.add(2, bad)
     await registry.transition.withdraw(await registry.model(), withdrawn_child, "leaks")
@@ -160,7 +160,7 @@ async def test_withdraw_includes_descendants_once_and_clears_their_roles(registr
 
 
 async def test_withdraw_of_an_ancestor_keeps_the_champion(registry: RegistryState) -> None:
-    oldest, middle, champion = await registry.crown(0, 1, 2)
+    oldest, middle, champion = await registry.promote_in_turn(0, 1, 2)
     other_branch = await registry.add(3, oldest)
     await registry.transition.withdraw(await registry.model(), oldest, "bad")
     assert await registry.states(oldest, middle, champion, other_branch) == [
@@ -174,8 +174,8 @@ async def test_withdraw_of_an_ancestor_keeps_the_champion(registry: RegistryStat
 
 
 async def test_begin_trial_counts_by_model(registry: RegistryState) -> None:
-    await registry.crown(0)
-    await registry.crown(0, model=OTHER)
+    await registry.promote_in_turn(0)
+    await registry.promote_in_turn(0, model=OTHER)
     assert [await registry.transition.begin_trial(await registry.model()) for _ in range(2)] == [1, 2]
     assert ((await registry.model()).trials, (await registry.model(OTHER)).trials) == (2, 0)
 
@@ -196,7 +196,7 @@ async def test_trial_result_counts_once(registry: RegistryState) -> None:
 
 
 async def test_clear_roles_returns_the_candidate_to_waiting(registry: RegistryState) -> None:
-    previous, champion = await registry.crown(0, 1)
+    previous, champion = await registry.promote_in_turn(0, 1)
     candidate = await registry.add(2)
     await registry.transition.adopt(await registry.model(), candidate, ())
     await registry.transition.pin(await registry.model(), champion)
@@ -209,7 +209,7 @@ async def test_clear_roles_returns_the_candidate_to_waiting(registry: RegistrySt
 
 async def test_withdraw_ends_the_rollout_of_the_version(registry: RegistryState) -> None:
     """And a rollout of another version goes on."""
-    await registry.crown(0)
+    await registry.promote_in_turn(0)
     first, second = await registry.roll_out(1), await registry.roll_out(2)
     await registry.transition.set_state(second, "held")
     assert [rollout.version for rollout in await rollout_store.under_way(registry.tx, MODEL)] == [first, second]
@@ -219,8 +219,8 @@ async def test_withdraw_ends_the_rollout_of_the_version(registry: RegistryState)
 
 
 async def test_pause_affects_one_model(registry: RegistryState) -> None:
-    await registry.crown(0)
-    await registry.crown(0, model=OTHER)
+    await registry.promote_in_turn(0)
+    await registry.promote_in_turn(0, model=OTHER)
     await registry.transition.pause(await registry.model(), True)
     assert ((await registry.model()).paused, (await registry.model(OTHER)).paused) == (True, False)
     await registry.transition.pause(await registry.model(), False)
@@ -244,8 +244,8 @@ async def test_request_keeps_the_progress_of_the_candidate(registry: RegistrySta
 
 
 async def test_finish_publishes_the_routing_of_each_changed_model(registry: RegistryState) -> None:
-    (mine,) = await registry.crown(0)
-    (other_version,) = await registry.crown(0, model=OTHER)
+    (mine,) = await registry.promote_in_turn(0)
+    (other_version,) = await registry.promote_in_turn(0, model=OTHER)
     routings = await registry.routings()
     assert {routing.model: routing.champion for routing in routings} == {MODEL: mine, OTHER: other_version}
 

@@ -1,4 +1,4 @@
-"""The trial: who passes and who fails, its numbers, the anchor after it, and its error rates against brute force."""
+"""Trials: passing and failing, statistics, the next anchor, and error rates by brute force."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_trial_without_an_anchor_compares_with_the_champion() -> None:
 
 
 def test_trial_requires_passing_against_champion_and_anchor() -> None:
-    """As good as the champion, and 25 points below the anchor."""
+    """The candidate is as good as the champion and 25 points below the anchor."""
     trial = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     assert trial.players == (CANDIDATE, CHAMPION, ANCHOR)
     result = played(trial, {CANDIDATE: 0.5, CHAMPION: 0.5, ANCHOR: 0.75}).result()
@@ -119,7 +119,7 @@ def test_trial_of_the_anchor_without_opponents_passes() -> None:
 
 
 def test_trial_adds_no_evidence_for_a_champion_without_any() -> None:
-    """As after a rollback, which keeps the anchor."""
+    """This state follows a rollback, which keeps the anchor."""
     trial = Trial(RULE, 4, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 3))
     result = played(trial, {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5}).result()
     assert result.anchor_state == AnchorState(ANCHOR, 4)
@@ -143,7 +143,8 @@ def scores(chance: random.Random, *true: float) -> list[float]:
 
 @pytest.mark.parametrize(("worse", "wrong"), [(0.0, False), (0.25, True)])
 def test_trial_error_rates_hold_by_brute_force(worse: float, wrong: bool) -> None:
-    """800 trials: the share of wrong verdicts is below its bound (0.02 and 0.05), as far as 800 can tell."""
+    """In 800 trials, the share of wrong results is below its bound (0.02 and 0.05), within the precision of 800
+    trials."""
     chance = random.Random(5)
     count = 0
     for _ in range(800):

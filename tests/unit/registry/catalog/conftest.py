@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest_asyncio
 from sqlalchemy import text
 
-from tests.unit.registry.catalog.desk import Desk
+from tests.unit.registry.catalog.catalog_bench import CatalogBench
 from tests.unit.registry.rig import Rig
 
 
 @pytest_asyncio.fixture
-async def desk(data_dir: Path, database_url: str) -> AsyncIterator[Desk]:
+async def bench(data_dir: Path, database_url: str) -> AsyncIterator[CatalogBench]:
     rig = Rig(data_dir, database_url)
     await rig.start()
-    yield Desk(rig)
+    yield CatalogBench(rig)
     if not rig.database.sqlite:
         async with rig.database.transaction() as tx:
             await tx.execute(text("DROP SCHEMA registry CASCADE"))

@@ -13,7 +13,8 @@ _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
 
 
 def saved(lineage: str, *versions: str) -> Saved:
-    """Base, ..., head. It can go back to the base and to each promoted version, which are the first and the last."""
+    """Save a lineage from its base to its head. The trainer can go back to the base and to the last promoted
+    version."""
     published = [
         PublishedVersion(version=version, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
         for n, version in enumerate(versions)

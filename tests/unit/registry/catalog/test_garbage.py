@@ -1,4 +1,4 @@
-"""What is collected, what never is, and that a process that dies in between loses nothing."""
+"""Garbage collection: which files it removes, which it keeps, and recovery after a crash in between."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from headrace_runtime.versions import read_manifest
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.catalog import GarbageReport
 from headrace_schemas.manifest import File
-from tests.unit.registry.catalog.desk import OPPONENT, Desk, refusal
+from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 
 
-async def collect(desk: Desk, *, really: bool = True) -> GarbageReport:
-    answer = await desk.post("garbage", dry_run=not really, why="tidy")
+async def collect(bench: CatalogBench, *, really: bool = True) -> GarbageReport:
+    answer = await bench.post("garbage", dry_run=not really, why="tidy")
     assert answer.status_code == 200, answer.text
     return GarbageReport.model_validate_json(answer.content)
 
 
-async def retired(desk: Desk, content: str, **how: object) -> str:
-    version = await desk.register(content, **how)  # type: ignore[arg-type]
+async def retired(bench: CatalogBench, content: str, **how: object) -> str:
+    version = await bench.register(content, **how)  # type: ignore[arg-type]
     name = version.partition("@")[0]
-    assert (await desk.post(f"models/{name}/retire", version=version)).status_code == 200
+    assert (await bench.post(f"models/{name}/retire", version=version)).status_code == 200
     return version
 
 
-def file_exists(desk: Desk, content: str) -> bool:
-    return desk.rig.blobs.holds(desk.rig.blobs.ref(content.encode()))
+def file_exists(bench: CatalogBench, content: str) -> bool:
+    return bench.rig.blobs.holds(bench.rig.blobs.ref(content.encode()))
 
 
 def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
@@ -50,62 +50,62 @@ def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
     assert Records(blobs, f"lineages/{name}").append(0, pointer.model_dump_json().encode())
 
 
-async def test_garbage_dry_run_removes_nothing(desk: Desk) -> None:
-    version = await retired(desk, "v1")
-    report = await collect(desk, really=False)
+async def test_garbage_dry_run_removes_nothing(bench: CatalogBench) -> None:
+    version = await retired(bench, "v1")
+    report = await collect(bench, really=False)
     assert [
         (collected_version.version, collected_version.files, collected_version.size_bytes)
         for collected_version in report.collected
     ] == [(version, 1, 2)]
-    assert file_exists(desk, "v1")
-    assert (await desk.get("audit")).json()["data"][0]["action"] == "retire", "nothing was done"
+    assert file_exists(bench, "v1")
+    assert (await bench.get("audit")).json()["data"][0]["action"] == "retire", "nothing was done"
 
 
-async def test_garbage_removes_unneeded_files_but_keeps_the_manifest(desk: Desk) -> None:
-    version = await retired(desk, "v1")
-    report = await collect(desk)
+async def test_garbage_removes_unneeded_files_but_keeps_the_manifest(bench: CatalogBench) -> None:
+    version = await retired(bench, "v1")
+    report = await collect(bench)
     assert [collected_version.version for collected_version in report.collected] == [version]
-    assert not file_exists(desk, "v1")
-    version_state = (await desk.get(f"versions/{version}")).json()["data"][0]
+    assert not file_exists(bench, "v1")
+    version_state = (await bench.get(f"versions/{version}")).json()["data"][0]
     assert version_state["collected"] is True
-    assert read_manifest(desk.rig.blobs, BlobRef.model_validate(version_state["manifest"])).version == version
-    entry = (await desk.get("audit")).json()["data"][0]
+    assert read_manifest(bench.rig.blobs, BlobRef.model_validate(version_state["manifest"])).version == version
+    entry = (await bench.get("audit")).json()["data"][0]
     assert (entry["action"], entry["version"], entry["why"], entry["who"]) == ("collect", version, "tidy", "ada")
 
 
-async def test_garbage_keeps_shared_files_until_both_versions_are_removed(desk: Desk) -> None:
-    shared = File(path="tokenizer.json", blob=desk.rig.blobs.put(b"tokens"))
-    first = await retired(desk, "v1", files=(shared,))
-    second = await desk.register("v2", files=(shared,))
-    await collect(desk)
-    assert (file_exists(desk, "v1"), file_exists(desk, "tokens"), file_exists(desk, "v2")) == (False, True, True)
-    await desk.post(f"models/{OPPONENT}/retire", version=second)
-    await collect(desk)
-    assert (file_exists(desk, "tokens"), file_exists(desk, "v2")) == (False, False)
+async def test_garbage_keeps_shared_files_until_both_versions_are_removed(bench: CatalogBench) -> None:
+    shared = File(path="tokenizer.json", blob=bench.rig.blobs.put(b"tokens"))
+    first = await retired(bench, "v1", files=(shared,))
+    second = await bench.register("v2", files=(shared,))
+    await collect(bench)
+    assert (file_exists(bench, "v1"), file_exists(bench, "tokens"), file_exists(bench, "v2")) == (False, True, True)
+    await bench.post(f"models/{OPPONENT}/retire", version=second)
+    await collect(bench)
+    assert (file_exists(bench, "tokens"), file_exists(bench, "v2")) == (False, False)
     assert first != second
 
 
-async def test_garbage_keeps_recently_retired_versions(desk: Desk) -> None:
-    await retired(desk, "v1")
-    patient = Desk(desk.rig, retired_for_s=60)
+async def test_garbage_keeps_recently_retired_versions(bench: CatalogBench) -> None:
+    await retired(bench, "v1")
+    patient = CatalogBench(bench.rig, retired_for_s=60)
     assert (await collect(patient)).collected == ()
-    desk.rig.clock.elapsed_s += 61
+    bench.rig.clock.elapsed_s += 61
     assert len((await collect(patient)).collected) == 1
 
 
-async def test_garbage_ignores_versions_that_are_not_retired(desk: Desk) -> None:
-    await desk.rig.crowned(0, 1, 2)
+async def test_garbage_ignores_versions_that_are_not_retired(bench: CatalogBench) -> None:
+    await bench.rig.promote_in_turn(0, 1, 2)
     for n in range(3):
-        await desk.register(f"v{n}")
-    before = set(desk.rig.blobs.digests())
-    assert (await collect(desk)).collected == ()
-    assert set(desk.rig.blobs.digests()) == before
+        await bench.register(f"v{n}")
+    before = set(bench.rig.blobs.digests())
+    assert (await collect(bench)).collected == ()
+    assert set(bench.rig.blobs.digests()) == before
 
 
-async def test_garbage_keeps_versions_that_a_lineage_needs(desk: Desk) -> None:
-    names = [await retired(desk, f"v{n}", name=MODEL) for n in range(5)]
-    save_lineage(desk.rig.blobs, "main", names[0], names[2], names[4])
-    report = await collect(desk)
+async def test_garbage_keeps_versions_that_a_lineage_needs(bench: CatalogBench) -> None:
+    names = [await retired(bench, f"v{n}", name=MODEL) for n in range(5)]
+    save_lineage(bench.rig.blobs, "main", names[0], names[2], names[4])
+    report = await collect(bench)
     assert {collected_version.version for collected_version in report.collected} == {names[1], names[3]}
     assert {kept_version.version: kept_version.needed_by for kept_version in report.kept}.keys() == {
         names[0],
@@ -115,20 +115,20 @@ async def test_garbage_keeps_versions_that_a_lineage_needs(desk: Desk) -> None:
     assert "lineage main" in report.kept[0].needed_by[0]
 
 
-async def test_garbage_keeps_the_base_of_a_needed_adapter(desk: Desk) -> None:
-    base = await desk.register("base", name=MODEL)
-    adapter = await desk.register("adapter", name=MODEL, base=base)
+async def test_garbage_keeps_the_base_of_a_needed_adapter(bench: CatalogBench) -> None:
+    base = await bench.register("base", name=MODEL)
+    adapter = await bench.register("adapter", name=MODEL, base=base)
     for version in (adapter, base):
-        assert (await desk.post(f"models/{MODEL}/retire", version=version)).status_code == 200
-    save_lineage(desk.rig.blobs, "main", adapter)
-    report = await collect(desk)
+        assert (await bench.post(f"models/{MODEL}/retire", version=version)).status_code == 200
+    save_lineage(bench.rig.blobs, "main", adapter)
+    report = await collect(bench)
     assert {kept_version.version for kept_version in report.kept} == {base, adapter}
 
 
 @pytest.mark.parametrize("damage", ["no json", "other fields", "flipped", "gone"])
-async def test_garbage_is_refused_when_a_lineage_cannot_be_read(desk: Desk, damage: str) -> None:
-    version = await retired(desk, "v1")
-    blobs = desk.rig.blobs
+async def test_garbage_is_refused_when_a_lineage_cannot_be_read(bench: CatalogBench, damage: str) -> None:
+    version = await retired(bench, "v1")
+    blobs = bench.rig.blobs
     if damage in ("flipped", "gone"):
         save_lineage(blobs, "main", version)
         area = blobs.area("lineages/main/0000000001")
@@ -141,17 +141,17 @@ async def test_garbage_is_refused_when_a_lineage_cannot_be_read(desk: Desk, dama
         data = b"{" if damage == "no json" else b'{"format": 9, "where": "elsewhere"}'
         blobs.area("lineages/main/0000000001").put(b"x")
         assert Records(blobs, "lineages/main").append(0, data)
-    answer = await desk.post("garbage", dry_run=False)
+    answer = await bench.post("garbage", dry_run=False)
     assert refusal(answer) == (409, "lineage_unreadable")
     assert "lineage main" in answer.text
-    assert file_exists(desk, "v1")
+    assert file_exists(bench, "v1")
 
 
 async def test_garbage_interrupted_between_files_is_finished_by_the_next_run(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    bench: CatalogBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = tuple(File(path=f"{n}.safetensors", blob=desk.rig.blobs.put(b"part %d" % n)) for n in range(4))
-    await retired(desk, "v1", files=more)
+    more = tuple(File(path=f"{n}.safetensors", blob=bench.rig.blobs.put(b"part %d" % n)) for n in range(4))
+    await retired(bench, "v1", files=more)
     removed: list[str] = []
     delete = BlobStore.delete
 
@@ -162,66 +162,66 @@ async def test_garbage_interrupted_between_files_is_finished_by_the_next_run(
         delete(store, ref)
 
     monkeypatch.setattr(BlobStore, "delete", dies)
-    assert (await desk.post("garbage", dry_run=False)).status_code == 503
+    assert (await bench.post("garbage", dry_run=False)).status_code == 503
     monkeypatch.setattr(BlobStore, "delete", delete)
     assert len(removed) == 2
-    desk.rig.boot()
-    await desk.rig.lease.acquire()
-    await collect(Desk(desk.rig))
-    assert not any(file_exists(desk, f"part {n}") for n in range(4))
+    bench.rig.boot()
+    await bench.rig.lease.acquire()
+    await collect(CatalogBench(bench.rig))
+    assert not any(file_exists(bench, f"part {n}") for n in range(4))
 
 
-async def test_garbage_collected_files_return_when_registered_again(desk: Desk) -> None:
-    version = await retired(desk, "v1")
-    await collect(desk)
-    _, ref = desk.folder("v1")  # the importer stores them again
-    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
+async def test_garbage_collected_files_return_when_registered_again(bench: CatalogBench) -> None:
+    version = await retired(bench, "v1")
+    await collect(bench)
+    _, ref = bench.folder("v1")  # the importer stores them again
+    answer = await bench.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
     assert answer.status_code == 201
-    assert (await collect(desk)).collected == ()
-    assert file_exists(desk, "v1")
-    assert (await desk.get(f"versions/{version}")).json()["data"][0]["collected"] is False
+    assert (await collect(bench)).collected == ()
+    assert file_exists(bench, "v1")
+    assert (await bench.get(f"versions/{version}")).json()["data"][0]["collected"] is False
 
 
-async def test_garbage_keeps_needed_versions_in_random_histories(desk: Desk) -> None:
+async def test_garbage_keeps_needed_versions_in_random_histories(bench: CatalogBench) -> None:
     """Random registering, serving, aliases, retiring and collecting: every version that is not collected is whole."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    parts = [File(path=f"p{n}.json", blob=desk.rig.blobs.put(b"shared %d" % n)) for n in range(4)]
+    parts = [File(path=f"p{n}.json", blob=bench.rig.blobs.put(b"shared %d" % n)) for n in range(4)]
     versions: list[str] = []
     for step in range(60):
         act = chance.choice(["register", "serve", "unserve", "alias", "retire", "retire", "collect"])
         version = chance.choice(versions) if versions else ""
         if act == "register" or not versions:
             files = tuple(
-                part.model_copy(update={"blob": desk.rig.blobs.put(b"shared %s" % part.path[1:2].encode())})
+                part.model_copy(update={"blob": bench.rig.blobs.put(b"shared %s" % part.path[1:2].encode())})
                 for part in chance.sample(parts, 2)
             )
             content = f"v{chance.randrange(12)}"
-            desk_version, ref = desk.folder(content, files=tuple(sorted(files, key=lambda file: file.path)))
-            answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
+            desk_version, ref = bench.folder(content, files=tuple(sorted(files, key=lambda file: file.path)))
+            answer = await bench.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
             assert answer.status_code == 201, (step, answer.text)
             versions.append(desk_version)
         elif act == "alias":
             moves = {f"a{chance.randrange(3)}": {"version": version, "expected": None}}
-            await desk.post(f"models/{OPPONENT}/aliases", moves=moves)
+            await bench.post(f"models/{OPPONENT}/aliases", moves=moves)
         elif act == "collect":
-            await collect(desk)
+            await collect(bench)
         else:
-            await desk.post(f"models/{OPPONENT}/{act}", version=version)
-        await _all_whole(desk)
+            await bench.post(f"models/{OPPONENT}/{act}", version=version)
+        await _all_files_complete(bench)
 
 
-async def _all_whole(desk: Desk) -> None:
-    listed = await desk.get(f"models/{OPPONENT}/versions?limit=1000")
+async def _all_files_complete(bench: CatalogBench) -> None:
+    listed = await bench.get(f"models/{OPPONENT}/versions?limit=1000")
     for version_state in listed.json().get("data", []):
         if not version_state["collected"]:
-            manifest = read_manifest(desk.rig.blobs, BlobRef.model_validate(version_state["manifest"]))
-            assert all(desk.rig.blobs.holds(file.blob) for file in manifest.files), version_state["id"]
+            manifest = read_manifest(bench.rig.blobs, BlobRef.model_validate(version_state["manifest"]))
+            assert all(bench.rig.blobs.holds(file.blob) for file in manifest.files), version_state["id"]
 
 
 def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
-    """What it takes for needed is what the trainer calls so."""
+    """The registry's reader finds the versions that the trainer's own classes name."""
     blobs = BlobStore(f"memory://{random.randrange(2**32)}")
     names = [f"m@{n:016x}" for n in range(4)]
     save_lineage_in_memory(blobs, names)
@@ -239,31 +239,31 @@ def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
     blobs.set_pointer("lineages/main", pointer.model_dump_json().encode())
 
 
-async def bounded(desk: Desk, bytes_max: int) -> tuple[str, ...]:
-    rig = desk.rig
+async def bounded(bench: CatalogBench, bytes_max: int) -> tuple[str, ...]:
+    rig = bench.rig
     return await collector.GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, bytes_max).keep_limit()
 
 
-async def test_storage_limit_removes_versions_but_keeps_rollback_targets(desk: Desk) -> None:
-    names = await desk.rig.crowned(0, 1, 2, 3, 4, 5)
-    save_lineage(desk.rig.blobs, "main", names[0], names[5])
-    assert await bounded(desk, 1 << 20) == ()
-    assert await bounded(desk, 1) == (names[1], names[2])
-    assert [file_exists(desk, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
-    assert await bounded(desk, 1) == (), "the rest is needed"
-    await collect(desk)
-    entries = (await desk.get("audit")).json()["data"]
+async def test_storage_limit_removes_versions_but_keeps_rollback_targets(bench: CatalogBench) -> None:
+    names = await bench.rig.promote_in_turn(0, 1, 2, 3, 4, 5)
+    save_lineage(bench.rig.blobs, "main", names[0], names[5])
+    assert await bounded(bench, 1 << 20) == ()
+    assert await bounded(bench, 1) == (names[1], names[2])
+    assert [file_exists(bench, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
+    assert await bounded(bench, 1) == (), "the rest is needed"
+    await collect(bench)
+    entries = (await bench.get("audit")).json()["data"]
     assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[2:0:-1]]
     assert "registry.versions_bytes_max" in entries[0]["why"]
 
 
-async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(desk: Desk) -> None:
-    names = await desk.rig.crowned(0, 1, 2, 3, 4)
-    desk.rig.blobs.area("lineages/main/0000000001").put(b"x")
-    assert Records(desk.rig.blobs, "lineages/main").append(0, b"{")
+async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(bench: CatalogBench) -> None:
+    names = await bench.rig.promote_in_turn(0, 1, 2, 3, 4)
+    bench.rig.blobs.area("lineages/main/0000000001").put(b"x")
+    assert Records(bench.rig.blobs, "lineages/main").append(0, b"{")
     with pytest.raises(Refused, match="lineage main cannot be read"):
-        await bounded(desk, 1)
-    assert all(file_exists(desk, f"weights {n}") for n in range(len(names)))
+        await bounded(bench, 1)
+    assert all(file_exists(bench, f"weights {n}") for n in range(len(names)))
 
 
 def _record(number: int, state: str, **fields: object) -> VersionRecord:

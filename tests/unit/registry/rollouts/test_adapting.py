@@ -1,4 +1,4 @@
-"""The adaptive split: who is probably the best, what each gets, and that no comparison leans to one side for it."""
+"""Adaptive split: probabilities of being best, shares, and an unbiased comparison."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headrace_registry.rollouts.plan import RolloutStage
 from headrace_schemas import Routing
 from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
-from tests.unit.registry.live_rollouts import Street, canary, under_way
 from tests.unit.registry.rig import Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
 
 
 def test_probabilities_of_best_match_the_difference_of_two_normals() -> None:
@@ -98,27 +98,27 @@ async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 @pytest.mark.long
 async def test_adaptive_split_reduces_the_worse_candidate_until_it_is_alone(rig: Rig) -> None:
-    await rig.crowned(0)
+    await rig.promote_in_turn(0)
     first, second = await under_way(rig, 1), await under_way(rig, 2)
-    street = Street(rig, 5)
-    street.rewards |= {first: 0.85, second: 0.55}
+    traffic = Traffic(rig, 5)
+    traffic.rewards |= {first: 0.85, second: 0.55}
 
     def shares() -> dict[str, Fraction]:
-        return {arm.version: Fraction(arm.share) for arm in street.split.arms}
+        return {arm.version: Fraction(arm.share) for arm in traffic.split.arms}
 
     while shares()[second] == Fraction(1, 4):
-        assert len(street.served) < 3000
-        await street.sessions(40)
-        await street.watch(61)
+        assert len(traffic.served) < 3000
+        await traffic.sessions(40)
+        await traffic.advance(61)
     assert shares()[first] == Fraction(1, 4), "the leader has all of its stage's"
     assert Fraction(1, 32) <= shares()[second] < Fraction(1, 4)
     arms = [arm for routing in rig.sent(Routing) for arm in (routing.split.arms if routing.split else ())]
     assert all(Fraction(1, 32) <= Fraction(arm.share) <= Fraction(1, 4) for arm in arms)
     while len(shares()) == 2:
-        assert len(street.served) < 6000
-        await street.sessions(40)
-        await street.watch(61)
+        assert len(traffic.served) < 6000
+        await traffic.sessions(40)
+        await traffic.advance(61)
     for _ in range(4):
-        await street.sessions(80)
-        await street.watch(61)
+        await traffic.sessions(80)
+        await traffic.advance(61)
     assert shares() == {first: Fraction(1, 4)}

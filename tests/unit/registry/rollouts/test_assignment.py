@@ -1,4 +1,4 @@
-"""Who gets which version: sticky, of the right size, half and half between the arms."""
+"""Assignment of units to versions: stable, with the planned shares, and with a control for each candidate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_schemas.assignment import Allotment, Split, unit_position
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""What is tested is not how fast this machine is."""
+"""Settings without a deadline: the speed of the machine is not tested."""
 
 
 def test_assignment_depends_on_unit_and_salt_alone() -> None:

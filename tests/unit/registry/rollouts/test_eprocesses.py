@@ -16,13 +16,12 @@ from headrace_registry.rollouts.sample_ratio import SampleRatio
 
 HALF = Fraction(1, 2)
 OUTCOMES = [(candidate, good) for candidate in (True, False) for good in (1, 0)]
-"""Of one session: its arm, and whether it went well."""
+"""Outcomes of one session: its arm, and whether it succeeded."""
 
 
 def exact_wealths(sessions: Sequence[tuple[bool, int]], null: Fraction, gaps: Sequence[Fraction]) -> list[Fraction]:
-    """Wealth after each session of gamblers who bet on harm, in fractions; only stakes, which may be anything that the
-    past says, are taken from floats.
-    """
+    """Return the exact wealth after each session, in fractions. Only the stakes, which the bound leaves free, are
+    floats."""
     contrast_count, contrast_total = 0, Fraction(0)
     gamblers = [EProcess(float(null), float(gap)) for gap in gaps]
     wealths = [Fraction(part).limit_denominator(3) for _, part in PARTS][: len(gaps)]

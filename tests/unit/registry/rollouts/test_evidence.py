@@ -1,4 +1,4 @@
-"""Plan, maturity and evidence: what is declared, when a unit counts, what its readings show."""
+"""Plans, the age and order of readings, and the evidence from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def unit(number: int, *, candidate: bool = True) -> Unit:
     return Unit(f"u{number:05}", candidate, NOW + timedelta(seconds=number))
 
 
-def fed(plan: RolloutPlan, count: int, candidate: float, control: float, *, look: Any = "closing") -> Evidence:
+def evidence_after(
+    plan: RolloutPlan, count: int, candidate: float, control: float, *, look: Any = "closing"
+) -> Evidence:
     """Units in turn, each arm with always the same reward."""
     evidence = Evidence(plan)
     for number in range(count):
@@ -103,13 +105,13 @@ def test_read_unit_uses_events_known_at_that_age_and_the_mean_of_a_user() -> Non
 
 
 def test_evidence_refuses_readings_out_of_order() -> None:
-    evidence = fed(SMALL, 3, 1.0, 1.0)
+    evidence = evidence_after(SMALL, 3, 1.0, 1.0)
     with pytest.raises(ValueError, match="u00002 after u00002"):
         evidence.add_reading("closing", UnitReading(unit(2), {}))
 
 
 def test_evidence_shows_an_improvement() -> None:
-    findings = fed(SMALL, 400, 0.9, 0.5).findings()
+    findings = evidence_after(SMALL, 400, 0.9, 0.5).findings()
     assert (findings.successes, findings.improved, findings.harmed, findings.open_guardrails) == (
         ("reward improved", "missing not inferior"), True, (), (ARMS,),
     )  # fmt: skip
@@ -118,7 +120,7 @@ def test_evidence_shows_an_improvement() -> None:
 
 
 def test_evidence_of_harm_at_the_first_reading_stays() -> None:
-    evidence = fed(SMALL, 300, 0.4, 0.8, look="maturity")
+    evidence = evidence_after(SMALL, 300, 0.4, 0.8, look="maturity")
     assert evidence.findings().harmed == ("reward at maturity",)
     for number in range(300, 2000):
         evidence.add_reading(
@@ -129,7 +131,7 @@ def test_evidence_of_harm_at_the_first_reading_stays() -> None:
 
 
 def test_evidence_uses_revisions_before_the_closing_age() -> None:
-    evidence = fed(SMALL, 300, 0.8, 0.8, look="maturity")
+    evidence = evidence_after(SMALL, 300, 0.8, 0.8, look="maturity")
     for number in range(300):
         mine = number % 2 == 0
         evidence.add_reading("closing", UnitReading(unit(number, candidate=mine), {"reward": 0.3 if mine else 0.8}))

@@ -1,4 +1,4 @@
-"""What `make test-rollouts` looks at would notice: histories with one fault each."""
+"""The checks of `make test-rollouts` notice planted faults."""
 
 from __future__ import annotations
 

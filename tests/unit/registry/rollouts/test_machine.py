@@ -118,8 +118,8 @@ def test_apply_rollback_includes_and_bars_descendants() -> None:
 
 
 def test_barred_by_ignores_rollbacks_before_the_champion() -> None:
-    """m@c became champion; then m@b, its parent, is tried and rolled back. What descends from m@c is not
-    barred; m@b itself is."""
+    """m@c became champion; then its parent m@b is tried and rolled back. Descendants of m@c are not barred; m@b itself
+    is."""
     parents = {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@e": "m@c"}
     present = state(
         step("begin", "m@c"), *[step("advance", "m@c")] * 2, step("promote", "m@c"), step("begin", "m@b"),
@@ -210,7 +210,7 @@ class Rollouts(RuleBasedStateMachine):
         self.rolled_back |= {rollout.version for rollout in decisions if rollout.kind == "roll_back"}
 
     @invariant()
-    def there_is_one_champion_and_it_never_was_taken_back(self) -> None:
+    def one_champion_that_was_never_rolled_back(self) -> None:
         champions = [rollout.version for rollout in self.state.rollouts.values() if rollout.phase == "champion"]
         assert champions in ([], [self.state.champion])
         assert self.state.champion not in self.rolled_back
@@ -221,11 +221,11 @@ class Rollouts(RuleBasedStateMachine):
         assert all(self.state.rollouts[version].phase == "rolled_back" for version in self.rolled_back)
 
     @invariant()
-    def nobody_who_is_barred_serves(self) -> None:
+    def barred_versions_never_serve(self) -> None:
         assert all(self.state.barred_by(rollout.version) is None for rollout in self.state.under_way)
 
     @invariant()
-    def arms_fit_and_slots_are_ones_own(self) -> None:
+    def arms_fit_and_slots_are_distinct(self) -> None:
         shares = self.state.shares(PLAN)
         assert sum(shares.values(), Fraction(0)) + max(shares.values(), default=Fraction(0)) <= 1
         slots = [rollout.slot for rollout in self.state.under_way]
@@ -233,7 +233,7 @@ class Rollouts(RuleBasedStateMachine):
         self.state.split(PLAN, "salt").assign("anybody", shares)
 
     @invariant()
-    def the_decisions_are_all_there_is(self) -> None:
+    def decisions_reproduce_the_state(self) -> None:
         again = self.first
         for decision in self.applied:
             again, _ = machine.apply(PLAN, again, decision)

@@ -1,4 +1,4 @@
-"""Metrics on sessions as the topics carry them: each by hand, and each abstains where it has nothing to say."""
+"""Metrics of sessions, computed by hand; each abstains without data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def called(*arguments: str) -> Message:
 
 
 def with_answers(turn: Turn, *messages: Message) -> Turn:
-    """The same turn, whose choices say these."""
+    """Return the turn with these messages as its choices."""
     choices = [
         choice.model_copy(update={"message": message}) for choice, message in zip(turn.choices, messages, strict=True)
     ]

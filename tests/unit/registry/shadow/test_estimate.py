@@ -1,5 +1,4 @@
-"""What answers that nobody saw say of users: by hand, by a second implementation, against versions whose truth is
-known."""
+"""Estimates from a shadow: by hand, against a second implementation, and for versions with a known difference."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ def test_calibration_lines_leave_out_their_own_fold() -> None:
 
 
 def by_hand() -> list[ShadowPair]:
-    """Ten prompts, judged alike. Five users liked their answer, which the candidate would have given half as often
-    again as the champion did; five did not, theirs half as often."""
+    """Return ten prompts with equal judgements. Five users liked their answer, which the candidate would have given 1.5
+    times as often as the champion; five disliked theirs, which it would have given half as often."""
     return [
         ShadowPair(number, 0.5, 0.5, 0.5, 1.0 if number < 5 else 0.0, math.log(1.5 if number < 5 else 0.5))
         for number in range(10)
@@ -73,9 +72,9 @@ def by_hand() -> list[ShadowPair]:
 
 
 def test_estimate_equals_a_computation_by_hand() -> None:
-    """Every line says 1/2, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ = 1.5 (1/2 - 1/4) -
-    1/2 = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard error is √(10/64 / 9 /
-    10) = 1/24. n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 7 degrees of freedom."""
+    """Every line predicts 1/2, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ = 1.5 (1/2 -
+    1/4) - 1/2 = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard error is √(10/64
+    / 9 / 10) = 1/24. n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 7 degrees of freedom."""
     result = estimate(by_hand(), ANY)
     assert result.overlap.effective == pytest.approx(8.0)
     assert result.difference == pytest.approx(0.25)
@@ -84,7 +83,7 @@ def test_estimate_equals_a_computation_by_hand() -> None:
 
 
 def test_estimate_with_equal_weights_has_no_correction() -> None:
-    """The planted fault: as if both versions gave the same answers. Nothing is left of the quarter."""
+    """Planted fault: weights as if both versions gave the same answers remove the difference of 1/4."""
     same = [
         ShadowPair(pair.number, pair.candidate, pair.champion, pair.judged, pair.user_value, 0.0) for pair in by_hand()
     ]
@@ -92,7 +91,7 @@ def test_estimate_with_equal_weights_has_no_correction() -> None:
 
 
 def again(pairs: list[ShadowPair]) -> tuple[float, float]:
-    """The same by arrays: the difference and its standard error."""
+    """Compute the difference and its standard error with arrays."""
     number = np.array([pair.number for pair in pairs])
     c, d = (np.array([getattr(pair, side) for pair in pairs]) for side in ("candidate", "champion"))
     judged, user_values, w = (
@@ -132,7 +131,7 @@ def test_estimate_agrees_with_a_second_implementation(seed: int) -> None:
 
 
 def test_estimate_intervals_cover_the_truth_unlike_judges_alone() -> None:
-    """A hundred samples of versions whose truth is a sum; the judge likes a style that the candidate has more of."""
+    """100 samples of versions with a known difference, and a judge that prefers a style of the candidate."""
     seed = 7
     print(f"seed {seed}")
     chance = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What is expected of a unit, and that a canary stays fair whatever is expected."""
+"""Expectations of units, and a canary that stays fair whatever they are."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_regression_is_least_squares_over_earlier_units() -> None:
 
 
 def test_contrast_predicts_a_unit_before_it_updates_the_regression() -> None:
-    """Else the centre would know the arm. x of one value in either arm adds up to nothing, whatever was expected."""
+    """Otherwise the centre would depend on the arm. The two values of x in either arm add up to 0 for every
+    expectation."""
     dice = random.Random(4)
     contrast = Contrast()
     for _ in range(100):
@@ -102,7 +103,8 @@ def _spread(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("lying", [False, True])
 def test_contrast_with_expectations_keeps_the_mean_and_reduces_variance(lying: bool) -> None:
-    """0.1 and 0.9 evenly: of a variance of 1/4, 0.16 lies between tasks. Who lies is found out by the slope."""
+    """Rewards of 0.1 and 0.9 evenly: of a variance of 1/4, 0.16 lies between tasks. The slope corrects wrong
+    expectations."""
     plain, informed = _spread(False, lying, effect=0.0), _spread(True, lying, effect=0.0)
     assert abs(informed[0]) < 0.02
     assert plain[1] == pytest.approx(0.25, abs=0.01)

@@ -1,4 +1,4 @@
-"""A prompt answered anew: what of the user's session can be repeated, which tools may be called, and how it ends."""
+"""A prompt answered again: the part of the session that can be repeated, the tools that may be called, and the end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _with(turn: Turn, logprobs: tuple[float, ...]) -> object:
 
 @dataclass
 class Script:
-    """A model that says what was written down, and what it was asked."""
+    """A model with prepared answers that records its requests."""
 
     answers: list[Message]
     requests: list[Sequence[Message]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Script:
 
 @dataclass
 class Tools:
-    """Whoever is really called."""
+    """Tools that record their calls."""
 
     called: list[str] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ async def test_rerun_ends_at_a_call_with_other_arguments() -> None:
 
 
 async def test_tool_program_rejects_tools_that_are_not_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: an allow-list that holds everything. The record of calls is what the tests above look at."""
+    """Planted fault: an allow-list with every tool. The tests above check the same record of calls."""
 
     class All(frozenset[str]):
         def __contains__(self, name: object) -> bool:

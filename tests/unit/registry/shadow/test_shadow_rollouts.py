@@ -1,5 +1,4 @@
-"""A version in the shadow: whose prompts it gets, what that decides, what is left behind, and what a dying registry
-changes."""
+"""Rollouts with a shadow: the sampled prompts, the decisions, the remaining rows, and crashes."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent, UnitAssignment, ids
 from headrace_schemas.assignment import assign_unit
 from tests.support.marks import postgres_is_long
-from tests.unit.registry.live_rollouts import steps
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.shadow.shadowed import SHADOW, FakeAnswers, ShadowStreet, in_the_shadow, shadowed
+from tests.unit.registry.rollout_traffic import steps
+from tests.unit.registry.shadow.shadow_traffic import SHADOW, FakeAnswers, ShadowTraffic, begin_shadow, shadow_settings
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def opened(folder: Path, url: str = "sqlite", **changes: object) -> tuple[Rig, FakeAnswers]:
     answers = FakeAnswers()
-    rig = Rig(folder, url, shadowed(**changes), answers)  # type: ignore[arg-type]
+    rig = Rig(folder, url, shadow_settings(**changes), answers)  # type: ignore[arg-type]
     answers.rig = rig
     return rig, answers
 
@@ -45,15 +44,15 @@ async def shadow(data_dir: Path) -> AsyncIterator[tuple[Rig, FakeAnswers]]:
 
 async def test_shadow_precedes_the_first_traffic(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, answers = shadow
-    (old,) = await rig.crowned(0)
-    new = await in_the_shadow(rig)
-    street = ShadowStreet(rig, 1)
-    first, before = await street.last(), rig.routing
+    (old,) = await rig.promote_in_turn(0)
+    new = await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 1)
+    first, before = await traffic.last(), rig.routing
     assert first.phase == "shadow"
     assert before.split is None, "no user has it"
     assert new in {served.version for served in rig.routing.serve}, "replicas hold it"
-    await street.until_canary()
-    last = await street.last()
+    await traffic.until_canary()
+    last = await traffic.last()
     assert (last.phase, last.stage, steps(rig, new)) == ("canary", 0, ["begin", "advance"])
     assert {version for _, version, _ in answers.answered} == {old, new}
     assert rig.routing.split is not None
@@ -66,37 +65,37 @@ async def test_shadow_precedes_the_first_traffic(shadow: tuple[Rig, FakeAnswers]
     assert "no harm in 2" in (event.reason or "")
     assert last.shadow.state is not None
     assert last.shadow.expected["reward"]
-    await street.until_over()
+    await traffic.until_over()
 
 
 async def test_shadow_answers_each_prompt_once_and_ends_its_sessions(
     shadow: tuple[Rig, FakeAnswers],
 ) -> None:
     rig, answers = shadow
-    await rig.crowned(0)
-    await in_the_shadow(rig)
-    street = ShadowStreet(rig, 2)
-    await street.until_canary()
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 2)
+    await traffic.until_canary()
     of = [of for _, _, of in answers.answered]
     assert all(of.count(original) == 2 for original in of)
     assert len({session for session, _, _ in answers.answered}) == len(answers.answered)
     async with rig.database.transaction() as tx:
         for table in (SESSIONS, UNITS, EVENTS):
             assert (await tx.execute(select(table))).all() == []
-    assert await street.readings() == [], "no reading of a canary was made of it"
+    assert await traffic.readings() == [], "no reading of a canary was made of it"
 
 
 async def test_shadow_holds_a_worse_version_before_traffic(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, answers = shadow
-    rig.settings = shadowed(units=200)
+    rig.settings = shadow_settings(units=200)
     rig.boot()
     await rig.lease.acquire()
-    await rig.crowned(0)
-    new = await in_the_shadow(rig)
+    await rig.promote_in_turn(0)
+    new = await begin_shadow(rig)
     answers.rewards[new] = 0.0
-    street = ShadowStreet(rig, 3)
-    await street.until_canary()
-    last = await street.last()
+    traffic = ShadowTraffic(rig, 3)
+    await traffic.until_canary()
+    last = await traffic.last()
     assert (last.phase, await rig.state(new)) == ("rolled_back", "withdrawn")
     assert "harm: reward at shadow" in last.reason
     assert last.shadow.state is not None
@@ -119,13 +118,13 @@ async def test_shadow_stores_no_prompt_that_may_not_be_sampled(
     shadow: tuple[Rig, FakeAnswers], fields: dict[str, object]
 ) -> None:
     rig, answers = shadow
-    await rig.crowned(0)
-    await in_the_shadow(rig)
-    street = ShadowStreet(rig, 4)
-    await street.visit(5, feedback_value=1.0, **fields)
-    await street.watch(61)
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 4)
+    await traffic.visit(5, feedback_value=1.0, **fields)
+    await traffic.advance(61)
     await rig.answered()
-    assert await street.prompts() == []
+    assert await traffic.prompts() == []
     async with rig.database.transaction() as tx:
         assert (await tx.execute(select(EVENTS))).all() == []
     assert answers.answered == []
@@ -135,20 +134,20 @@ async def test_shadow_bounds_prompts_in_rate_and_cost(data_dir: Path) -> None:
     rig, _ = await opened(data_dir, shadow={**SHADOW, "prompts_per_minute": 2, "tokens_max": 10})
     await rig.start()
     try:
-        await rig.crowned(0)
-        await in_the_shadow(rig)
-        street = ShadowStreet(rig, 5)
-        await street.visit(10)
-        assert len(await street.prompts()) == 1
-        await street.watch(30)
-        await street.visit(10)
-        assert len(await street.prompts()) == 2
+        await rig.promote_in_turn(0)
+        await begin_shadow(rig)
+        traffic = ShadowTraffic(rig, 5)
+        await traffic.visit(10)
+        assert len(await traffic.prompts()) == 1
+        await traffic.advance(30)
+        await traffic.visit(10)
+        assert len(await traffic.prompts()) == 2
         for _ in range(10):
-            await street.watch(60)
+            await traffic.advance(60)
             await rig.answered()
-            await street.visit(10)
-        assert sum(int(str(prompt["tokens"])) for prompt in await street.prompts()) >= 10
-        assert len(await street.prompts()) <= 5, "each costs 2 for its prompts and 20 for its answers"
+            await traffic.visit(10)
+        assert sum(int(str(prompt["tokens"])) for prompt in await traffic.prompts()) >= 10
+        assert len(await traffic.prompts()) <= 5, "each costs 2 for its prompts and 20 for its answers"
     finally:
         await rig.database.close()
 
@@ -157,48 +156,48 @@ async def test_shadow_replaces_a_prompt_that_cannot_be_answered(
     shadow: tuple[Rig, FakeAnswers],
 ) -> None:
     rig, answers = shadow
-    await rig.crowned(0)
-    await in_the_shadow(rig)
-    street = ShadowStreet(rig, 6)
-    await street.visit(1)
-    await street.watch(61)
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 6)
+    await traffic.visit(1)
+    await traffic.advance(61)
     answers.failing = 3
     for _ in range(3):
         await rig.answered()
-        await rig.director.tick()
-    (prompt,) = await street.prompts()
+        await rig.model_controller.tick()
+    (prompt,) = await traffic.prompts()
     assert (prompt["state"], prompt["reason"], prompt["attempts"]) == ("left_out", "the gateway answered 500", 3)
-    await street.until_canary()
-    shadow_state = (await street.last()).shadow.state
+    await traffic.until_canary()
+    shadow_state = (await traffic.last()).shadow.state
     assert shadow_state is not None
     assert shadow_state.left_out == {"the gateway answered 500": 1}
     assert shadow_state.read >= 20
 
 
 async def test_shadow_ignores_rewards_of_a_superseded_attempt(shadow: tuple[Rig, FakeAnswers]) -> None:
-    """A registry that dies while prompts are being answered: the next one begins them anew, in other sessions."""
+    """A registry dies while prompts are being answered; the next one answers them again in other sessions."""
     rig, answers = shadow
-    await rig.crowned(0)
-    await in_the_shadow(rig)
-    street = ShadowStreet(rig, 7)
-    (of,) = await street.visit(1, feedback_value=1.0)
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 7)
+    (of,) = await traffic.visit(1, feedback_value=1.0)
     answers.open.clear()
-    await street.watch(61)
+    await traffic.advance(61)
     for _ in range(1000):
-        if (await street.prompts())[0]["attempts"]:
+        if (await traffic.prompts())[0]["attempts"]:
             break
         await asyncio.sleep(0.005)
     rig.boot()
     await rig.lease.acquire()
     await rig.processor.recover()
     answers.open.set()
-    await rig.director.tick()
+    await rig.model_controller.tick()
     await rig.answered()
-    (prompt,) = await street.prompts()
+    (prompt,) = await traffic.prompts()
     assert (prompt["state"], prompt["attempts"]) == ("answered", 2)
-    last = await street.last()
+    last = await traffic.last()
     given_up = ids.session_key("default", f"shadow-{last.rollout_id}-0-candidate-1")
-    await rig.hear(street.reward(given_up, 0.0))
+    await rig.process_events(traffic.reward(given_up, 0.0))
     async with rig.database.transaction() as tx:
         stored_units = set((await tx.execute(select(EVENTS.c.unit))).scalars())
         sessions = set((await tx.execute(select(SESSIONS.c.session_key))).scalars())
@@ -211,13 +210,13 @@ async def test_shadow_without_traffic_ends_in_time(data_dir: Path) -> None:
     rig, _ = await opened(data_dir, shadow_duration_max_s=100)
     await rig.start()
     try:
-        await rig.crowned(0)
-        await in_the_shadow(rig)
-        street = ShadowStreet(rig, 8)
-        await street.watch(60)
-        assert (await street.last()).phase == "shadow"
-        await street.watch(60)
-        last = await street.last()
+        await rig.promote_in_turn(0)
+        await begin_shadow(rig)
+        traffic = ShadowTraffic(rig, 8)
+        await traffic.advance(60)
+        assert (await traffic.last()).phase == "shadow"
+        await traffic.advance(60)
+        last = await traffic.last()
         assert last.phase == "canary"
         assert last.shadow.state is not None
         assert (last.shadow.state.refused or "").startswith("too few prompts")
@@ -227,17 +226,17 @@ async def test_shadow_without_traffic_ends_in_time(data_dir: Path) -> None:
 
 async def test_shadow_releases_its_sessions_for_later_arms(shadow: tuple[Rig, FakeAnswers]) -> None:
     rig, _ = shadow
-    await rig.crowned(0)
-    await in_the_shadow(rig)
-    street = ShadowStreet(rig, 9)
-    keys = await street.visit(20)
-    await street.until_canary()
-    drawn = {key: assign_unit(street.split, rig.routing.champion or "", key) for key in keys}
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    traffic = ShadowTraffic(rig, 9)
+    keys = await traffic.visit(20)
+    await traffic.until_canary()
+    drawn = {key: assign_unit(traffic.split, rig.routing.champion or "", key) for key in keys}
     key, (version, assignment) = next(
         (key, assigned) for key, assigned in drawn.items() if assigned[1] and assigned[1].arm != "rest"
     )
-    await rig.hear(street.turn(key, version, assignment), street.reward(key, 1.0, revision=1))
-    await street.watch(61)
+    await rig.process_events(traffic.turn(key, version, assignment), traffic.reward(key, 1.0, revision=1))
+    await traffic.advance(61)
     async with rig.database.transaction() as tx:
         rows = {row.unit: row for row in await tx.execute(select(READINGS))}
     assert json.loads(rows[key].found)["reward"] == 1.0
@@ -248,21 +247,21 @@ Told = list[tuple[str, str, str]]
 
 
 async def story(rig: Rig, answers: FakeAnswers, reward: float, *, dies: bool) -> tuple[Told, str]:
-    await rig.crowned(0)
-    new = await in_the_shadow(rig)
+    await rig.promote_in_turn(0)
+    new = await begin_shadow(rig)
     answers.rewards[new] = reward
-    street = ShadowStreet(rig, 10)
-    street.rewards[new] = reward
-    last = await street.last()
-    while last.is_under_way and street._count < 3000:
+    traffic = ShadowTraffic(rig, 10)
+    traffic.rewards[new] = reward
+    last = await traffic.last()
+    while last.is_under_way and traffic._count < 3000:
         if dies:
             await reboot(rig)
-        await (street.visit(10, feedback_value=1.0) if last.phase == "shadow" else street.sessions(20))
+        await (traffic.visit(10, feedback_value=1.0) if last.phase == "shadow" else traffic.sessions(20))
         if dies:
             await reboot(rig)
-        await street.watch(61)
+        await traffic.advance(61)
         await rig.answered()
-        last = await street.last()
+        last = await traffic.last()
     decisions: Told = [
         (event.rollout.kind, event.reason or "", str(sorted(event.statistics.items())))
         for event in rig.sent(ModelEvent)

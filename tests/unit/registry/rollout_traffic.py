@@ -1,4 +1,4 @@
-"""Rollouts on a rig: users that come as a gateway would bring them, watched time, and what was decided."""
+"""Simulated traffic for rollouts: users as a gateway would assign them, time that is read, and the decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace_schemas.events.routing import TrafficSplit
 from tests.unit.registry.rig import MODEL, Rig
 
 HALF = (RolloutStage(share=Fraction(1, 2)),)
-"""Everybody is in one of the arms."""
+"""A share with which every unit is in one of the arms."""
 
 
 def canary(**changes: object) -> RegistrySettings:
@@ -40,7 +40,7 @@ def canary(**changes: object) -> RegistrySettings:
     return RegistrySettings(gate=gate, poll_s=0.01, rollout=RolloutSettings.model_validate(plan | changes))
 
 
-class Street:
+class Traffic:
     """Users in front of a rig. `rewards` is the mean reward of each version, 0.7 unless set."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
@@ -97,7 +97,7 @@ class Street:
         )
 
     async def sessions(self, count: int, *, rewarded: bool = True) -> list[str]:
-        """So many new sessions, each a turn and, mostly, a reward of 0 or 1. Returns their keys."""
+        """Create `count` sessions, each with a turn and usually a reward of 0 or 1. Return their keys."""
         events: list[Event] = []
         keys = []
         for _ in range(count):
@@ -112,10 +112,10 @@ class Street:
             if rewarded:
                 right = self.random.random() < self.rewards.get(version, 0.7)
                 events.append(self.reward(key, float(right)))
-        await self.rig.hear(*events)
+        await self.rig.process_events(*events)
         return keys
 
-    async def watch(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         """The clock of the rollouts goes on, as a reader that has read everything lets it."""
 
         async def work(tx: AsyncConnection, _now: object) -> list[Event]:
@@ -126,7 +126,7 @@ class Street:
         await self.rig.processor.step(work)
         self.rig.clock.elapsed_s += seconds
         self.rig.follow()
-        await self.rig.director.tick()
+        await self.rig.model_controller.tick()
 
     async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> RolloutRecord:
         """Users come until the rollout ends."""
@@ -135,7 +135,7 @@ class Street:
         while last.is_under_way and self.rig.routing.split is not None:
             assert self._count - began < sessions_max, (last.statistics, self.rig.decided())
             await self.sessions(at_once)
-            await self.watch(61)
+            await self.advance(61)
             last = await self.last()
         return last
 

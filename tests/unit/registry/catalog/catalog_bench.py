@@ -1,4 +1,4 @@
-"""The whole REST interface over a rig, and folders that somebody registers."""
+"""Bench for the catalog's tests: the REST interface over a rig, and folders of versions to register."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from tests.unit.registry.rig import Rig
 OPPONENT = "opponent"
 
 
-class Desk:
-    """`post` and `get`; `folder` puts a version of files into the blob store, as the importer does.
+class CatalogBench:
+    """REST requests by `post` and `get`. `folder` puts the files of a version into the blob store, as the importer
+    does.
 
     Args:
-        more: routes that are served beside those of models and of the catalog.
+        more: Further routes besides those of models and of the catalog.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Desk:
         self.rig = rig
         common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
-        changes = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+        changes = RegistryChanges(rig.processor, rig.lease, rig.model_controller.wake.set)
         catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, changes, garbage)
         api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, changes)
         transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes(), *more]))
@@ -65,7 +66,7 @@ class Desk:
         template: str = "b",
         files: tuple[File, ...] = (),
     ) -> tuple[str, BlobRef]:
-        """Version and manifest of a folder whose weights are `content`."""
+        """Store a folder with the weights `content`, and return its version and manifest."""
         blobs = self.rig.blobs
         manifest, ref = weightless.version(
             blobs, name, content, lineage="registered", base=base, tokenizer=tokenizer, template=template, files=files

@@ -1,5 +1,4 @@
-"""A transition, and what the tables say, in one transaction. There are two models, so that a test sees what
-must not change."""
+"""A transition and the tables in one transaction, with two models, so that tests also see unchanged rows."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NOBODY = "m@0123456789ab"
 
 
 class RegistryState:
-    """Change by `transition`; then look."""
+    """Change the tables by `transition`, then read them."""
 
     def __init__(self, rig: Rig, tx: AsyncConnection) -> None:
         self._rig = rig
@@ -47,7 +46,7 @@ class RegistryState:
         await self.transition.register(event, manifest, None)
         return event.version
 
-    async def crown(self, *steps: int, model: str = MODEL) -> list[str]:
+    async def promote_in_turn(self, *steps: int, model: str = MODEL) -> list[str]:
         """Each trained on from the one before it, and promoted in turn."""
         line: list[str] = []
         for step in steps:
@@ -88,7 +87,7 @@ class RegistryState:
         return [event for event in await self.transition.finish() if isinstance(event, Routing)]
 
     def decisions(self) -> list[tuple[str, str, str | None]]:
-        """Decision, version and previous, since it was last asked."""
+        """Return decision, version and previous version of each event since the last call."""
         events = [event for event in self.transition.events if isinstance(event, ModelEvent)]
         self.transition.events.clear()
         return [(event.decision, event.version, event.previous) for event in events]

@@ -1,4 +1,4 @@
-"""A rig whose rollouts begin in the shadow: users without any arm, and a gateway that answers their prompts anew."""
+"""A rig whose rollouts begin in the shadow: users outside the arms, and a fake gateway that answers their prompts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.recording import ScorableAnswer
 from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
 from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn, ids
-from tests.unit.registry.live_rollouts import Street, canary
 from tests.unit.registry.rig import Rig
+from tests.unit.registry.rollout_traffic import Traffic, canary
 
 SHADOW = {"tenants": [{"tenant": "default"}], "prompts_per_minute": 6000, "concurrency": 8}
 DEMANDS = {"pairs_min": 10, "spoke_min": 10, "effective_min": 10, "effective_share_min": 0.1}
 HALF = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
 
 
-def shadowed(units: int = 20, **changes: object) -> RegistrySettings:
+def shadow_settings(units: int = 20, **changes: object) -> RegistrySettings:
     plan = {"shadow_units": units, "shadow": SHADOW, "shadow_demands": DEMANDS, "stages": HALF}
     return canary(**{**plan, **changes})
 
 
 class FakeAnswers:
-    """The gateway, the collector and the scorer behind it: a session of the shadow has a turn and a reward when it
-    ends.
+    """The gateway with collector and scorer behind it: a session of the shadow gets a turn and a reward when it ends.
 
-    `rewards` by version, 0.7 unless set; the same prompt gets the same again. It waits while `open` is not set."""
+    `rewards` maps versions to rewards, 0.7 by default; equal prompts get equal rewards. Answers wait until `open` is
+    set.
+    """
 
     def __init__(self) -> None:
         self.rig: Rig | None = None
@@ -42,7 +43,7 @@ class FakeAnswers:
         self.likes: dict[str, float] = {}
         """Mean logprob gain of a version's tokens, for weights."""
         self.answered: list[tuple[str, str, str]] = []
-        """Session, version, and the session whose prompt it was."""
+        """Session, version, and original session of each answer."""
         self.called: list[str] = []
         self.script: list[Message] = []
         self.failing = 0
@@ -54,19 +55,19 @@ class FakeAnswers:
         return "a result"
 
     @contextlib.asynccontextmanager
-    async def session(self, tenant: str, session_id: str, of: str) -> AsyncIterator[FakeAsking]:
-        asking = FakeAsking(self)
+    async def session(self, tenant: str, session_id: str, of: str) -> AsyncIterator[FakeModelSession]:
+        asking = FakeModelSession(self)
         yield asking
         if asking.version is None or self.rig is None:
             return
         self.answered.append((session_id, asking.version, of))
         key = ids.session_key(tenant, session_id)
-        street = Street(self.rig, 0)
-        turn = street.turn(key, asking.version, None)
+        traffic = Traffic(self.rig, 0)
+        turn = traffic.turn(key, asking.version, None)
         is_champion = asking.version == self.rig.routing.champion
         good = random.Random(f"{is_champion} {of}").random() < self.rewards.get(asking.version, 0.7)
         shadow_turn = turn.model_copy(update={"purpose": "eval", "shadow_of": of, "session_id": session_id})
-        await self.rig.hear(shadow_turn, street.reward(key, float(good)))
+        await self.rig.process_events(shadow_turn, traffic.reward(key, float(good)))
 
     async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
         return [[min(0.0, logprob + self.likes.get(version, 0.0)) for logprob in answer.logprobs] for answer in answers]
@@ -75,7 +76,7 @@ class FakeAnswers:
         pass
 
 
-class FakeAsking:
+class FakeModelSession:
     def __init__(self, answers: FakeAnswers) -> None:
         self._answers = answers
         self.version: str | None = None
@@ -90,11 +91,11 @@ class FakeAsking:
         return ModelAnswer(script.pop(0) if script else Message(role="assistant", content="hi"), 10)
 
 
-class ShadowStreet(Street):
-    """Users who come while there is no split."""
+class ShadowTraffic(Traffic):
+    """Traffic while there is no split."""
 
     async def visit(self, count: int, *, feedback_value: float | None = None, **fields: object) -> list[str]:
-        """So many new sessions of the champion, each a turn, a reward and, if asked for, a word of its user."""
+        """Create `count` sessions of the champion, each with a turn, a reward and, with `feedback_value`, feedback."""
         events: list[Event] = []
         keys = []
         champion = self.rig.routing.champion
@@ -113,7 +114,7 @@ class ShadowStreet(Street):
                     "msg_ids": (turn.turn_id,),
                 }
                 events.append(Feedback.model_validate({"time": self.rig.clock.now(), **word}))
-        await self.rig.hear(*events)
+        await self.rig.process_events(*events)
         return keys
 
     async def until_canary(self, at_once: int = 10, steps_max: int = 40, **fields: object) -> None:
@@ -122,7 +123,7 @@ class ShadowStreet(Street):
             if (await self.last()).phase != "shadow":
                 return
             await self.visit(at_once, feedback_value=1.0, **fields)
-            await self.watch(61)
+            await self.advance(61)
             await self.rig.answered()
         raise AssertionError((await self.last()).statistics)
 
@@ -131,7 +132,7 @@ class ShadowStreet(Street):
             return [dict(row) for row in (await tx.execute(select(PROMPTS).order_by(PROMPTS.c.place))).mappings()]
 
 
-async def in_the_shadow(rig: Rig, step: int = 1) -> str:
+async def begin_shadow(rig: Rig, step: int = 1) -> str:
     """A version that has passed the gate and is in the shadow."""
     version = await rig.checkpoint(step)
     async with rig.running():
