@@ -56,7 +56,7 @@ class Crossings:
     def safe_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """Return when the last guardrail was shown to be safe and the arms to be even."""
         worst = np.max(list(self.safe.values()), axis=0)
-        return np.maximum(_at_s(worst, plan.age_s(plan.last_look), world), self.even_at_s(plan, world))
+        return np.maximum(_at_s(worst, plan.age_s(plan.last_reading_age), world), self.even_at_s(plan, world))
 
     def even_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         return _at_s(self.even, plan.age_s("maturity"), world)
@@ -127,7 +127,7 @@ class _Playing:
         looks: dict[str, tuple[str, ...]] = {
             guardrail.metric: ("maturity",)
             if guardrail.metric in _READ_ONCE
-            else tuple(look for look in LOOKS if look in plan.looks)
+            else tuple(look for look in LOOKS if look in plan.reading_ages)
             for guardrail in plan.guardrails
         }
         self.rows = [(guardrail, look) for guardrail in plan.guardrails for look in looks[guardrail.metric]]
@@ -144,13 +144,15 @@ class _Playing:
         self.safe_gap = np.array([[guardrail.margin / 2] for guardrail in plan.guardrails])
         self.safe_log = np.zeros((len(plan.guardrails), runs))
         self.safe_needed = -math.log(spending.promotion(plan.alpha, 1))
-        self.tests = [(guardrail.metric, look) for guardrail in plan.guardrails for look in LOOKS if look in plan.looks]
+        self.tests = [
+            (guardrail.metric, look) for guardrail in plan.guardrails for look in LOOKS if look in plan.reading_ages
+        ]
         self.test_rows = [names.index(name if name in names else (name[0], "maturity")) for name in self.tests]
         errors = [
             plan.harm_error(guardrail, _look(look))
             for guardrail in plan.guardrails
             for look in LOOKS
-            if look in plan.looks
+            if look in plan.reading_ages
         ]
         self.harm_needed = -np.log(np.array(errors))[:, None]
         self.harm, self.safe = (np.full((number, runs), NEVER) for number in (len(self.tests), len(plan.guardrails)))

@@ -52,7 +52,7 @@ class Collector:
         if size is None or not self._too_large(size):
             return []
         key, tenant = turn.session_key, turn.tenant
-        return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus)
+        return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus_runs)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
         """Store the feedback until its run closes, and its end if it ends its session. Feedback about a task is
@@ -109,11 +109,11 @@ class Collector:
         limits = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
         return size.completions >= limits[0] or size.longest_tokens >= limits[1]
 
-    def _surplus(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _surplus_runs(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the runs to close in a session that is too large.
 
-        These are runs that are too large themselves, and all but the newest run and what fits beside it into half of
-        the bound on completions, so that not every turn closes a run.
+        These are runs that are too large themselves, and older runs that do not fit, with the newest run, into half of
+        the bound on completions. Half leaves room, so that not every turn closes a run.
         """
         surplus: list[Candidate] = []
         remaining: list[SessionRun] = []

@@ -44,8 +44,7 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """Starts `gate.command` once for each session. With `gate.ray.workers`, it starts a program that runs copies of
-    it."""
+    """Starts `gate.command` once for each session, or with `gate.ray.workers` a program that runs copies of it."""
 
     def __init__(self, settings: GateSettings) -> None:
         """Create the gate. Raises `SettingError` where workers are configured and Ray is not installed."""

@@ -115,7 +115,7 @@ async def load_view(
         audited,
         under_way=len(rollouts),
         slots=rollouts[0].slots if rollouts else None,
-        rollouts_last_hour=await rollout_store.count_recent(tx, record.model, now) if now is not None else 0,
+        rollouts_last_hour=await rollout_store.count_recent_rollouts(tx, record.model, now) if now is not None else 0,
     )
 
 

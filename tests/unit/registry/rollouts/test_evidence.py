@@ -47,10 +47,10 @@ def evidence_after(
 
 def test_plan_errors_add_up_to_beta_and_alpha() -> None:
     for plan in (RolloutPlan(), RolloutPlan(shadow_units=50), RolloutPlan(maturity_s=60, closing_s=60)):
-        spent = sum(plan.harm_error(guardrail, look) for guardrail in plan.guardrails for look in plan.looks)
+        spent = sum(plan.harm_error(guardrail, look) for guardrail in plan.guardrails for look in plan.reading_ages)
         assert spent == pytest.approx(plan.beta)
-    assert list(RolloutPlan(maturity_s=60, closing_s=60).looks) == ["maturity"]
-    assert list(RolloutPlan(shadow_units=1).looks) == ["shadow", "maturity", "closing"]
+    assert list(RolloutPlan(maturity_s=60, closing_s=60).reading_ages) == ["maturity"]
+    assert list(RolloutPlan(shadow_units=1).reading_ages) == ["shadow", "maturity", "closing"]
     claims = sum(3 * spending.success(0.05, number, 3) for number in range(1, 5000))
     assert 0.0399 < claims < 0.04
 
@@ -169,7 +169,7 @@ def test_guardrail_without_values_does_not_block_a_promotion() -> None:
         evidence = Evidence(plan)
         for number in range(count):
             values = {"reward": 1.0, "missing": 0.0} | ({"tool_errors": 0.0} if number == said_by else {})
-            for look in plan.looks:
+            for look in plan.reading_ages:
                 evidence.add_reading(look, UnitReading(unit(number, candidate=number % 2 == 0), values))
         findings = evidence.findings(numbers=False)
         later = [names for names in findings.too_risky.values() if "tool_errors" in names]
@@ -228,7 +228,7 @@ def test_evidence_agrees_with_the_benchmark(world: World, seed: int, expects: bo
     for run in range(runs):
         evidence, harmed, safe, entered = Evidence(plan), dict[str, int](), dict[str, int](), dict[int, int]()
         for number, sessions in enumerate(drawn):
-            for look in plan.looks:
+            for look in plan.reading_ages:
                 evidence.add_reading(look, readings(sessions, number, look, world.every_s)[run])
             now = evidence.findings(numbers=False)
             if ARMS not in now.open_guardrails:

@@ -79,8 +79,8 @@ class GarbageCollector:
         )
 
     async def keep_limit(self) -> tuple[str, ...]:
-        """Retire and remove the versions beyond the storage limit (`storage_limit.versions_over_limit`), and return
-        them.
+        """Retire and remove versions beyond the storage limit (`storage_limit.versions_over_limit`). Return the removed
+        ones.
 
         Raises as `run` does.
         """

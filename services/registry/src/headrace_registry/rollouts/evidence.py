@@ -157,9 +157,9 @@ class Evidence:
                 self._monitor(guardrail, age).harm(guardrail, plan.harm_error(guardrail, age)),
             )
             for guardrail in plan.guardrails
-            for age in plan.looks
+            for age in plan.reading_ages
         ]
-        last_age = plan.last_look
+        last_age = plan.last_reading_age
         self._safe = [
             (guardrail.metric, self._monitor(guardrail, last_age).not_inferior(guardrail.margin, self.alpha))
             for guardrail in plan.guardrails
@@ -183,7 +183,7 @@ class Evidence:
         ]
         self._shadow_units = 0
         self._last: dict[ReadingAge, UnitReading] = {}
-        self._read: dict[ReadingAge, list[int]] = {age: [0, 0] for age in plan.looks}
+        self._read: dict[ReadingAge, list[int]] = {age: [0, 0] for age in plan.reading_ages}
         """Units of the control and of the candidate that were read, by age."""
 
     @property
@@ -225,12 +225,12 @@ class Evidence:
         successes = [success for success, test in self._successes if test.null_rejected]
         return Findings(
             harmed=tuple(name for name, test in self._harms if test.null_rejected),
-            open_guardrails=self._open(self._safe, self.plan.last_look)
+            open_guardrails=self._unproven(self._safe, self.plan.last_reading_age)
             + (() if all(test.null_rejected for test in self._even) else (ARMS,)),
             successes=tuple(f"{success.metric} {success.kind.replace('_', ' ')}" for success in successes),
             improved=any(success.kind == "improved" for success in successes),
             too_risky={
-                stage_index: names for stage_index in self._entries if (names := self._open_for_stage(stage_index))
+                stage_index: names for stage_index in self._entries if (names := self._unproven_for_stage(stage_index))
             },
             sample_ratio_broken=self._ratio_broken,
             shadow_units=self._shadow_units,
@@ -274,7 +274,7 @@ class Evidence:
             numbers["shadow_units"] = float(self._shadow_units)
         ages: tuple[ReadingAge, ...] = ("maturity", "closing", "shadow")
         if not any(test.null_rejected for _, test in self._harms):
-            ages = (self.plan.last_look, *ages)
+            ages = (self.plan.last_reading_age, *ages)
         for name in self.metrics:
             monitors = [
                 monitor for age in ages if (monitor := self._monitors.get((name, age))) and monitor.contrasts.count
@@ -302,11 +302,12 @@ class Evidence:
             for guardrail in self.plan.guardrails
         ]
 
-    def _open_for_stage(self, stage_index: int) -> tuple[str, ...]:
-        return self._open(self._entries[stage_index], "maturity")
+    def _unproven_for_stage(self, stage_index: int) -> tuple[str, ...]:
+        """Return the guardrails that must still be shown before the candidate enters the stage."""
+        return self._unproven(self._entries[stage_index], "maturity")
 
-    def _open(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
-        """Return the metrics that must still be shown."""
+    def _unproven(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
+        """Return the metrics whose test has not succeeded yet. Metrics without any value are left out."""
         enough = min(self._read[age]) >= SILENT_UNITS
         silent = {name for name, _ in tests if enough and self._monitors[name, age].contrasts.count == 0}
         return tuple(name for name, test in tests if not test.null_rejected and name not in silent)

@@ -118,7 +118,7 @@ class ModelRolloutState:
         return None
 
     def _lineage(self, version: str) -> Iterable[str]:
-        """Yield the version, its parent, and so on. A ring ends where it began."""
+        """Yield the version, its parent, and so on, each once."""
         seen: set[str] = set()
         ancestor: str | None = version
         while ancestor is not None and ancestor not in seen:

@@ -215,17 +215,17 @@ class RolloutPlan(Section):
         return None if share <= self.exposure_max else self.exposure_max / share
 
     @property
-    def looks(self) -> Mapping[ReadingAge, Fraction]:
-        """The readings of a unit with their shares of β."""
+    def reading_ages(self) -> Mapping[ReadingAge, Fraction]:
+        """The ages at which a unit is read, each with its share of β."""
         shadow = _SHADOW if self.shadow_units else Fraction(0)
         closing = _CLOSING if self.closing_s > self.maturity_s else Fraction(0)
         shares: dict[ReadingAge, Fraction] = {"shadow": shadow, "maturity": 1 - shadow - closing, "closing": closing}
         return {age: share for age, share in shares.items() if share}
 
     @property
-    def last_look(self) -> ReadingAge:
-        """The reading that promotions depend on."""
-        return "closing" if "closing" in self.looks else "maturity"
+    def last_reading_age(self) -> ReadingAge:
+        """The age of the reading that promotions depend on."""
+        return "closing" if "closing" in self.reading_ages else "maturity"
 
     def age_s(self, age: ReadingAge) -> float:
         """Return the age of a unit at a reading, in seconds after its first session."""
@@ -234,7 +234,7 @@ class RolloutPlan(Section):
     def harm_error(self, guardrail: Guardrail, age: ReadingAge) -> float:
         """Return the error of one test for harm. All of them add up to β."""
         weights = sum(rule.weight for rule in self.guardrails)
-        return spending.harm(self.beta, guardrail.weight / weights * float(self.looks[age]))
+        return spending.harm(self.beta, guardrail.weight / weights * float(self.reading_ages[age]))
 
 
 def _stem(metric: str) -> str:

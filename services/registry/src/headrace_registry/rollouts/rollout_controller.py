@@ -126,7 +126,7 @@ class RolloutController:
         return await self._apply_decision(rollout, RolloutDecision("hold", rollout.version, now, reason[:_REASON_MAX]))
 
     async def _take_all_readings(self, rollout: RolloutRecord) -> None:
-        ages: list[ReadingAge] = [age for age in rollout.plan.looks if age != "shadow"]
+        ages: list[ReadingAge] = [age for age in rollout.plan.reading_ages if age != "shadow"]
         metrics = (await self._load_statistics(rollout)).evidence.metrics
         if rollout.phase == "shadow":
             await self._prompts.read_due(rollout, metrics)

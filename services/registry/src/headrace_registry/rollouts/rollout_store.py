@@ -114,7 +114,7 @@ async def newest(tx: AsyncConnection, model: str | None, limit: int) -> list[Rol
     return [_record(row) for row in (await tx.execute(query)).mappings()]
 
 
-async def count_recent(tx: AsyncConnection, model: str, now: datetime) -> int:
+async def count_recent_rollouts(tx: AsyncConnection, model: str, now: datetime) -> int:
     """Return the number of rollouts that began within the last hour."""
     query = select(func.count()).where(ROLLOUTS.c.model == model, ROLLOUTS.c.began_ms > epoch_ms(now - _HOUR))
     return (await tx.execute(query)).scalar_one()

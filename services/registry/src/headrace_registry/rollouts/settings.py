@@ -84,9 +84,11 @@ class RolloutSettings(RolloutPlan):
         elif kind == "ab":
             stages = stages[-1:]
         fields = {name: getattr(self, name) for name in RolloutPlan.model_fields}
-        return RolloutPlan(**{**fields, "stages": self._within(stages), "promotes": self.promotes and kind != "ab"})
+        return RolloutPlan(
+            **{**fields, "stages": self._limit_stages(stages), "promotes": self.promotes and kind != "ab"}
+        )
 
-    def _within(self, stages: tuple[RolloutStage, ...]) -> tuple[RolloutStage, ...]:
+    def _limit_stages(self, stages: tuple[RolloutStage, ...]) -> tuple[RolloutStage, ...]:
         """Limit the stages to `share_max`: all stages beyond it become one last stage with that share."""
         limited = [stage for stage in stages if stage.share < self.share_max]
         beyond = [stage for stage in stages if stage.share >= self.share_max]

@@ -19,10 +19,10 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """Enrolls a unit with its first turn in an arm, whichever version answered: arms are compared as assigned.
+    """Enrolls a unit with its first turn in an arm, and counts turns by the version that answered.
 
-    The handler also counts turns by the version that answered. Call `write_counts` after each batch, in its
-    transaction.
+    A unit belongs to the arm that it was assigned to, whichever version answered. Call `write_counts` after each batch,
+    in its transaction.
     """
 
     def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler | None = None) -> None:
