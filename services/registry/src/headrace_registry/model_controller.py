@@ -30,10 +30,10 @@ from headrace_registry.lifecycle import (
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, ModelView
 from headrace_registry.rollouts import steps
-from headrace_registry.rollouts.machine import NotAllowed
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.rollout_controller import RolloutController
 from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.rollouts.state_machine import NotAllowed
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition

@@ -124,7 +124,7 @@ class MetricMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Input of the rules in `machine`."""
+    """Input of the rules in `state_machine`."""
 
     harmed: tuple[str, ...] = ()
     """Guardrails with harm, each with the age at which it was found."""

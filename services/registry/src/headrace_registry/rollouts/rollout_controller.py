@@ -18,16 +18,16 @@ from headrace_registry import probe, store
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import ROLLOUT_UNITS_READ, UNDER_WAY
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts import adaptive_split, machine, rollout_store, states, steps, unit_store
+from headrace_registry.rollouts import adaptive_split, rollout_store, state_machine, states, steps, unit_store
 from headrace_registry.rollouts.evidence import Evidence, Findings
 from headrace_registry.rollouts.gauges import RolloutGauges
-from headrace_registry.rollouts.machine import RolloutDecision
 from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric, MetricFailed, compute_metrics
 from headrace_registry.rollouts.plan import ReadingAge
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.rollouts.state_machine import RolloutDecision
 from headrace_registry.rollouts.unit_store import DueUnit
 from headrace_registry.shadow import prompts
 from headrace_registry.shadow.expectations import Expectations, prompt_kinds
@@ -277,7 +277,7 @@ class RolloutController:
             return RolloutDecision(
                 "hold", rollout.version, now, f"no replica can serve it: {error}", findings.statistics
             )
-        decision = machine.decide(rollout.plan, rollout.rollout(), findings, rollout.now)
+        decision = state_machine.decide(rollout.plan, rollout.rollout(), findings, rollout.now)
         if decision is None or decision.kind not in ("advance", "promote"):
             return decision
         grows = decision.kind == "advance" and rollout.phase == "canary"

@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.records import AnchorState, ModelRecord
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts.machine import UNDER_WAY, ModelRolloutState, Phase, Rollout
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.rollouts.state_machine import UNDER_WAY, ModelRolloutState, Phase, Rollout
 from headrace_registry.shadow.findings import ShadowFindings
 from headrace_registry.tables import VERSIONS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
@@ -87,7 +87,7 @@ class RolloutRecord:
         return self.began + timedelta(milliseconds=self.observed_ms)
 
     def rollout(self) -> Rollout:
-        """Return the rollout in the form of `machine`, with times of its own clock."""
+        """Return the rollout in the form of `state_machine`, with times of its own clock."""
         changed = self.began + timedelta(milliseconds=self.stage_observed_ms)
         return Rollout(self.version, self.phase, self.stage, self.slot, self.number, self.began, changed)
 
@@ -121,7 +121,7 @@ async def count_recent_rollouts(tx: AsyncConnection, model: str, now: datetime) 
 
 
 async def load_model_state(tx: AsyncConnection, model: ModelRecord) -> ModelRolloutState:
-    """Return the state that `machine` decides with: the last rollout of each version, and the parents of all
+    """Return the state that `state_machine` decides with: the last rollout of each version, and the parents of all
     versions."""
     assert model.champion
     parent_rows = await tx.execute(select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.model == model.model))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headrace_registry.rollouts import metrics
-from headrace_registry.rollouts.machine import LEFT_TO_OPERATOR
 from headrace_registry.rollouts.plan import Guardrail, Success
 from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.state_machine import LEFT_TO_OPERATOR
 from headrace_schemas import ModelEvent
 from headrace_schemas.rollout_api import ChartPoint, RolloutState
 

@@ -13,10 +13,10 @@ from sqlalchemy import insert, update
 from headrace_registry import store
 from headrace_registry.records import AnchorState, ModelRecord
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts import apply_outcome, machine, rollout_store
-from headrace_registry.rollouts.machine import Kind, RolloutDecision
+from headrace_registry.rollouts import apply_outcome, rollout_store, state_machine
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.state_machine import Kind, RolloutDecision
 from headrace_registry.shadow import outcome
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
@@ -46,8 +46,8 @@ async def begin(
     if active:  # units stay where they are: one salt, one number of slots, one kind of unit
         plan = plan.model_copy(update={"unit": active[0].plan.unit, "slots": active[0].slots})
     state = await rollout_store.load_model_state(tx, model)
-    decision = machine.begin(plan, state, version, now)
-    after, _ = machine.apply(plan, state, decision)
+    decision = state_machine.begin(plan, state, version, now)
+    after, _ = state_machine.apply(plan, state, decision)
     planned = after.rollouts[version]
     values = {
         "rollout_id": str(uuid7(epoch_ms(now))),
@@ -89,7 +89,7 @@ async def apply_decision(transition: Transition, rollout: RolloutRecord, decisio
     assert model is not None
     if rollout.phase == "shadow":
         decision = await outcome.record_outcome(transition.tx, rollout, decision)
-    after, _ = machine.apply(rollout.plan, await rollout_store.load_model_state(transition.tx, model), decision)
+    after, _ = state_machine.apply(rollout.plan, await rollout_store.load_model_state(transition.tx, model), decision)
     planned = after.rollouts[rollout.version]
     if decision.kind == "hold":
         await apply_outcome.hold(transition, rollout, decision.reason, dict(decision.statistics))

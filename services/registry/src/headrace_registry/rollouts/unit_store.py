@@ -10,11 +10,11 @@ from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollout_tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS
-from headrace_registry.rollouts.machine import UNDER_WAY
 from headrace_registry.rollouts.maturity import Unit, UnitReading
 from headrace_registry.rollouts.plan import ReadingAge
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.state_machine import UNDER_WAY
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.sweeping import AT_ONCE_MAX, remove_some
 from headrace_runtime.upsert import upsert

@@ -10,8 +10,8 @@ from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts.machine import RolloutDecision
 from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.state_machine import RolloutDecision
 from headrace_registry.shadow import prompts
 from headrace_registry.shadow.estimate import estimate
 from headrace_registry.shadow.expectations import expectations

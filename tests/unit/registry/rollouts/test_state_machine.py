@@ -11,10 +11,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_registry.rollouts import machine
+from headrace_registry.rollouts import state_machine
 from headrace_registry.rollouts.evidence import Findings
-from headrace_registry.rollouts.machine import ModelRolloutState, NotAllowed, Phase, Rollout, RolloutDecision, decide
 from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
+from headrace_registry.rollouts.state_machine import (
+    ModelRolloutState,
+    NotAllowed,
+    Phase,
+    Rollout,
+    RolloutDecision,
+    decide,
+)
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PLAN = RolloutPlan(
@@ -86,11 +93,11 @@ def state(
 ) -> ModelRolloutState:
     result = ModelRolloutState("m@a", parents or {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@d": "m@a"})
     for step in steps:
-        result, _ = machine.apply(plan, result, step)
+        result, _ = state_machine.apply(plan, result, step)
     return result
 
 
-def step(kind: machine.Kind, version: str, *, improved: bool = False) -> RolloutDecision:
+def step(kind: state_machine.Kind, version: str, *, improved: bool = False) -> RolloutDecision:
     return RolloutDecision(kind, version, NOW, "because", improved=improved)
 
 
@@ -99,22 +106,22 @@ def test_apply_promotion_holds_other_rollouts() -> None:
     before = state(*steps)
     assert before.shares(PLAN) == {"m@b": Fraction(1, 3)}
     assert before.split(PLAN, "salt").slots == ("m@b", "m@d")
-    after, decisions = machine.apply(PLAN, before, step("promote", "m@b"))
+    after, decisions = state_machine.apply(PLAN, before, step("promote", "m@b"))
     assert (after.champion, after.rollouts["m@d"].phase, after.family) == ("m@b", "hold", 2)
     assert [(decision.kind, decision.version) for decision in decisions] == [("promote", "m@b"), ("hold", "m@d")]
-    assert machine.apply(PLAN, before, step("promote", "m@b", improved=True))[0].family == 0
+    assert state_machine.apply(PLAN, before, step("promote", "m@b", improved=True))[0].family == 0
 
 
 def test_apply_rollback_includes_and_bars_descendants() -> None:
     under_way = state(step("begin", "m@b"), step("begin", "m@c"))
-    after, decisions = machine.apply(PLAN, under_way, step("roll_back", "m@b"))
+    after, decisions = state_machine.apply(PLAN, under_way, step("roll_back", "m@b"))
     assert [(decision.kind, decision.version) for decision in decisions] == [("roll_back", "m@b"), ("roll_back", "m@c")]
     for version in ("m@b", "m@c"):
         with pytest.raises(NotAllowed, match=f"{version} is barred: it was rolled back"):
-            machine.begin(PLAN, after, version, NOW)
+            state_machine.begin(PLAN, after, version, NOW)
     with pytest.raises(NotAllowed, match="m@e is barred: m@b, which it descends from, was rolled back"):
-        machine.begin(PLAN, replace(after, parents={**after.parents, "m@e": "m@b"}), "m@e", NOW)
-    assert machine.begin(PLAN, after, "m@d", NOW).kind == "begin"
+        state_machine.begin(PLAN, replace(after, parents={**after.parents, "m@e": "m@b"}), "m@e", NOW)
+    assert state_machine.begin(PLAN, after, "m@d", NOW).kind == "begin"
 
 
 def test_barred_by_ignores_rollbacks_before_the_champion() -> None:
@@ -126,9 +133,9 @@ def test_barred_by_ignores_rollbacks_before_the_champion() -> None:
         step("roll_back", "m@b"), parents=parents,
     )  # fmt: skip
     assert present.barred_by("m@e") is None
-    assert machine.begin(PLAN, present, "m@e", NOW).kind == "begin"
+    assert state_machine.begin(PLAN, present, "m@e", NOW).kind == "begin"
     with pytest.raises(NotAllowed, match="m@b is barred: it was rolled back"):
-        machine.begin(PLAN, present, "m@b", NOW)
+        state_machine.begin(PLAN, present, "m@b", NOW)
 
 
 def test_apply_refuses_impossible_steps_with_the_reason() -> None:
@@ -137,16 +144,16 @@ def test_apply_refuses_impossible_steps_with_the_reason() -> None:
         ("m@a", "is the champion"), ("m@b", "already under way"), ("m@x", "is not registered"),
     ):  # fmt: skip
         with pytest.raises(NotAllowed, match=why):
-            machine.begin(PLAN, present, wrong, NOW)
+            state_machine.begin(PLAN, present, wrong, NOW)
     with pytest.raises(NotAllowed, match="only the last stage promotes"):
-        machine.apply(PLAN, present, step("promote", "m@b"))
+        state_machine.apply(PLAN, present, step("promote", "m@b"))
     with pytest.raises(NotAllowed, match="m@d has no rollout"):
-        machine.stop(present, "m@d", "why not", NOW)
+        state_machine.stop(present, "m@d", "why not", NOW)
     full = state(
         step("begin", "m@b"), step("begin", "m@d"), parents={"m@a": None, "m@b": None, "m@d": None, "m@e": None}
     )
     with pytest.raises(NotAllowed, match="m@e finds no slot: m@b, m@d are under way"):
-        machine.begin(PLAN, full, "m@e", NOW)
+        state_machine.begin(PLAN, full, "m@e", NOW)
 
 
 VERSIONS = [f"m@{letter}" for letter in "abcdef"]
@@ -173,14 +180,14 @@ class Rollouts(RuleBasedStateMachine):
     def begin(self, version: str) -> None:
         barred = self.state.barred_by(version)
         try:
-            self._do(machine.begin(PLAN, self.state, version, self.now))
+            self._do(state_machine.begin(PLAN, self.state, version, self.now))
         except NotAllowed:
             return
         assert barred is None
 
     @rule(version=st.sampled_from(VERSIONS), back=st.booleans())
     def operator(self, version: str, back: bool) -> None:
-        ask = machine.roll_back if back else machine.stop
+        ask = state_machine.roll_back if back else state_machine.stop
         try:
             self._do(ask(self.state, version, "an operator", self.now))
         except NotAllowed:
@@ -204,7 +211,7 @@ class Rollouts(RuleBasedStateMachine):
                     self._do(decision)
 
     def _do(self, decision: RolloutDecision) -> None:
-        self.state, decisions = machine.apply(PLAN, self.state, decision)
+        self.state, decisions = state_machine.apply(PLAN, self.state, decision)
         self.applied.append(decision)
         self.decisions += decisions
         self.rolled_back |= {rollout.version for rollout in decisions if rollout.kind == "roll_back"}
@@ -236,7 +243,7 @@ class Rollouts(RuleBasedStateMachine):
     def decisions_reproduce_the_state(self) -> None:
         again = self.first
         for decision in self.applied:
-            again, _ = machine.apply(PLAN, again, decision)
+            again, _ = state_machine.apply(PLAN, again, decision)
         assert again == self.state
 
 
