@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from headrace_schemas import Experience, Message
-from tests.feedback.oracle import Oracle, Wanted
+from tests.feedback.oracle import ExpectedExperience, Oracle
 from tests.feedback.sayings import Answer, Saying, Scene
 from tests.feedback.world import branches, trajectory
 
@@ -23,17 +23,17 @@ def weight(source: str) -> float:
 
 
 def differences(
-    sayings: Sequence[Saying], told: Sequence[Scene], newest: Mapping[str, Experience], oracle: Oracle
+    sayings: Sequence[Saying], scenes: Sequence[Scene], newest: Mapping[str, Experience], oracle: Oracle
 ) -> list[str]:
     """A sentence for each experience, and each preference, that is not as it should be."""
-    for one in sorted(sayings, key=lambda one: one.place):
-        oracle.hear(one)
+    for saying in sorted(sayings, key=lambda saying: saying.number):
+        oracle.apply_saying(saying)
     compared = {answer for _, _, *pair in oracle.preferences() for answer in pair}
-    found = [problem for scene in told for problem in _of_scene(scene, newest, oracle, compared)]
-    made = _preferences(newest.values())
-    wanted = [repr((source, chosen, rejected)) for source, _, chosen, rejected in oracle.preferences()]
-    found += [f"preference {text} is missing" for text in _beyond(wanted, made)]
-    return found + [f"preference {text} stands and should not" for text in _beyond(made, wanted)]
+    problems = [problem for scene in scenes for problem in _of_scene(scene, newest, oracle, compared)]
+    preferences = _preferences(newest.values())
+    expected = [repr((source, chosen, rejected)) for source, _, chosen, rejected in oracle.preferences()]
+    problems += [f"preference {text} is missing" for text in _beyond(expected, preferences)]
+    return problems + [f"preference {text} stands and should not" for text in _beyond(preferences, expected)]
 
 
 def _of_scene(
@@ -42,37 +42,37 @@ def _of_scene(
     closed = trajectory(scene)
     for index, answers in enumerate(branches(scene)):
         name = f"{scene.session_id}, branch {index}"
-        made = newest.get(Experience.id_of(closed.trajectory_id, index))
-        wanted = oracle.wanted(scene, answers)
-        if made is None:
+        experience = newest.get(Experience.id_of(closed.trajectory_id, index))
+        expected = oracle.expected_of(scene, answers)
+        if experience is None:
             yield f"{name} has no experience"
             continue
         compares = any(answer in compared for answer in answers)
-        yield from (f"{name}: {problem}" for problem in _against(made, wanted, compares=compares))
-        if made.branch is not None and made.branch != closed.branches[index]:
+        yield from (f"{name}: {problem}" for problem in _against(experience, expected, compares=compares))
+        if experience.branch is not None and experience.branch != closed.branches[index]:
             yield f"{name}: other tokens"
 
 
-def _against(made: Experience, wanted: Wanted, *, compares: bool) -> Iterator[str]:
-    if not _equal(made.reward, wanted.reward):
-        yield f"reward {made.reward}, not {wanted.reward}"
-    single = {one.turn_id: one.value for one in made.turn_rewards}
-    if single.keys() != wanted.turn_rewards.keys() or any(
-        not _equal(single[turn], value) for turn, value in wanted.turn_rewards.items()
+def _against(experience: Experience, expected: ExpectedExperience, *, compares: bool) -> Iterator[str]:
+    if not _equal(experience.reward, expected.reward):
+        yield f"reward {experience.reward}, not {expected.reward}"
+    single = {item.turn_id: item.value for item in experience.turn_rewards}
+    if single.keys() != expected.turn_rewards.keys() or any(
+        not _equal(single[turn], value) for turn, value in expected.turn_rewards.items()
     ):
-        yield f"turn rewards {single}, not {wanted.turn_rewards}"
-    edits = sorted(((one.turn_id, one.choice), one.source, _text(one.message)) for one in made.edits)
-    if edits != list(wanted.edits):
-        yield f"edits {edits}, not {wanted.edits}"
-    needed = wanted.reward is not None or bool(wanted.edits) or compares
-    if needed != (made.branch is not None):
+        yield f"turn rewards {single}, not {expected.turn_rewards}"
+    edits = sorted(((item.turn_id, item.choice), item.source, _text(item.message)) for item in experience.edits)
+    if edits != list(expected.edits):
+        yield f"edits {edits}, not {expected.edits}"
+    needed = expected.reward is not None or bool(expected.edits) or compares
+    if needed != (experience.branch is not None):
         yield f"its branch is {'missing' if needed else 'there for nothing'}"
 
 
-def _preferences(made: Iterable[Experience]) -> list[str]:
+def _preferences(experiences: Iterable[Experience]) -> list[str]:
     sides: dict[str, dict[str, tuple[str, tuple[str, int]]]] = {}
-    for one in made:
-        for side in one.preferences:
+    for experience in experiences:
+        for side in experience.preferences:
             sides.setdefault(side.preference_id, {})[side.side] = side.source, (side.turn_id, side.choice)
     return sorted(
         repr((both["chosen"][0], both["chosen"][1], both["rejected"][1])) if len(both) == 2 else f"half of one: {both}"
@@ -80,8 +80,8 @@ def _preferences(made: Iterable[Experience]) -> list[str]:
     )
 
 
-def _beyond(some: Sequence[str], others: Sequence[str]) -> list[str]:
-    return sorted((Counter(some) - Counter(others)).elements())
+def _beyond(some: Sequence[str], counted: Sequence[str]) -> list[str]:
+    return sorted((Counter(some) - Counter(counted)).elements())
 
 
 def _text(message: Message) -> str:
@@ -91,7 +91,7 @@ def _text(message: Message) -> str:
     return message.text
 
 
-def _equal(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, abs_tol=1e-9)
+def _equal(left: float | None, right: float | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return math.isclose(left, right, abs_tol=1e-9)

@@ -1,6 +1,6 @@
-"""What the experiences have to be in the end: plain dictionaries that hear every statement in order.
+"""Expected experiences: plain dictionaries that apply every feedback in order.
 
-Nothing here is taken from the services. A later word overwrites an earlier one; in the end somebody adds up.
+No code of the services is used. A later value replaces an earlier one; the sums are made at the end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Preference = tuple[str, str | None, Answer, Answer]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one experience has to say."""
+class ExpectedExperience:
+    """Expected content of one experience."""
 
     reward: float | None
     turn_rewards: Mapping[str, float]
@@ -32,7 +32,7 @@ class Wanted:
 
 @dataclass
 class Oracle:
-    """`weight` says what a source counts; `combine` how sources become a reward."""
+    """`weight` returns the weight of a source; `combine` names the way from sources to a reward."""
 
     weight: Any
     combine: Literal["mean", "sum"] = "mean"
@@ -40,72 +40,74 @@ class Oracle:
     edits: dict[tuple[Answer, str, str | None], str] = field(default_factory=dict)
     compared: dict[tuple[frozenset[Answer], str, str | None], tuple[Answer, Answer]] = field(default_factory=dict)
 
-    def hear(self, one: Saying) -> None:
-        if one.form == "facts" and not one.withdrawn:
+    def apply_saying(self, saying: Saying) -> None:
+        if saying.form == "facts" and not saying.withdrawn:
             return
-        if one.form == "edit":
-            self._edited(one)
-        elif one.form == "preference":
-            self._preferred(one)
-        elif one.withdrawn:
-            self._word(one, one.metric, GONE)
-        elif one.form == "parts":
-            for metric, value in one.said.items():
-                self._word(one, metric, value)
+        if saying.form == "edit":
+            self._edited(saying)
+        elif saying.form == "preference":
+            self._preferred(saying)
+        elif saying.withdrawn:
+            self._word(saying, saying.metric, GONE)
+        elif saying.form == "parts":
+            for metric, value in saying.content.items():
+                self._word(saying, metric, value)
         else:
-            self._word(one, one.metric, self._value(one))
+            self._word(saying, saying.metric, self._value(saying))
 
     @staticmethod
-    def _value(one: Saying) -> float | None:
-        if one.form == "label":
-            return LABELS.get(one.said)
-        if one.form == "rating":
-            rating, (low, high) = one.said
+    def _value(saying: Saying) -> float | None:
+        if saying.form == "label":
+            return LABELS.get(saying.content)
+        if saying.form == "rating":
+            rating, (low, high) = saying.content
             return float((rating - low) / (high - low))
-        return float(one.said)
+        return float(saying.content)
 
-    def _word(self, one: Saying, metric: str | None, value: float | str | None) -> None:
-        name = one.source if metric is None else f"{one.source}:{metric}"
-        for about in self._about(one):
-            self.words.setdefault(about, {})[name, one.rater] = value
+    def _word(self, saying: Saying, metric: str | None, value: float | str | None) -> None:
+        name = saying.source if metric is None else f"{saying.source}:{metric}"
+        for about in self._about(saying):
+            self.words.setdefault(about, {})[name, saying.rater] = value
 
     @staticmethod
-    def _about(one: Saying) -> list[About]:
-        if one.where == "task":
-            return [("task", str(one.scene.task_id))]
-        if one.where == "answer":
-            ((turn, choice),) = one.answers
+    def _about(saying: Saying) -> list[About]:
+        if saying.where == "task":
+            return [("task", str(saying.scene.task_id))]
+        if saying.where == "answer":
+            ((turn, choice),) = saying.answers
             return [("answer", turn, str(choice))]
-        if one.where == "turns" or (one.where == "some turns" and set(one.turns) != set(one.scene.turns)):
-            return [("turn", turn) for turn in one.turns]
-        return [("session", one.scene.session_id)]
+        if saying.where == "turns" or (saying.where == "some turns" and set(saying.turns) != set(saying.scene.turns)):
+            return [("turn", turn) for turn in saying.turns]
+        return [("session", saying.scene.session_id)]
 
-    def _edited(self, one: Saying) -> None:
-        key = one.answers[0], one.source, one.rater
+    def _edited(self, saying: Saying) -> None:
+        key = saying.answers[0], saying.source, saying.rater
         self.edits.pop(key, None)
-        if not one.withdrawn:
+        if not saying.withdrawn:
             self.edits[key] = (
-                one.said if isinstance(one.said, str) else json.dumps(one.said["tool_calls"][0]["function"])
+                saying.content
+                if isinstance(saying.content, str)
+                else json.dumps(saying.content["tool_calls"][0]["function"])
             )
 
-    def _preferred(self, one: Saying) -> None:
-        source = one.source if one.metric is None else f"{one.source}:{one.metric}"
-        key = frozenset(one.answers), source, one.rater
+    def _preferred(self, saying: Saying) -> None:
+        source = saying.source if saying.metric is None else f"{saying.source}:{saying.metric}"
+        key = frozenset(saying.answers), source, saying.rater
         self.compared.pop(key, None)
-        if not one.withdrawn:
-            self.compared[key] = one.answers[0], one.answers[1]
+        if not saying.withdrawn:
+            self.compared[key] = saying.answers[0], saying.answers[1]
 
     # In the end.
 
     def preferences(self) -> list[Preference]:
-        """All that stand, sorted."""
-        found = ((source, rater, *pair) for (_, source, rater), pair in self.compared.items())
-        return sorted(found, key=repr)
+        """Return all valid preferences, sorted."""
+        preferences = ((source, rater, *pair) for (_, source, rater), pair in self.compared.items())
+        return sorted(preferences, key=repr)
 
-    def wanted(self, scene: Scene, branch: Sequence[Answer]) -> Wanted:
-        whole = dict(self.words.get(("task", str(scene.task_id)), {})) if scene.task_id else {}
-        whole |= self.words.get(("session", scene.session_id), {})
-        by_source = _means(whole)
+    def expected_of(self, scene: Scene, branch: Sequence[Answer]) -> ExpectedExperience:
+        session_values = dict(self.words.get(("task", str(scene.task_id)), {})) if scene.task_id else {}
+        session_values |= self.words.get(("session", scene.session_id), {})
+        by_source = _means(session_values)
         turn_means: dict[str, dict[str, float]] = {}
         for turn, choice in branch:
             of_turn = _means(self.words.get(("turn", turn), {}))
@@ -116,24 +118,24 @@ class Oracle:
             by_source[source] = math.fsum(values) / len(values)
         single = {turn: self._sum(means) for turn, means in turn_means.items()}
         edits = [(answer, source, text) for (answer, source, _), text in self.edits.items() if answer in branch]
-        return Wanted(
+        return ExpectedExperience(
             self._sum(by_source),
             {turn: value for turn, value in single.items() if value is not None},
             sorted(edits),
         )
 
     def _sum(self, means: Mapping[str, float]) -> float | None:
-        told = [(value, self.weight(source)) for source, value in means.items() if self.weight(source)]
-        if not told:
+        weighted = [(value, self.weight(source)) for source, value in means.items() if self.weight(source)]
+        if not weighted:
             return None
-        total = math.fsum(value * weight for value, weight in told)
-        return total if self.combine == "sum" else total / math.fsum(weight for _, weight in told)
+        total = math.fsum(value * weight for value, weight in weighted)
+        return total if self.combine == "sum" else total / math.fsum(weight for _, weight in weighted)
 
 
 def _means(words: Mapping[tuple[str, str | None], float | str | None]) -> dict[str, float]:
-    """The mean of each source over the raters who have a value."""
+    """Return the mean of each source over the raters who have a value."""
     values: dict[str, list[float]] = {}
     for (source, _), value in words.items():
         if isinstance(value, float | int):
             values.setdefault(source, []).append(value)
-    return {source: math.fsum(found) / len(found) for source, found in values.items()}
+    return {source: math.fsum(numbers) / len(numbers) for source, numbers in values.items()}

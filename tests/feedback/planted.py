@@ -26,25 +26,25 @@ _STATE = scores._state
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that somebody might make, by name."""
+    """A plausible fault, by name."""
 
     name: str
     planted: Callable[[], AbstractContextManager[Any]]
 
 
-def _by_the_clock(*given: Any) -> FeedbackSet:
-    found = _SET_OF(*given)
-    return FeedbackSet(tuple(sorted(found.all, key=lambda one: (one.time, one.feedback_id))))
+def _by_the_clock(*arguments: Any) -> FeedbackSet:
+    feedback_set = _SET_OF(*arguments)
+    return FeedbackSet(tuple(sorted(feedback_set.all, key=lambda feedback: (feedback.time, feedback.feedback_id))))
 
 
 def _by_id(name: str, peers: Any, *placed: Iterable[PlacedFeedback]) -> FeedbackSet:
-    listing, general = ([replace(one, place=0) for one in some] for some in placed)
+    listing, general = ([replace(entry, place=0) for entry in some] for some in placed)
     return _SET_OF(name, peers, listing, general)
 
 
-def _task_last(found: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
-    made = _TASK(found, of_task)
-    return FeedbackSet((*(one for one in made.all if one.level != "task"), *made.of_task))
+def _task_last(feedback_set: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
+    with_tasks = _TASK(feedback_set, of_task)
+    return FeedbackSet((*(feedback for feedback in with_tasks.all if feedback.level != "task"), *with_tasks.of_task))
 
 
 def _first_word(words: Any) -> Any:
@@ -53,26 +53,31 @@ def _first_word(words: Any) -> Any:
 
 @contextlib.contextmanager
 def _withdrawal_unheard() -> Iterator[None]:
-    """What was taken back counts on."""
+    """Count withdrawn feedback."""
     sound = values_of
 
-    def faulty(one: Feedback, labels: Any) -> Any:
-        yield from () if one.withdrawn else sound(one, labels)
+    def faulty(feedback: Feedback, labels: Any) -> Any:
+        yield from () if feedback.withdrawn else sound(feedback, labels)
 
     with mock.patch.object(feedback_entries, "values_of", faulty):
         yield
 
 
-def _edits_stay(found: FeedbackSet, *rest: Any) -> Any:
-    return _EDITS(FeedbackSet(tuple(one for one in found.all if not (one.about == "edit" and one.withdrawn))), *rest)
+def _edits_stay(feedback_set: FeedbackSet, *rest: Any) -> Any:
+    return _EDITS(
+        FeedbackSet(
+            tuple(feedback for feedback in feedback_set.all if not (feedback.about == "edit" and feedback.withdrawn))
+        ),
+        *rest,
+    )
 
 
 def _swapped(key: Any, detail: str) -> PreferenceSide:
     return _SIDE(key, "rejected" if detail == "chosen" else "chosen")
 
 
-def _reward_alone(made: Experience) -> str:
-    return _STATE(made.model_copy(update={"turn_rewards": (), "edits": (), "preferences": ()}))
+def _reward_alone(experience: Experience) -> str:
+    return _STATE(experience.model_copy(update={"turn_rewards": (), "edits": (), "preferences": ()}))
 
 
 @contextlib.contextmanager
@@ -80,8 +85,11 @@ def _raw_ratings() -> Iterator[None]:
     """A rating counts as it is, whatever its scale."""
     sound = values_of
 
-    def faulty(one: Feedback, labels: Any) -> Any:
-        yield from ((source, one.rating if one.rating is not None else value) for source, value in sound(one, labels))
+    def faulty(feedback: Feedback, labels: Any) -> Any:
+        yield from (
+            (source, feedback.rating if feedback.rating is not None else value)
+            for source, value in sound(feedback, labels)
+        )
 
     with mock.patch.object(feedback_entries, "values_of", faulty):
         yield
@@ -89,11 +97,13 @@ def _raw_ratings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_rater() -> Iterator[None]:
-    """All who speak for a source have one voice."""
+    """Count all raters of a source as one."""
     sound = feedback_entries._rewards
 
-    def faulty(found: FeedbackSet, *rest: Any) -> Any:
-        return sound(FeedbackSet(tuple(one.model_copy(update={"rater": None}) for one in found.all)), *rest)
+    def faulty(feedback_set: FeedbackSet, *rest: Any) -> Any:
+        return sound(
+            FeedbackSet(tuple(feedback.model_copy(update={"rater": None}) for feedback in feedback_set.all)), *rest
+        )
 
     with mock.patch.object(feedback_entries, "_rewards", faulty):
         yield
@@ -107,7 +117,7 @@ def _metric_forgotten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _choice_forgotten() -> Iterator[None]:
-    """The door takes what is said of the second answer for what is said of the first."""
+    """Take feedback about the second answer for feedback about the first."""
     sound = FeedbackRequest.model_validate
 
     def faulty(body: Any) -> FeedbackRequest:

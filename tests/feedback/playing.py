@@ -1,4 +1,4 @@
-"""One play: statements, a world that hears them in a random order, and what the oracle has against the result."""
+"""One play: feedback, a world that receives it in a random order, and the comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PER_SCENE = 25
 
 
 def talk(seed: int, count: int) -> tuple[list[Scene], list[Saying]]:
-    told = scenes(max(4, count // PER_SCENE), seed)
-    return told, Talk(told, seed).sayings(count)
+    all_scenes = scenes(max(4, count // PER_SCENE), seed)
+    return all_scenes, Talk(all_scenes, seed).sayings(count)
 
 
 async def differing(
@@ -32,29 +32,29 @@ async def differing(
     combine: Literal["mean", "sum"] = "mean",
     tick: Tick | None = None,
 ) -> list[str]:
-    """What is not as the oracle says, in sentences."""
-    told, sayings = talk(seed, count)
-    async with world(url, data_dir, weights=WEIGHTS, combine=combine) as made:
-        await made.play(sayings, told, seed, tick)
+    """Return the differences from the oracle, in sentences."""
+    played_scenes, sayings = talk(seed, count)
+    async with world(url, data_dir, weights=WEIGHTS, combine=combine) as running_world:
+        await running_world.play(sayings, played_scenes, seed, tick)
         try:
-            newest = made.newest()
+            newest = running_world.newest()
         except AssertionError as error:
             return [str(error)]
-        return differences(sayings, told, newest, Oracle(weight, combine))
+        return differences(sayings, played_scenes, newest, Oracle(weight, combine))
 
 
 async def replayed(seed: int, count: int) -> list[str]:
-    """The same of a replay, which reads all that was said beforehand, in another order."""
-    told, sayings = talk(seed, count)
+    """Return the same differences of a replay, which reads all feedback beforehand, in another order."""
+    played_scenes, sayings = talk(seed, count)
     chosen = ScorerSettings.model_validate({"labels": LABELS, "weights": WEIGHTS})
     rescoring = Rescoring(chosen, FunctionPool(chosen))
-    said = [(one, event) for one in sayings for event in events(one)]
-    random.Random(seed).shuffle(said)
-    for one, event in said:
-        line = FeedbackLine(event=event.model_dump(mode="json"), place=one.place, turns_until=10**6)
+    sent = [(saying, event) for saying in sayings for event in events(saying)]
+    random.Random(seed).shuffle(sent)
+    for saying, event in sent:
+        line = FeedbackLine(event=event.model_dump(mode="json"), place=saying.number, turns_until=10**6)
         rescoring.know("feedback", line.model_dump_json().encode())
     newest: dict[str, Experience] = {}
-    runs = [trajectory(scene) for scene in told]
+    runs = [trajectory(scene) for scene in played_scenes]
     for number, run in enumerate(runs):
         closed = ClosedLine(
             trajectory_id=run.trajectory_id,
@@ -67,6 +67,6 @@ async def replayed(seed: int, count: int) -> list[str]:
         )
         rescoring.know("closed", closed.model_dump_json().encode())
     for run in runs:
-        found = rescoring.taken(await rescoring.score(run.to_json()))
-        newest |= {one.experience_id: one for one in found}
-    return differences(sayings, told, newest, Oracle(weight))
+        result = rescoring.taken(await rescoring.score(run.to_json()))
+        newest |= {saying.experience_id: saying for saying in result}
+    return differences(sayings, played_scenes, newest, Oracle(weight))

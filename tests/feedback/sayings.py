@@ -1,6 +1,6 @@
-"""What people say in this world: a random sequence of statements about known answers, each also as a request.
+"""Random sequence of feedback about known answers, each with its request.
 
-A statement keeps what it means in its own words, for the oracle, and its request, for the gateway.
+An entry has its meaning for the oracle and its request for the gateway.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scene:
 class Saying:
     """One statement. `place` is where it stands in the order of the log."""
 
-    place: int
+    number: int
     form: Form
     where: Where
     scene: Scene
@@ -54,7 +54,7 @@ class Saying:
     turns: tuple[str, ...] = ()
     answers: tuple[Answer, ...] = ()
     """The answer that is meant, or chosen and rejected."""
-    said: Any = None
+    content: Any = None
     withdrawn: bool = False
     named_as: str = ""
     skew_s: float = 0.0
@@ -62,7 +62,7 @@ class Saying:
     @property
     def request(self) -> dict[str, Any]:
         """The body of `POST /v1/feedback`."""
-        body: dict[str, Any] = {"feedback_id": self.named_as, "source": self.source, "comment": f"number {self.place}"}
+        body: dict[str, Any] = {"feedback_id": self.named_as, "source": self.source, "comment": f"number {self.number}"}
         body |= {"rater": self.rater, "metric": self.metric}
         body |= self._target() | ({"withdrawn": True} if self.withdrawn else self._form())
         if self.withdrawn and self.form == "edit":
@@ -71,13 +71,13 @@ class Saying:
 
     def _form(self) -> dict[str, Any]:
         if self.form in ("number", "thumb"):
-            return {"value": self.said}
+            return {"value": self.content}
         if self.form == "rating":
-            rating, scale = self.said
+            rating, scale = self.content
             return {"rating": rating, "scale": scale}
         if self.form == "facts":
-            return {"context": {"noted": self.place}}
-        return {} if self.form == "preference" else {self.form: self.said}
+            return {"context": {"noted": self.number}}
+        return {} if self.form == "preference" else {self.form: self.content}
 
     def _target(self) -> dict[str, Any]:
         if self.where == "pair":
@@ -111,49 +111,49 @@ class Talk:
         self._draw = random.Random(self.seed)
 
     def sayings(self, count: int) -> list[Saying]:
-        found: list[Saying] = []
-        for place in range(count):
+        sayings: list[Saying] = []
+        for number in range(count):
             chance = self._draw.random()
-            if found and chance < self.withdrawn:
-                made = self._take_back(self._draw.choice(found), place)
-            elif found and chance < self.withdrawn + self.revised:
-                made = self._again(self._draw.choice(found), place)
+            if sayings and chance < self.withdrawn:
+                saying = self._take_back(self._draw.choice(sayings), number)
+            elif sayings and chance < self.withdrawn + self.revised:
+                saying = self._again(self._draw.choice(sayings), number)
             else:
-                made = self._new(place)
-            found.append(replace(made, named_as=f"f{place}", skew_s=self._draw.uniform(-3600, 3600)))
-        return found
+                saying = self._new(number)
+            sayings.append(replace(saying, named_as=f"f{number}", skew_s=self._draw.uniform(-3600, 3600)))
+        return sayings
 
-    def _new(self, place: int) -> Saying:
+    def _new(self, number: int) -> Saying:
         draw, scene = self._draw, self._draw.choice(self.scenes)
         (form,) = draw.choices([form for form, _ in _FORMS], [weight for _, weight in _FORMS])
-        made = Saying(place, form, "session", scene, draw.choice(_SOURCES), draw.choice(_RATERS))
+        saying = Saying(number, form, "session", scene, draw.choice(_SOURCES), draw.choice(_RATERS))
         if form == "preference":
             other = scene if draw.random() < 0.5 else draw.choice(self.scenes)
             pair = [draw.choice(scene.answers), draw.choice(other.answers)]
             if pair[0] == pair[1]:
-                return self._new(place)
-            return replace(made, where="pair", answers=tuple(pair), metric=draw.choice(_METRICS))
+                return self._new(number)
+            return replace(saying, where="pair", answers=tuple(pair), metric=draw.choice(_METRICS))
         if form == "edit":
-            return self._worded(replace(made, where="answer", answers=(draw.choice(scene.answers),)))
+            return self._worded(replace(saying, where="answer", answers=(draw.choice(scene.answers),)))
         metric = draw.choice(_METRICS) if form != "parts" else None
-        return self._worded(self._aimed(replace(made, metric=metric)))
+        return self._worded(self._aimed(replace(saying, metric=metric)))
 
-    def _aimed(self, made: Saying) -> Saying:
-        draw, turns = self._draw, list(made.scene.turns)
+    def _aimed(self, saying: Saying) -> Saying:
+        draw, turns = self._draw, list(saying.scene.turns)
         wheres: list[Where] = ["session", "all turns", "turns", "answer"]
         wheres += ["some turns"] if len(turns) > 1 else []
-        wheres += ["task", "task", "task"] if made.scene.task_id else []
+        wheres += ["task", "task", "task"] if saying.scene.task_id else []
         where = draw.choice(wheres)
         if where == "answer":
-            return replace(made, where=where, answers=(draw.choice(made.scene.answers),))
+            return replace(saying, where=where, answers=(draw.choice(saying.scene.answers),))
         some = {
             "all turns": turns,
             "some turns": draw.sample(turns, max(1, len(turns) - 1)),
             "turns": [draw.choice(turns)],
         }
-        return replace(made, where=where, turns=tuple(some.get(where, ())))
+        return replace(saying, where=where, turns=tuple(some.get(where, ())))
 
-    def _worded(self, made: Saying) -> Saying:
+    def _worded(self, saying: Saying) -> Saying:
         draw = self._draw
         words: dict[Form, Any] = {
             "number": round(draw.uniform(-1, 1), 3),
@@ -161,23 +161,23 @@ class Talk:
             "rating": (draw.randint(1, 5), [1, 5]),
             "label": draw.choice(_WORDS),
             "parts": {name: round(draw.random(), 2) for name in draw.sample(["tone", "truth", "care"], 2)},
-            "edit": draw.choice([f"better {made.place}", self._call(made.place)]),
+            "edit": draw.choice([f"better {saying.number}", self._call(saying.number)]),
         }
-        return replace(made, said=words.get(made.form))
+        return replace(saying, content=words.get(saying.form))
 
     @staticmethod
     def _call(number: int) -> dict[str, Any]:
         return {"tool_calls": [{"function": {"name": "look", "arguments": f'{{"at": {number}}}'}}]}
 
-    def _again(self, old: Saying, place: int) -> Saying:
-        """The same rater about the same, with another word; a number may become a thumb, a preference may turn."""
+    def _again(self, old: Saying, number: int) -> Saying:
+        """Repeat the rater's feedback with another value; a number may become a thumb, a preference may turn."""
         draw = self._draw
         if old.form == "preference":
             turned = old.answers if draw.random() < 0.3 else (old.answers[1], old.answers[0])
-            return replace(old, place=place, answers=turned, withdrawn=False)
+            return replace(old, number=number, answers=turned, withdrawn=False)
         forms: list[Form] = [old.form] if old.form in ("edit", "facts") else ["number", "thumb", "rating", "label"]
-        made = replace(old, place=place, form=draw.choice(forms), withdrawn=False)
-        return self._worded(made)
+        saying = replace(old, number=number, form=draw.choice(forms), withdrawn=False)
+        return self._worded(saying)
 
-    def _take_back(self, old: Saying, place: int) -> Saying:
-        return replace(old, place=place, withdrawn=True)
+    def _take_back(self, old: Saying, number: int) -> Saying:
+        return replace(old, number=number, withdrawn=True)

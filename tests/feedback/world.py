@@ -37,15 +37,15 @@ Tick = Callable[[int], None]
 
 
 def scenes(count: int, seed: int) -> list[Scene]:
-    """One task for about every eight: what is said of a task concerns all of its runs again."""
+    """One task for about every eight scenes: feedback about a task concerns all of its runs again."""
     draw = random.Random(f"scenes {seed}")
     tasks = max(3, count // 8)
-    made = []
+    all_scenes = []
     for number in range(count):
         key = ids.session_key("default", f"s{number}")
         turns = {ids.response_id(key): draw.choice([1, 1, 2]) for _ in range(draw.randint(1, 3))}
-        made.append(Scene(f"s{number}", f"t{number % tasks}" if draw.random() < 0.6 else None, turns))
-    return made
+        all_scenes.append(Scene(f"s{number}", f"t{number % tasks}" if draw.random() < 0.6 else None, turns))
+    return all_scenes
 
 
 def branches(scene: Scene) -> list[list[Answer]]:
@@ -55,13 +55,15 @@ def branches(scene: Scene) -> list[list[Answer]]:
 
 
 def trajectory(scene: Scene) -> Trajectory:
-    made = []
+    token_branches = []
     for number, answers in enumerate(branches(scene)):
         spans = [
             Span(start=3 + 4 * at, logprobs=(-0.5, -0.25), turn_id=turn, choice=choice, version=VERSION)
             for at, (turn, choice) in enumerate(answers)
         ]
-        made.append(Branch(token_ids=tuple(range(10 + number, 10 + number + 4 * len(answers) + 3)), spans=tuple(spans)))
+        token_branches.append(
+            Branch(token_ids=tuple(range(10 + number, 10 + number + 4 * len(answers) + 3)), spans=tuple(spans))
+        )
     first = next(iter(scene.turns))
     return Trajectory(
         time=START,
@@ -70,22 +72,24 @@ def trajectory(scene: Scene) -> Trajectory:
         session_id=scene.session_id,
         task_id=scene.task_id,
         model="m",
-        branches=tuple(made),
+        branches=tuple(token_branches),
         end_reason="end_call",
         started_at=START,
         turns_from=0,
     )
 
 
-def events(one: Saying) -> list[Feedback]:
+def events(saying: Saying) -> list[Feedback]:
     """Through the door that HTTP has."""
-    request = FeedbackRequest.model_validate(one.request)
+    request = FeedbackRequest.model_validate(saying.request)
     clock = ManualClock()
-    clock.advance(one.skew_s)
-    made = events_of(request, _CALLER, clock, FeedbackSettings(), 1024)
+    clock.advance(saying.skew_s)
+    feedback_events = events_of(request, _CALLER, clock, FeedbackSettings(), 1024)
     if request.level == "task":
-        return [event.model_copy(update={"partition": number}) for event in made for number in range(PARTITIONS)]
-    return made
+        return [
+            event.model_copy(update={"partition": number}) for event in feedback_events for number in range(PARTITIONS)
+        ]
+    return feedback_events
 
 
 def partition_of(key: str) -> int:
@@ -97,63 +101,65 @@ class World:
     """A scorer that hears everything."""
 
     stream: Bench
-    made: Scorer
+    scorer: Scorer
     _offsets: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    async def play(self, sayings: Sequence[Saying], told: Sequence[Scene], seed: int, tick: Tick | None = None) -> None:
-        """Deliver trajectories and feedback in a random order, some twice. Returns when nothing waits any more."""
+    async def play(
+        self, sayings: Sequence[Saying], scenes: Sequence[Scene], seed: int, tick: Tick | None = None
+    ) -> None:
+        """Deliver trajectories and feedback in a random order, some twice. Return when no work is left."""
         draw = random.Random(f"order {seed}")
         arriving: list[tuple[Event, int | None, int]] = []
-        for scene in told:
+        for scene in scenes:
             closed = trajectory(scene)
             arriving.append((closed, None, partition_of(closed.session_key)))
-        for one in sayings:
-            for event in events(one):
+        for saying in sayings:
+            for event in events(saying):
                 number = event.partition if event.partition is not None else partition_of(event.session_key)
-                arriving += [(event, one.place, number)] * (2 if draw.random() < _TWICE else 1)
+                arriving += [(event, saying.number, number)] * (2 if draw.random() < _TWICE else 1)
         draw.shuffle(arriving)
         for at in range(0, len(arriving), _BATCH_MAX):
             batch = arriving[at : at + _BATCH_MAX]
-            await self.stream.deliver(*(self._record(*one) for one in batch))
+            await self.stream.deliver(*(self._record(*saying) for saying in batch))
             await self._rematch()
             if tick is not None:
                 tick(len(batch))
         self.stream.clock.advance(_WAIT_S + 1)
         scores = ScoreStore(TrajectoryCache())
-        await self._all(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.made.scoring.policy))
+        await self._all(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.scorer.scoring.policy))
 
     async def _rematch(self) -> None:
-        await self._all(self.made.rematch)
+        await self._all(self.scorer.rematch)
 
     async def _all(self, step: Step) -> None:
         more = True
 
         async def again(tx: Any, now: Any) -> Sequence[Event]:
             nonlocal more
-            found = await step(tx, now)
-            more = isinstance(found, Unfinished)
-            return found
+            sent = await step(tx, now)
+            more = isinstance(sent, Unfinished)
+            return sent
 
         while more:
             await self.stream.step(again)
 
-    def _record(self, event: Event, place: int | None, partition: int) -> Record:
-        """As a record that was put back: it keeps the place that it had on the log."""
+    def _record(self, event: Event, sequence: int | None, partition: int) -> Record:
+        """Return the record of an event. A retried record keeps the offset that it had on the log."""
         offset = self._offsets.get((event.topic, partition), 0)
         self._offsets[event.topic, partition] = offset + 1
-        after = {"turns": 10**6, "trajectories": 10**6} if place is not None else None
-        envelope = replace(Envelope.of(event, "headrace/gateway", after=after), sequence=place)
+        after = {"turns": 10**6, "trajectories": 10**6} if sequence is not None else None
+        envelope = replace(Envelope.of(event, "headrace/gateway", after=after), sequence=sequence)
         return Record(event.topic, partition, offset, event.key.encode(), event.to_json(), envelope.headers())
 
     def newest(self) -> Mapping[str, Experience]:
         """The last revision of each experience. Raises `AssertionError` when a revision is missing or there twice."""
-        found: dict[str, list[Experience]] = {}
-        for one in self.stream.sent(Experience):
-            found.setdefault(one.experience_id, []).append(one)
-        for name, revisions in found.items():
-            numbers = [one.revision for one in revisions]
+        revisions_of: dict[str, list[Experience]] = {}
+        for experience in self.stream.sent(Experience):
+            revisions_of.setdefault(experience.experience_id, []).append(experience)
+        for name, revisions in revisions_of.items():
+            numbers = [experience.revision for experience in revisions]
             assert numbers == list(range(len(numbers))), f"{name} has revisions {numbers}"
-        return {name: revisions[-1] for name, revisions in found.items()}
+        return {name: revisions[-1] for name, revisions in revisions_of.items()}
 
 
 @contextlib.asynccontextmanager
@@ -161,11 +167,11 @@ async def world(url: str, data_dir: Path, **settings: Any) -> AsyncIterator[Worl
     chosen = ScorerSettings.model_validate({"labels": LABELS, "reward_wait_s": _WAIT_S, **settings})
     cache = TrajectoryCache()
     scores, pool = ScoreStore(cache), FunctionPool(chosen)
-    made = Scorer(chosen, cache, scores, Scoring(pool, chosen, cache, scores))
+    scorer = Scorer(chosen, cache, scores, Scoring(pool, chosen, cache, scores))
     service = Service(
         tables=schema.stream,
-        handlers={"trajectories": made.on_trajectory, "rewards": made.on_reward, "feedback": made.on_feedback},
+        handlers={"trajectories": scorer.on_trajectory, "rewards": scorer.on_reward, "feedback": scorer.on_feedback},
         package="headrace_scorer",
     )
     async with bench(service, url, data_dir, ManualClock()) as stream:
-        yield World(stream, made)
+        yield World(stream, scorer)

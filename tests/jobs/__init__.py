@@ -1,1 +1,1 @@
-"""`make test-jobs`: a job of 2,000 rows that is killed ten times ends with the bytes of one that nobody disturbed."""
+"""A job of 2,000 rows that is killed ten times ends with the bytes of an undisturbed one."""

@@ -1,4 +1,4 @@
-"""Runs `headrace train` as a user does, kills it at moments that are chosen beforehand, and says what came of it."""
+"""Runs of `headrace train` that are killed at chosen moments, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OFTEN = {"trainer.batch_experiences": 64, "trainer.steps_per_version": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. `rows` are written into a file; `settings` go to the command."""
+    """Job of a test. `rows` are written into a file; `settings` go to the command."""
 
     kind: str
     rows: Sequence[Mapping[str, object]]
@@ -43,8 +43,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job runs: a folder of its own, with the same base and rows as the others."""
+class Workplace:
+    """Folder of a job, with the same base and rows as the others."""
 
     folder: Path
     base: Path
@@ -76,80 +76,80 @@ def case_of(count: int, seed: int, kind: str = "sft") -> Case:
     return Case("reinforce++", [{**row, "reward": draw.random()} for row in rows], by_reward)
 
 
-def begin(case: Case, place: Place) -> subprocess.Popen[bytes]:
+def begin(case: Case, work: Workplace) -> subprocess.Popen[bytes]:
     """The command, in a session of its own. Its output goes to `headrace.log`."""
     settings = [part for name, value in case.settings.items() for part in ("--set", f"{name}={value}")]
     arguments = [
-        "train", case.kind, str(place.rows), "--base", str(place.base), "--lineage", LINEAGE, "--epochs",
-        str(case.epochs), "--data-dir", str(place.folder), *settings,
+        "train", case.kind, str(work.rows), "--base", str(work.base), "--lineage", LINEAGE, "--epochs",
+        str(case.epochs), "--data-dir", str(work.folder), *settings,
     ]  # fmt: skip
-    place.folder.mkdir(parents=True, exist_ok=True)
+    work.folder.mkdir(parents=True, exist_ok=True)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    with (place.folder / "headrace.log").open("ab") as log:
+    with (work.folder / "headrace.log").open("ab") as log:
         return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=log, stderr=log, env=environ)
 
 
-def to_the_end(case: Case, place: Place) -> JobJournal:
-    """Undisturbed. Raises `AssertionError` with what the command said."""
-    process = begin(case, place)
+def to_the_end(case: Case, work: Workplace) -> JobJournal:
+    """Run the job without disturbance. Raises `AssertionError` with the command's output."""
+    process = begin(case, work)
     status = process.wait(ENDS_S_MAX)
-    journal = place.journal()
-    assert status == 0, f"status {status}: {(place.folder / 'headrace.log').read_text()[-3000:]}"
+    journal = work.journal()
+    assert status == 0, f"status {status}: {(work.folder / 'headrace.log').read_text()[-3000:]}"
     assert journal is not None
     assert journal.version is not None
     return journal
 
 
-def set_aside(place: Place, folder: Path) -> Place:
-    """Move what came of a job. Manifests name where blobs lie, so what is compared has been made in one place."""
-    place.folder.rename(folder)
-    return Place(folder, place.base, place.rows)
+def set_aside(work: Workplace, folder: Path) -> Workplace:
+    """Move the job's results away. Manifests name paths of blobs, so compared jobs must run in one folder."""
+    work.folder.rename(folder)
+    return Workplace(folder, work.base, work.rows)
 
 
-Moment = tuple[str, Callable[[Place], bool]]
+Moment = tuple[str, Callable[[Workplace], bool]]
 
 
-def moments(draw: random.Random, kills: int, made: int) -> list[Moment]:
+def moments(draw: random.Random, kills: int, versions: int) -> list[Moment]:
     """When to kill: in each part of a job, and in training after as many of the `made` versions as are drawn."""
     parts: list[Moment] = [
-        ("checking rows", lambda place: (place.jobs / f".{LINEAGE}.rows.draft").exists()),
-        ("opening the lineage", lambda place: _has(place, "rows")),
-        ("filling the topic", lambda place: _has(place, "base")),
-        ("the topic is full", lambda place: _has(place, "experiences")),
+        ("checking rows", lambda work: (work.jobs / f".{LINEAGE}.rows.draft").exists()),
+        ("opening the lineage", lambda work: _has(work, "rows")),
+        ("filling the topic", lambda work: _has(work, "base")),
+        ("the topic is full", lambda work: _has(work, "experiences")),
     ]
-    counts = sorted(draw.sample(range(2, made - 1), max(0, kills - len(parts))))
-    parts += [(f"{count} versions", _made(count)) for count in counts]
+    counts = sorted(draw.sample(range(2, versions - 1), max(0, kills - len(parts))))
+    parts += [(f"{count} versions", _has_versions(count)) for count in counts]
     return parts[:kills]
 
 
-def _has(place: Place, part: str) -> bool:
-    journal = place.journal()
+def _has(work: Workplace, part: str) -> bool:
+    journal = work.journal()
     return journal is not None and getattr(journal, part) is not None
 
 
-def _made(count: int) -> Callable[[Place], bool]:
-    """So many versions are in the blob store, with the one that the lineage begins with."""
-    return lambda place: len(manifests(place)) >= count
+def _has_versions(count: int) -> Callable[[Workplace], bool]:
+    """Return a condition: the blob store has `count` versions, the first one included."""
+    return lambda work: len(manifests(work)) >= count
 
 
-def manifests(place: Place) -> dict[str, bytes]:
+def manifests(work: Workplace) -> dict[str, bytes]:
     """Every version of the lineage, by its digest, as its bytes. A blob never changes, so each is looked at once."""
-    for path in (place.folder / "blobs").glob("sha256/*/*"):
+    for path in (work.folder / "blobs").glob("sha256/*/*"):
         if path not in _LOOKED_AT and len(path.name) == DIGEST_LENGTH:  # others are drafts
             data = path.read_bytes()[:MANIFEST_BYTES_MAX]
             named = data.startswith(b"{") and f'"lineage":"{LINEAGE}"'.encode() in data and b'"fingerprint"' in data
             _LOOKED_AT[path] = data if named else None
-    return {path.name: data for path, data in _LOOKED_AT.items() if data and path.is_relative_to(place.folder)}
+    return {path.name: data for path, data in _LOOKED_AT.items() if data and path.is_relative_to(work.folder)}
 
 
-def killed(case: Case, place: Place, plan: Sequence[Moment], draw: random.Random) -> list[dict[str, Any]]:
-    """Start and kill once for each moment, then let it end. Returns what was done when."""
+def killed(case: Case, work: Workplace, plan: Sequence[Moment], draw: random.Random) -> list[dict[str, Any]]:
+    """Start and kill the job once for each moment, then let it end. Return the kills."""
     log: list[dict[str, Any]] = []
     for name, reached in plan:
-        process = begin(case, place)
+        process = begin(case, work)
 
-        def over(process: subprocess.Popen[bytes] = process, reached: Callable[[Place], bool] = reached) -> bool:
-            return process.poll() is not None or reached(place)
+        def over(process: subprocess.Popen[bytes] = process, reached: Callable[[Workplace], bool] = reached) -> bool:
+            return process.poll() is not None or reached(work)
 
         wait_until(over, ENDS_S_MAX, name)
         pause_s = draw.random() * 1.5
@@ -158,32 +158,39 @@ def killed(case: Case, place: Place, plan: Sequence[Moment], draw: random.Random
         if alive:
             process.send_signal(signal.SIGKILL)
         process.wait()
-        journal = place.journal()
-        log.append({"moment": name, "pause_s": round(pause_s, 2), "killed": alive, "versions": len(manifests(place)),
+        journal = work.journal()
+        log.append({"moment": name, "pause_s": round(pause_s, 2), "killed": alive, "versions": len(manifests(work)),
                     "done": journal is not None and journal.version is not None})  # fmt: skip
-    to_the_end(case, place)
+    to_the_end(case, work)
     return log
 
 
-def differences(one: Place, other: Place) -> list[str]:
-    """What is not the same, byte for byte; empty when two jobs made the same."""
-    mine, theirs = one.journal(), other.journal()
-    assert mine is not None
-    assert theirs is not None
+def differences(left: Workplace, right: Workplace) -> list[str]:
+    """Return the differences of two jobs, byte for byte; an empty list means equal results."""
+    left_journal, right_journal = left.journal(), right.journal()
+    assert left_journal is not None
+    assert right_journal is not None
     compared = ("base", "version", "experiences", "trained", "dropped", "waiting", "batches")
-    pairs = {name: (getattr(mine, name), getattr(theirs, name)) for name in compared}
-    found = [f"{name}: {ours} and {others}"[:300] for name, (ours, others) in pairs.items() if ours != others]
-    if (ours := manifests(one)) != (others := manifests(other)):
-        found.append(f"versions: {len(ours)} and {len(others)}, {len(ours.keys() & others.keys())} the same")
-    weights = [_weights(place, journal) for place, journal in ((one, mine), (other, theirs))]
+    pairs = {name: (getattr(left_journal, name), getattr(right_journal, name)) for name in compared}
+    problems = [
+        f"{name}: {left_value} and {right_value}"[:300]
+        for name, (left_value, right_value) in pairs.items()
+        if left_value != right_value
+    ]
+    if (left_value := manifests(left)) != (right_value := manifests(right)):
+        problems.append(
+            f"versions: {len(left_value)} and {len(right_value)}, "
+            f"{len(left_value.keys() & right_value.keys())} the same"
+        )
+    weights = [_weights(work, journal) for work, journal in ((left, left_journal), (right, right_journal))]
     if weights[0] != weights[1]:
-        found.append("the bytes of the last version's weights")
-    return found
+        problems.append("the bytes of the last version's weights")
+    return problems
 
 
-def _weights(place: Place, journal: JobJournal) -> bytes:
+def _weights(work: Workplace, journal: JobJournal) -> bytes:
     assert journal.manifest is not None
-    blobs = BlobStore((place.folder / "blobs").as_uri())
+    blobs = BlobStore((work.folder / "blobs").as_uri())
     manifest = versions.read_manifest(blobs, journal.manifest)
     return b"".join(blobs.get(file.blob) for file in manifest.files if versions.is_weights(file.path))
 

@@ -6,7 +6,17 @@ import argparse
 import time
 from pathlib import Path
 
-from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
+from tests.jobs.killing import (
+    Workplace,
+    case_of,
+    differences,
+    killed,
+    manifests,
+    moments,
+    set_aside,
+    to_the_end,
+    written,
+)
 from tests.support import tiny_model
 from tests.system.line import equals, no_problems
 from tests.system.program import Program, Run
@@ -19,7 +29,7 @@ def play(run: Run) -> None:
     with run.progress(3, "parts") as progress:
         case = case_of(options.rows, run.seed, options.algorithm)
         base, rows = tiny_model.build(folder / "base", layers=1), written(case, folder / "rows.jsonl")
-        disturbed = Place(folder / "work", base, rows)
+        disturbed = Workplace(folder / "work", base, rows)
         progress.at(0, doing="undisturbed")
         journal = to_the_end(case, disturbed)
         calm = set_aside(disturbed, folder / "quiet")

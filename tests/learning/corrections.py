@@ -1,19 +1,20 @@
-"""What a correction leaves of the training that it takes back, or overdoes, with the real optimizer and its settings.
+"""The remainder of a correction: how much of a contribution it leaves, or overdoes, with the real optimizer.
 
 Three lineages train the same batches from the same weights:
 
-- `never`: one experience of a batch has no advantage, so it never did anything;
+- `never`: one experience of a batch has no advantage, so it never had an effect;
 - `left`: it is trained with an advantage of 1;
 - `corrected`: it is trained like that, and `LAG` batches later a correction takes it back.
 
-When `AFTER` more batches have been trained, and momentum has paid out what it held of either, the mark that the
-experience left is d = left - never, and what the correction did not undo is c = corrected - never. The *rest* is
+After `AFTER` more batches, when momentum has paid both out, the mark of the experience is d = left - never, and the
+part
+that the correction did not undo is c = corrected - never. The *rest* is
 
-    <c, d> / <d, d>
+<c, d> / <d, d>
 
-over all weights: 0 when nothing is left, 1 when the correction did nothing, negative when it went too far. `logprobs`
-is the same of what can be seen from outside, the mean logprob of the experience's own tokens. `beside` is the length of
-the part of c that is orthogonal to d, in lengths of d: other weights than those that the experience had moved.
+over all weights: 0 for a complete correction, 1 for one without effect, negative for one that went too far. `logprobs`
+is the same for the mean logprob of the experience's own tokens. `beside` is the length of the part of c that is
+orthogonal to d, in lengths of d: weights that the experience had not moved.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Case:
     """`whole` is `batch_experiences`; `first` and `second` are the sizes of the batches in which the experience is
     trained and taken back; `before` counts the whole batches in front: with 0 the optimizer is fresh."""
 
-    whole: int
+    batch_size: int
     first: int
     second: int
     before: int
@@ -72,28 +73,28 @@ class Rest:
 class CorrectionRun:
     """A policy, its optimizer, and experiences in a fixed order."""
 
-    def __init__(self, base: Path, whole: int, seed: int, settings: OptimizerSettings | None = None) -> None:
+    def __init__(self, base: Path, batch_size: int, seed: int, settings: OptimizerSettings | None = None) -> None:
         compute = ComputeSettings(device="cpu", packing="padded")  # one pass, and few of the blocks' many small ones
         self.policy = Policy.open(base, compute, LoraSettings(), seed=0)
         chosen = (settings or OptimizerSettings()).of_size(self.policy.size, adapters=False)
         self.optimizer = Optimizer(self.policy.parameters, chosen, self.policy.hidden)
-        self._whole = whole
+        self._batch_size = batch_size
         self._draw = np.random.default_rng(seed)
         self._number = 1000 * seed
 
     def rows(self, count: int, advantage: float | None = None) -> Sequence[Row]:
         """New ones; their advantages are drawn unless one is given."""
-        found = []
+        rows = []
         for _ in range(count):
             self._number += 1
             length, drawn = int(self._draw.integers(8, 13)), float(self._draw.normal())
             event = experience(self._number, _V, length=length)
-            found.append(Row.of(event, drawn if advantage is None else advantage, None))
-        return found
+            rows.append(Row.of(event, drawn if advantage is None else advantage, None))
+        return rows
 
     def step(self, *rows: Row) -> float:
         """The weight of each token in it."""
-        batch, stop = Batch(rows, self._whole), threading.Event()
+        batch, stop = Batch(rows, self._batch_size), threading.Event()
         return (
             train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop).measured[GRADIENT_FACTOR]
             if rows
@@ -102,7 +103,7 @@ class CorrectionRun:
 
     def full(self, batches: int) -> None:
         for _ in range(batches):
-            self.step(*self.rows(self._whole))
+            self.step(*self.rows(self._batch_size))
 
     def weights(self) -> Tensor:
         return torch.cat([tensor.double().flatten() for _, tensor in sorted(self.policy.tensors().items())])
@@ -113,7 +114,7 @@ class CorrectionRun:
 
 
 def rest(base: Path, case: Case, settings: OptimizerSettings | None = None) -> Rest:
-    """What a correction leaves in this case."""
+    """Return the remainder of a correction in this case."""
     ends = [_trained(base, case, arm, settings) for arm in _ARMS]
     (never, never_logprob), (left, left_logprob), (corrected, logprob) = ends
     mark, remains = left - never, corrected - never
@@ -124,14 +125,14 @@ def rest(base: Path, case: Case, settings: OptimizerSettings | None = None) -> R
 
 def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | None) -> tuple[Tensor, float]:
     """All weights at the end, and the mean logprob of the experience's tokens."""
-    run = CorrectionRun(base, case.whole, case.seed, settings)
+    run = CorrectionRun(base, case.batch_size, case.seed, settings)
     (mine,) = run.rows(1, advantage=0.0 if arm == "never" else 1.0)
     run.full(case.before)
     weight = run.step(mine, *run.rows(case.first - 1))
     run.full(LAG - 1)
-    others = run.rows(case.second - 1)
+    other_rows = run.rows(case.second - 1)
     undoing = replace(mine, advantage=-mine.advantage, correction=True, token_weight=weight)
-    run.step(*([undoing] if arm == "corrected" else []), *others)
+    run.step(*([undoing] if arm == "corrected" else []), *other_rows)
     run.full(AFTER)
     return run.weights(), run.logprob(mine)
 

@@ -1,4 +1,4 @@
-"""The exact way to take a verdict back: a replay that knows it from the start. It equals never having been trained."""
+"""The exact way to withdraw a reward: a replay that knows the withdrawal from the start equals a stream without it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _TAKEN_BACK = 5
 
 
 async def differing_bytes(folder: Path, base: Path) -> tuple[int, int]:
-    """How many bytes of the weights differ between a lineage that never saw an experience and (a) a replay of the
-    stream with the last word about it, (b) the lineage that trained it and was corrected, for comparison."""
+    """Count the bytes of the weights that differ between a lineage without an experience and (a) a replay of the stream
+    with
+    its withdrawal, (b) the lineage that trained it and was corrected, for comparison.
+    """
     world = World(folder)
     live = await world.run(_settings(base))
     version = world.bus.checkpoints[0].version
@@ -27,9 +29,9 @@ async def differing_bytes(folder: Path, base: Path) -> tuple[int, int]:
     live = await world.run(_settings(base), wait_s=31)
     assert world.bus.fates[f"e{_TAKEN_BACK}", 1] == "trained", "it was corrected"
 
-    known = [last_word if n == _TAKEN_BACK else event for n, event in enumerate(stream)]
+    corrected_stream = [last_word if n == _TAKEN_BACK else event for n, event in enumerate(stream)]
     without = [event for n, event in enumerate(stream) if n != _TAKEN_BACK]
-    replayed = await _again(world, base, "replayed", known)
+    replayed = await _again(world, base, "replayed", corrected_stream)
     never = await _again(world, base, "never", without)
     return _difference(replayed, never), _difference(live, never)
 
@@ -61,8 +63,8 @@ def _settings(base: Path, **overrides: object) -> TrainerSettings:
 
 
 def _difference(left: Trainer, right: Trainer) -> int:
-    ours, theirs = (b"".join(_bytes(one)) for one in (left, right))
-    return sum(a != b for a, b in zip(ours, theirs, strict=True))
+    left_bytes, right_bytes = (b"".join(_bytes(files)) for files in (left, right))
+    return sum(a != b for a, b in zip(left_bytes, right_bytes, strict=True))
 
 
 def _bytes(trainer: Trainer) -> Iterator[bytes]:

@@ -58,18 +58,18 @@ def _undoes(_folder: Path, base: Path) -> None:
 
 
 def _is_not_its_own_measure(_folder: Path, _base: Path) -> None:
-    """What a run got says nothing about what it is compared with: in one batch, and over two."""
+    """A run's reward must not enter its own baseline, in one batch and over two."""
     for rewards in ([0.0, 1.0], [100.0, 1.0]):
-        found, past = plus_plus(rewards, ["a", "a"], runs=["mine", "x"])
-        assert found.baselines_B[0] == pytest.approx(1.0)
+        estimates, past = plus_plus(rewards, ["a", "a"], runs=["mine", "x"])
+        assert estimates.baselines_B[0] == pytest.approx(1.0)
         late = plus_plus([rewards[0]], ["a"], past, runs=["mine"])[0]
         assert late.baselines_B[0] == pytest.approx(1.0)
 
 
 def _flipped_loss() -> contextlib.AbstractContextManager[Any]:
     def flipped(*arguments: Any) -> Any:
-        found = token_loss(*arguments)
-        return replace(found, loss_N=-found.loss_N)
+        slopes = token_loss(*arguments)
+        return replace(slopes, loss_N=-slopes.loss_N)
 
     return mock.patch.object(loss, "token_loss", flipped)
 
@@ -87,15 +87,15 @@ def _weighted(change: Callable[[Batch, Any, Any], float]) -> Callable[[], contex
     sound = Batch.weighted
 
     def faulty(self: Batch, row: Any) -> Any:
-        found = sound(self, row)
-        return replace(found, token_weight=change(self, row, found)) if row.correction else found
+        token_weight = sound(self, row)
+        return replace(token_weight, token_weight=change(self, row, token_weight)) if row.correction else token_weight
 
     return lambda: mock.patch.object(Batch, "weighted", faulty)
 
 
 @contextlib.contextmanager
 def _own_run_in_batch() -> Iterator[None]:
-    """What is to be left out is not."""
+    """Leave no token out of the rows that should be masked."""
     with mock.patch.object(Mean, "minus", lambda self, _other: self):
         yield
 
@@ -112,7 +112,7 @@ def _own_run_in_history() -> Iterator[None]:
 FAULTS = (
     Fault("sign of the loss", _flipped_loss, _learns),
     Fault("sign of the advantages", _flipped_advantage, _learns),
-    Fault("sign of corrections", _weighted(lambda _b, _r, found: -found.token_weight), _undoes),
+    Fault("sign of corrections", _weighted(lambda _b, _r, result: -result.token_weight), _undoes),
     Fault("N of the batch that a correction stands in", _weighted(lambda batch, _r, _f: batch.token_weight), _undoes),
     Fault("N of rows instead of tokens", _weighted(lambda _b, row, f: f.token_weight * row.loss_mask_T.sum()), _undoes),
     Fault("own run in its baseline, one batch", _own_run_in_batch, _is_not_its_own_measure),

@@ -38,25 +38,29 @@ def line(name: str, value: float, low: float, high: float, worst: float | None =
 
 
 def corrections(base: Path) -> Iterator[Line]:
-    """See `tests.learning.corrections`. A figure is the mean over experiences, each with its worst beside it."""
-    for whole, first, second in _SIZES:
+    """Yield the remainders of corrections (`tests.learning.corrections`): means over experiences, with the worst of
+    each."""
+    for batch_size, first, second in _SIZES:
         for before in _BEFORE:
-            found = [rest(base, Case(whole, first, second, before, seed)) for seed in range(_SEEDS)]
-            name = f"left by a correction: batch of {whole}, trained in {first}, taken back in {second}, after {before}"
-            for what in ("weights", "logprobs"):
-                shares = [abs(getattr(one, what)) for one in found]
-                yield line(f"{name}: {what}", fmean(shares), 0.0, REST_MAX, max(shares))
+            remainders = [rest(base, Case(batch_size, first, second, before, seed)) for seed in range(_SEEDS)]
+            sizes = f"batch of {batch_size}, trained in {first}, taken back in {second}"
+            name = f"left by a correction: {sizes}, after {before}"
+            for measure in ("weights", "logprobs"):
+                shares = [abs(getattr(remainder, measure)) for remainder in remainders]
+                yield line(f"{name}: {measure}", fmean(shares), 0.0, REST_MAX, max(shares))
 
 
 def steps(base: Path) -> Iterator[Line]:
-    """What else must not be a full step."""
+    """Yield the other cases that must not be a full step."""
 
     small = _eight_corrections(base, 0.002) / _eight_corrections(base, 1.0)
     yield line("eight corrections of 0.002 first of all, in moves of eight of 1", small, 0, 0.01)
     run = CorrectionRun(base, 64, 2)
     run.full(10)
-    whole = moved(run, *run.rows(64))
-    yield line("a batch of zero advantages, in moves of the batch before", moved(run, *run.rows(64, 0.0)) / whole, 0, 0)
+    full_move = moved(run, *run.rows(64))
+    yield line(
+        "a batch of zero advantages, in moves of the batch before", moved(run, *run.rows(64, 0.0)) / full_move, 0, 0
+    )
     steady = CorrectionRun(base, 64, 3, OptimizerSettings(beta1=0.0))
     steady.full(10)
     cut = moved(steady, *steady.rows(8)) / moved(steady, *steady.rows(64))

@@ -1,8 +1,7 @@
-"""Writes every mutant of the files that are named on standard input, one JSON object a line. Runs where cosmic-ray is.
+"""Generator of every mutant of the files on standard input, one JSON object a line, for cosmic-ray's environment.
 
-The operators are cosmic-ray's. Those on `|` are left out, as nearly all of them change annotations, which nothing
-evaluates here; of the hundreds that replace one arithmetic operator by each other one, those are taken that a person
-would mistake it for.
+The operators are cosmic-ray's. Those on `|` are left out, as nearly all of them change annotations, which no code
+evaluates here; of the hundreds that replace one arithmetic operator by another, only likely typing errors are taken.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ OPERATORS = (
 )  # fmt: skip
 
 _NOT_CODE = ("@", "*,", "/,", "def ", "async def ", "class ", "import ", "from ", ")", '"""')
-"""Decorators and signatures: what they say about types and frozen fields is mypy's business."""
+"""Decorators and signatures: mypy checks their types and frozen fields."""
 
 _GUARDS = ((" *, ", " /, "), ("strict=True", "strict=False"))
-"""How arguments are named, and that sequences are of equal length: nobody who keeps to it sees the difference."""
+"""Argument names and equal lengths of sequences: correct callers see no difference."""
 
 
 def mutants(file: str) -> Iterator[dict[str, object]]:
@@ -50,8 +49,8 @@ def mutants(file: str) -> Iterator[dict[str, object]]:
             seen.add(changed)
             at = next((at for at, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
             if at is not None and _acts(old[at], new[at]):
-                shown = {"line": at + 1, "original": old[at].strip(), "mutated": new[at].strip()}
-                yield {"file": file, "operator": name, **shown, "text": changed}
+                entry = {"line": at + 1, "original": old[at].strip(), "mutated": new[at].strip()}
+                yield {"file": file, "operator": name, **entry, "text": changed}
 
 
 def _acts(old: str, new: str) -> bool:

@@ -63,7 +63,7 @@ class Change:
 
     @property
     def lines(self) -> tuple[str, str, str]:
-        """What a list of survivors knows it by; line numbers move."""
+        """Key of a mutant in the list of survivors, without its line number, which moves."""
         return self.file, self.original, self.mutated
 
 
@@ -81,14 +81,14 @@ def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
         raise SystemExit(f"{GENERATOR} is not there; `make mutants` makes it")
     tests = {file: group.tests for group in chosen for file in group.files}
     command = [GENERATOR, HERE / "generate.py"]
-    made = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
-    found = []
-    for said in map(json.loads, made.stdout.splitlines()):
-        text = said.pop("text")
-        change = Change(**said)
+    process = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    pairs = []
+    for entry in map(json.loads, process.stdout.splitlines()):
+        text = entry.pop("text")
+        change = Change(**entry)
         name = f"{change.file}:{change.line}: {change.original} -> {change.mutated}"
-        found.append((change, Mutant(name, change.file, text, tests[change.file])))
-    return found
+        pairs.append((change, Mutant(name, change.file, text, tests[change.file])))
+    return pairs
 
 
 def _toml(name: str) -> dict[str, object]:

@@ -16,20 +16,21 @@ from tests.mutants.trial import Mutant, Verdict
 class Memory:
     """A file with a line for each verdict.
 
-    A mutant that was killed stays so while it and the file whose test killed it are what they were; any other verdict
+    The verdict of a killed mutant holds while the mutant and the file of the killing test are unchanged; any other
+    verdict
     holds while none of its tests has changed.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, dict[str, tuple[Verdict, list[str]]]] = {}
+        self._verdicts: dict[str, dict[str, tuple[Verdict, list[str]]]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            said = json.loads(line)
-            self._remember(said.pop("mutant"), said.pop("digest"), said.pop("tests"), Verdict(**said))
+            entry = json.loads(line)
+            self._remember(entry.pop("mutant"), entry.pop("digest"), entry.pop("tests"), Verdict(**entry))
 
     def of(self, mutant: Mutant) -> Verdict | None:
-        for digest, (verdict, tests) in self._known.get(_name(mutant), {}).items():
+        for digest, (verdict, tests) in self._verdicts.get(_name(mutant), {}).items():
             if {*tests} <= {*mutant.tests} and digest == _digest(tests) and (verdict.by or tests == [*mutant.tests]):
                 return verdict
         return None
@@ -43,7 +44,7 @@ class Memory:
             file.write(json.dumps(line) + "\n")
 
     def _remember(self, name: str, digest: str, tests: list[str], verdict: Verdict) -> None:
-        self._known.setdefault(name, {})[digest] = verdict, tests
+        self._verdicts.setdefault(name, {})[digest] = verdict, tests
 
 
 def _name(mutant: Mutant) -> str:

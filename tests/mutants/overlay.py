@@ -1,7 +1,7 @@
-"""One changed file in front of an installed package, without touching the checkout: what tests then import is changed.
+"""One changed file in front of an installed package, without a change of the checkout, for the imports of tests.
 
 A folder that stands first on PYTHONPATH holds the package as links, and the changed file in the place of its link.
-Subprocesses that tests start inherit it.
+Subprocesses of tests inherit it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults that were planted by hand: `planted.toml` says which, and which tests have to notice."""
+"""Faults planted by hand: `planted.toml` lists them, with the tests that have to notice."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
 from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
-from tests.mutants.trial import UNCHANGED, Mutant, Place, Verdict, served
+from tests.mutants.trial import UNCHANGED, Mutant, Target, Verdict, served
 from tests.system.line import at_least, at_most, no_problems
 from tests.system.program import Program, Run
 
@@ -33,8 +33,8 @@ SHARE_MIN = 0.95
 
 
 @dataclass
-class Tried:
-    """What became of what was tried."""
+class Trials:
+    """Verdicts of the tried mutants, and the number of untried ones."""
 
     verdicts: dict[Mutant, Verdict] = field(default_factory=dict)
     untried: int = 0
@@ -48,7 +48,7 @@ class Tried:
 
 def play(run: Run) -> None:
     arguments = run.options
-    listed = {(one.file, one.original, one.mutated) for one in library.survivors()}
+    listed = {(item.file, item.original, item.mutated) for item in library.survivors()}
     faults = planted()
     stale = [problem for fault in faults if (problem := fault.stale)]
     by_hand = [fault.mutant() for fault in faults if not fault.stale]
@@ -67,37 +67,39 @@ def play(run: Run) -> None:
     run.add(no_problems("tests that fail without any mutant", [mutant.name for mutant in broken]))
     if broken:
         return
-    limits = {one.place: max(30.0, 10 * verdict.seconds) for one, verdict in controls.verdicts.items()}
-    tried = try_all(mutants, memory, arguments, limits)
+    limits = {item.target: max(30.0, 10 * verdict.seconds) for item, verdict in controls.verdicts.items()}
+    trials = try_all(mutants, memory, arguments, limits)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
-        there = {change.lines for change in changes.values()}
-        stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
-    _report(run, tried, changes, listed, stale)
+        existing = {change.lines for change in changes.values()}
+        stale += [f"no mutant turns {item[1]!r} into {item[2]!r} in {item[0]}" for item in sorted(listed - existing)]
+    _report(run, trials, changes, listed, stale)
 
 
 def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """For each file and set of tests a mutant that changes nothing."""
-    found = {}
+    """Return an unchanged control for each file and set of tests."""
+    controls = {}
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         name = f"{UNCHANGED}{mutant.file}, {' '.join(mutant.tests)}"
-        found[mutant.place] = Mutant(name, mutant.file, text, mutant.tests)
-    return list(found.values())
+        controls[mutant.target] = Mutant(name, mutant.file, text, mutant.tests)
+    return list(controls.values())
 
 
 def try_all(
     mutants: Sequence[Mutant],
     memory: Memory,
     arguments: argparse.Namespace,
-    limits_s: Mapping[Place, float] = MappingProxyType({}),
-) -> Tried:
-    """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried. `limits_s`: a mutant that
-    takes longer is one that never ends."""
-    tried = Tried({mutant: known for mutant in mutants if (known := memory.of(mutant))})
-    left = Waiting(mutant for mutant in mutants if mutant not in tried.verdicts)
-    print(f"mutants: {len(mutants)}, of which {len(tried.verdicts)} are known from before", flush=True)
+    limits_s: Mapping[Target, float] = MappingProxyType({}),
+) -> Trials:
+    """Try the mutants until `--minutes` have passed; later ones stay untried. `limits_s` is the time after which a
+    mutant
+    counts as endless.
+    """
+    trials = Trials({mutant: verdict_before for mutant in mutants if (verdict_before := memory.of(mutant))})
+    left = Waiting(mutant for mutant in mutants if mutant not in trials.verdicts)
+    print(f"mutants: {len(mutants)}, of which {len(trials.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
-    told: Queue[tuple[Mutant, Verdict]] = Queue()
+    results: Queue[tuple[Mutant, Verdict]] = Queue()
 
     def work() -> None:
         """Mutants of one file after the other, as long as there is time."""
@@ -105,29 +107,29 @@ def try_all(
             with served(first) as server:
                 mutant: Mutant | None = first
                 while mutant:
-                    told.put((mutant, server.tried(mutant, limits_s.get(mutant.place, arguments.timeout_s))))
-                    mutant = left.take(server.place) if time.monotonic() < ends else None
+                    results.put((mutant, server.try_mutant(mutant, limits_s.get(mutant.target, arguments.timeout_s))))
+                    mutant = left.take(server.target) if time.monotonic() < ends else None
 
     with (
         ProgressDisplay("mutants", len(left), unit="mutants") as progress,
         ThreadPoolExecutor(arguments.processes) as pool,  # each thread waits for a process of its own
     ):
         workers = [pool.submit(work) for _ in range(arguments.processes)]
-        while not (told.empty() and all(worker.done() for worker in workers)):
+        while not (results.empty() and all(worker.done() for worker in workers)):
             with contextlib.suppress(Empty):
-                mutant, verdict = told.get(timeout=1.0)
-                tried.verdicts[mutant] = verdict
+                mutant, verdict = results.get(timeout=1.0)
+                trials.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                _tell(progress, mutant, verdict, sum(not one.control for one in tried.lived()))
+                _tell(progress, mutant, verdict, sum(not survivor.control for survivor in trials.lived()))
         for worker in workers:
             worker.result()
-    tried.untried = len(left)
-    return tried
+    trials.untried = len(left)
+    return trials
 
 
 class Waiting:
-    """Mutants that nobody has begun; several workers take of them."""
+    """Queue of mutants for several workers."""
 
     def __init__(self, mutants: Iterable[Mutant]) -> None:
         self._left = deque(mutants)
@@ -136,49 +138,49 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._left)
 
-    def take(self, place: Place | None = None) -> Mutant | None:
+    def take(self, target: Target | None = None) -> Mutant | None:
         """The next one, None when there is none or it is not of `place`."""
         with self._lock:
-            if not self._left or place not in (None, self._left[0].place):
+            if not self._left or target not in (None, self._left[0].target):
                 return None
             return self._left.popleft()
 
 
 def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
-    """A mutant that lives is said at once."""
+    """Report a surviving mutant at once."""
     progress.advance(doing=f"{lived} live")
     if not verdict.killed and not mutant.control:
         progress.say(f"{verdict.outcome}: {mutant.name}")
         if verdict.outcome == "not run":
-            progress.say(verdict.said)
+            progress.say(verdict.output)
 
 
 def _report(
-    run: Run, tried: Tried, changes: dict[Mutant, Change], listed: set[tuple[str, str, str]], stale: list[str]
+    run: Run, trials: Trials, changes: dict[Mutant, Change], listed: set[tuple[str, str, str]], stale: list[str]
 ) -> None:
     """Add the lines: the killed share, planted faults that live, stale entries, mutants without a result."""
-    lived = tried.lived()
+    lived = trials.lived()
     excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
     unexcused = [mutant for mutant in lived if mutant not in excused]
-    killed_lines = {changes[m].lines for m, verdict in tried.verdicts.items() if verdict.killed and m in changes}
+    killed_lines = {changes[m].lines for m, verdict in trials.verdicts.items() if verdict.killed and m in changes}
     lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
     killed = sorted(listed & killed_lines - lived_lines)
     stale += [f"a test kills {original!r} -> {mutated!r} in {file}" for file, original, mutated in killed]
     survived = sorted(mutant.name for mutant in unexcused)
-    counted = len(tried.verdicts) - len(excused) - len(tried.not_run())
+    counted = len(trials.verdicts) - len(excused) - len(trials.not_run())
     share = 1 - len(unexcused) / counted if counted else 0.0
     print(*(f"survived: {name}" for name in survived), sep="\n")
     run.add(
         at_least(f"killed share of {counted} mutants", round(share, 4), SHARE_MIN),
         no_problems("planted faults that live", [mutant.name for mutant in unexcused if mutant not in changes]),
         no_problems("stale entries of the lists", sorted(stale)),
-        no_problems("mutants without a result", sorted(mutant.name for mutant in tried.not_run())),
-        at_most("untried mutants", tried.untried, 0),
+        no_problems("mutants without a result", sorted(mutant.name for mutant in trials.not_run())),
+        at_most("untried mutants", trials.untried, 0),
     )
     run.figures |= {
         "killed_share": round(share, 4),
-        "tried": len(tried.verdicts),
-        "untried": tried.untried,
+        "tried": len(trials.verdicts),
+        "untried": trials.untried,
         "excused": len(excused),
         "survived": survived,
         "stale": sorted(stale),
@@ -186,15 +188,15 @@ def _report(
 
 
 def _named(groups: Sequence[Group], only: str) -> list[Group]:
-    """Those whose modules contain `only`, with these modules alone."""
-    kept = []
+    """Return the groups with modules whose path contains `only`, reduced to these modules."""
+    selected = []
     for group in groups:
         modules = tuple(module for module in group.modules if only in f"{group.package}/{module}")
         if modules:
-            kept.append(group.model_copy(update={"modules": modules}))
-    if not kept:
+            selected.append(group.model_copy(update={"modules": modules}))
+    if not selected:
         raise SystemExit(f"no core module's path contains {only!r}; tests/mutants/modules.toml lists them")
-    return kept
+    return selected
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

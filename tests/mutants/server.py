@@ -1,8 +1,8 @@
-"""`python -m tests.mutants.server FILE TEST...` answers for each mutant of one file what the tests say of it.
+"""`python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant of one file.
 
-Each line on standard input is a trial: the folder of an overlay, a file for what pytest prints, and a time limit. The
-answer is a line with pytest's exit status, null when the time was over. A trial is a fork of this process, which has
-imported all that does not depend on the file: what is left of a short trial is the tests themselves.
+Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, and a time limit. The
+answer is a line with pytest's exit status, null after the time limit. A trial is a fork of this process, which has
+imported all modules that are independent of the file, so a short trial costs little beside its tests.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def main(file: str, tests: Sequence[str]) -> None:
 
 
 def _forget(changed: set[str]) -> None:
-    """Everything of ours that imports what changes is imported again in each trial."""
-    known = {name: _imports(name, module) for name, module in sys.modules.items() if name.startswith(_OWN)}
-    gone = set(changed)
-    while more := {name for name, imported in known.items() if imported & gone} - gone:
-        gone |= more
-    for name in gone:
+    """Forget our modules that import the changed file, so that each trial imports them again."""
+    imports_of = {name: _imports(name, module) for name, module in sys.modules.items() if name.startswith(_OWN)}
+    affected = set(changed)
+    while more := {name for name, imported in imports_of.items() if imported & affected} - affected:
+        affected |= more
+    for name in affected:
         module = sys.modules.pop(name, None)
         parent, _, leaf = name.rpartition(".")
         if module is not None and vars(sys.modules.get(parent, module)).get(leaf) is module:
@@ -77,17 +77,17 @@ def _forget(changed: set[str]) -> None:
 
 
 def _imports(name: str, module: ModuleType) -> set[str]:
-    """What a module imports anywhere in its text. Names in a package may be modules."""
+    """Return all names that a module imports anywhere in its text. Names in a package may be modules."""
     path = getattr(module, "__file__", None)
     if path is None or not path.endswith(".py"):
         return set()
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found - {name}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names - {name}
 
 
 def _fork(changed: Changed, overlay: str, log: str, tests: Sequence[str], timeout_s: float) -> int | None:
@@ -106,7 +106,7 @@ def _fork(changed: Changed, overlay: str, log: str, tests: Sequence[str], timeou
 
 
 def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str]) -> NoReturn:
-    """In the fork: what `PYTHONPATH=OVERLAY pytest` does, in a group of its own."""
+    """Run pytest in the fork, as with `PYTHONPATH=OVERLAY`, in a process group of its own."""
     os.setsid()
     with Path(log).open("w", encoding="utf-8") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

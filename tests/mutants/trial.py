@@ -20,8 +20,8 @@ Outcome = Literal["killed", "survived", "timeout", "not run"]
 
 UNCHANGED = "unchanged "
 """How the names of controls begin."""
-Place = tuple[str, tuple[str, ...]]
-"""A file, and the tests that its mutants are tried with: what mutants must have in common to be tried by one server."""
+Target = tuple[str, tuple[str, ...]]
+"""A file and its tests: mutants with equal targets share a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,23 @@ class Mutant:
 
     @property
     def control(self) -> bool:
-        """Whether it changes nothing, and so has to survive."""
+        """Whether the mutant changes nothing, and so has to survive."""
         return self.name.startswith(UNCHANGED)
 
     @property
-    def place(self) -> Place:
+    def target(self) -> Target:
         return self.file, self.tests
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a mutant, and the last lines that pytest said."""
+    """Verdict on a mutant, with the last lines of pytest."""
 
     outcome: Outcome
     seconds: float
-    said: str
+    output: str
     by: str = ""
-    """The file of the test that killed it, where pytest says so."""
+    """File of the killing test, where pytest names it."""
 
     @property
     def killed(self) -> bool:
@@ -59,28 +59,30 @@ class Verdict:
 
 
 _OUTCOMES: dict[int | None, Outcome] = {0: "survived", 1: "killed", 2: "killed", 4: "killed", None: "timeout"}
-"""By pytest's exit status; 2 is a test, and 4 a conftest, that no longer imports. That both are there, unchanged
-code has shown."""
+"""Verdict by pytest's exit status. Status 2 means a test and 4 a conftest that cannot be imported any more; the control
+has shown that unchanged code can.
+"""
 
 
 class Server:
-    """A process that has imported what mutants of one file leave as it is. One trial at a time; `close` it."""
+    """Process that has imported the unchanging modules of one file. It plays one trial at a time; the caller must
+    `close` it."""
 
     def __init__(self, mutant: Mutant) -> None:
-        self.place = mutant.place
+        self.target = mutant.target
         command = [sys.executable, "-m", "tests.mutants.server", mutant.file, *mutant.tests]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def tried(self, mutant: Mutant, timeout_s: float) -> Verdict:
+    def try_mutant(self, mutant: Mutant, timeout_s: float) -> Verdict:
         """Run the tests until the first one fails."""
-        assert mutant.place == self.place
+        assert mutant.target == self.target
         began = time.monotonic()
         with overlaid(mutant.file, mutant.text) as folder, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
             status = self._ask([folder, log.name, timeout_s])
-            said = "\n".join(log.read().strip().splitlines()[-6:])
-        killer = re.search(r"^(?:FAILED|ERROR) ([^:\s]+)", said, re.MULTILINE)
+            output = "\n".join(log.read().strip().splitlines()[-6:])
+        killer = re.search(r"^(?:FAILED|ERROR) ([^:\s]+)", output, re.MULTILINE)
         by = killer[1] if killer and status == 1 else ""
-        return Verdict(_OUTCOMES.get(status, "not run"), round(time.monotonic() - began, 1), said, by)
+        return Verdict(_OUTCOMES.get(status, "not run"), round(time.monotonic() - began, 1), output, by)
 
     def _ask(self, trial: list[object]) -> int | None:
         assert self._process.stdin is not None
@@ -108,7 +110,7 @@ def served(mutant: Mutant) -> Iterator[Server]:
         server.close()
 
 
-def tried(mutant: Mutant, timeout_s: float) -> Verdict:
+def try_mutant(mutant: Mutant, timeout_s: float) -> Verdict:
     """One mutant alone."""
     with served(mutant) as server:
-        return server.tried(mutant, timeout_s)
+        return server.try_mutant(mutant, timeout_s)

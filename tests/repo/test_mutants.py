@@ -10,7 +10,7 @@ from tests.mutants import library
 from tests.mutants.overlay import ROOT, split
 from tests.mutants.planted import Planted, planted
 from tests.mutants.program import Waiting
-from tests.mutants.trial import Mutant, tried
+from tests.mutants.trial import Mutant, try_mutant
 
 LIMITS = "gateway/src/headrace_gateway/limits.py"
 TESTS = ("tests/unit/gateway/test_limits.py",)
@@ -31,16 +31,16 @@ def test_every_module_and_test_that_is_named_is_there() -> None:
 @pytest.mark.parametrize(("old", "new", "outcome"), [("burst", "burst", "survived"), ("429", "430", "killed")])
 def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) -> None:
     text = (ROOT / LIMITS).read_text(encoding="utf-8").replace(old, new)
-    verdict = tried(Mutant("try", LIMITS, text, TESTS), 300)
-    assert verdict.outcome == outcome, verdict.said
+    verdict = try_mutant(Mutant("try", LIMITS, text, TESTS), 300)
+    assert verdict.outcome == outcome, verdict.output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
 def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
     """`make check NAME=mutants` tries all of them."""
-    verdict = tried(fault.mutant(), 300)
-    assert verdict.outcome == "killed", verdict.said
+    verdict = try_mutant(fault.mutant(), 300)
+    assert verdict.outcome == "killed", verdict.output
 
 
 def test_a_worker_is_given_mutants_of_its_own_place_alone() -> None:
@@ -49,8 +49,8 @@ def test_a_worker_is_given_mutants_of_its_own_place_alone() -> None:
     waiting = Waiting(mutants)
     assert waiting.take() == mutants[0]
     assert waiting.take(("b.py", TESTS)) is None
-    assert waiting.take(mutants[0].place) == mutants[1]
-    assert waiting.take(mutants[0].place) is None
+    assert waiting.take(mutants[0].target) == mutants[1]
+    assert waiting.take(mutants[0].target) is None
     assert len(waiting) == 1
     assert (waiting.take(), waiting.take()) == (mutants[2], None)
 

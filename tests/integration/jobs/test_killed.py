@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from headrace_runtime.registries import Registry
-from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
+from tests.jobs.killing import (
+    Workplace,
+    case_of,
+    differences,
+    killed,
+    manifests,
+    moments,
+    set_aside,
+    to_the_end,
+    written,
+)
 from tests.support import tiny_model
 from tests.support.seeds import draw_seed
 
@@ -22,7 +32,7 @@ def test_a_killed_job_ends_with_the_same_bytes(tmp_path: Path) -> None:
     draw = random.Random(seed)
     case = case_of(300, seed)
     base, rows = tiny_model.build(tmp_path / "base", layers=1), written(case, tmp_path / "rows.jsonl")
-    disturbed = Place(tmp_path / "work", base, rows)
+    disturbed = Workplace(tmp_path / "work", base, rows)
     journal = to_the_end(case, disturbed)
     assert journal.trained == 300
     quiet = set_aside(disturbed, tmp_path / "quiet")
@@ -36,7 +46,7 @@ def test_a_planted_difference_is_noticed(tmp_path: Path) -> None:
     seed = 1
     case, other = case_of(70, seed), case_of(70, seed + 1)
     base = tiny_model.build(tmp_path / "base", layers=1)
-    work = Place(tmp_path / "work", base, written(case, tmp_path / "rows.jsonl"))
+    work = Workplace(tmp_path / "work", base, written(case, tmp_path / "rows.jsonl"))
     to_the_end(case, work)
     first = set_aside(work, tmp_path / "one")
     to_the_end(other, replace(work, rows=written(other, tmp_path / "others.jsonl")))
