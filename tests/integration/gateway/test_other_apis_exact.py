@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 
-from headrace_collector.branches import branches
+from headrace_collector.branches import build_branches
 from headrace_schemas import Turn
 from tests.integration.gateway.test_real_engine import rig
 from tests.support.broker_process import BrokerProcess
@@ -66,6 +66,6 @@ async def test_a_conversation_is_one_branch_of_exact_tokens(tmp_path: Path, mort
     for session in ("claude", "codex"):
         own = [turn for turn in turns if turn.session_id == session]
         assert len(own) == STEPS
-        (branch,), (dialogue,) = branches(own)
+        (branch,), (dialogue,) = build_branches(own)
         assert len(branch.spans) == STEPS
         assert [message.role for message in dialogue.messages].count("assistant") == STEPS
