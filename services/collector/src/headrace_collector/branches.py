@@ -106,7 +106,7 @@ def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
 
 
 def _branch(sequence: Sequence[_Node]) -> Branch:
-    """Return the branch of a sequence. It ends with its last trained token."""
+    """Return the branch of a sequence up to its last trained token."""
     trained = [node for node in sequence if node.trainable]
     last = trained[-1]
     spans = tuple(

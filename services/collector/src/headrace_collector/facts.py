@@ -1,4 +1,4 @@
-"""The facts about a turn that determine its run. They are small, so a whole session can be read at once."""
+"""The facts about a turn that determine its run: small, so that a whole session can be read at once."""
 
 from __future__ import annotations
 

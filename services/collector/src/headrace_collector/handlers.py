@@ -102,7 +102,7 @@ class Collector:
         return []
 
     async def close_ended(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Close the sessions whose ends are due, now that more records were processed."""
+        """Close the sessions with ends that are due, now that more records were processed."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
     def _too_large(self, size: store.SessionSize) -> bool:

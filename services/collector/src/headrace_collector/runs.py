@@ -57,8 +57,8 @@ def partition_runs(
     """Divide the open turns of a session into runs.
 
     A session that the client named is one run, unless feedback or the client's own run ids name several. Otherwise a
-    feedback that lists turns defines exactly one run, and the other turns belong to the run whose conversation they
-    continue. A turn that continues a closed run starts a new one.
+    feedback that lists turns defines exactly one run, and each other turn belongs to the run of the conversation that
+    it continues. A turn that continues a closed run starts a new one.
     """
     labels = _Labels(turns, listings, tokens or {})
     by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))

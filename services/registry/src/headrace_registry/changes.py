@@ -1,6 +1,6 @@
 """Applies a change that an operator requests: lease check, change and audit entry in one transaction.
 
-A refused change stores nothing. An answered change is durable and published.
+A refused change leaves the state as it was. An answered change is durable and published.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks a setting that would stop the first promotion: a gate whose program does not run or prints wrong lines."""
+"""Checks the gate before the first promotion: its program must run and print valid lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TASKS = 8
 async def check(_common: Common, settings: RegistrySettings) -> list[str]:
     """Play a few tasks of the gate's program against a stand-in gateway, for one minute at most. Raises `SettingError`.
 
-    A program that still runs after a minute has passed, because it may print nothing for `gate.silence_s`.
+    A program that still runs after a minute has passed, because it may stay silent for `gate.silence_s`.
     """
     gate = settings.gate
     if not gate.command:

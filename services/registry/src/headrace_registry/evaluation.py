@@ -18,7 +18,7 @@ from headrace_schemas.gate import Tasks
 T = TypeVar("T")
 _SEEDS = 2**31
 _SHARE_BESIDE_TRIAL = 8
-"""An audit that runs beside a trial gets 1 / 8 of the concurrent plays."""
+"""During a trial, an audit gets 1 / 8 of the concurrent plays."""
 _AHEAD = 2
 """Plays that may be requested ahead, as a multiple of `concurrency`, so that a slow task does not delay the others."""
 
@@ -62,7 +62,7 @@ async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, tim
     """Play `trial` to its end. All versions play the same tasks, which depend on the candidate and the trial number
     alone.
 
-    Scores are added in the order of the draws, not of the answers. Raises what `session.play` raises.
+    Scores are added in the order of the draws, not of the answers. Raises the errors of `session.play`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -98,8 +98,8 @@ async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> N
 class AuditLimiter:
     """Limits how many plays of audits run at once. Use `async with` around each play.
 
-    At most `concurrency` plays run while no trial does, and an eighth of that beside a trial: a trial decides what is
-    served, and an audit decides nothing. A play that has begun is finished, so none is lost or counted twice.
+    At most `concurrency` plays run while no trial does, and an eighth of that during a trial, because only trials
+    decide which version serves. A play that has begun is finished, so none is lost or counted twice.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -140,7 +140,7 @@ async def play_audit_tasks(
 ) -> list[tuple[str, float]]:
     """Play `plays` audit tasks in turn, and return each task with its score.
 
-    Every version gets the same tasks and seeds, so that audits can be compared. Raises what `session.play` raises.
+    Every version gets the same tasks and seeds, so that audits can be compared. Raises the errors of `session.play`.
     """
     tasks = session.tasks.audit
 

@@ -33,7 +33,7 @@ _SHAPES = {
 
 
 class GateFailed(HeadraceError):
-    """The program returned no score: it ended, printed nothing for too long, or printed a wrong line.
+    """The program returned no score: it ended, stayed silent for too long, or printed a wrong line.
 
     A failure never counts as a score.
     """
@@ -53,9 +53,9 @@ class Gate:
         self._settings = settings
         self.configured = bool(settings.command)
         self.sha256 = program_digest(settings.command)
-        """Digest of the gate's command and code. Scores of different gates are never compared.
+        """Digest of the gate's command and code, computed when a session starts the program.
 
-        It is the digest of the last session, because each session starts the program again.
+        Scores of different gates are never compared.
         """
 
     @contextlib.asynccontextmanager

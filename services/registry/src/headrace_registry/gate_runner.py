@@ -76,9 +76,9 @@ class _Run:
 class GateRunner:
     """Runs trials and audits and stores their results in the database.
 
-    A trial does not wait for an audit: the audit continues beside it with a share of the plays (`AuditLimiter`). Copies
-    of a program on a Ray cluster use its CPUs, so there one run waits for the other. Failed attempts and the run itself
-    are kept in memory only. The error probability that a trial spends stays spent.
+    A trial does not wait for an audit: both run at the same time, and the audit gets a share of the plays
+    (`AuditLimiter`). Copies of a program on a Ray cluster use its CPUs, so there one run waits for the other. Failed
+    attempts and the run itself are kept in memory only. The error probability that a trial spends stays spent.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from headrace_schemas.manifest import Manifest
 
 
 class CheckpointHandler:
-    """Registers versions that the trainer published. Rejects a version whose manifest does not match its name."""
+    """Registers versions that the trainer published. Rejects a version if its manifest does not match its name."""
 
     def __init__(self, blobs: BlobStore, lease: LeaderLease) -> None:
         self._blobs = blobs

@@ -101,7 +101,7 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until something changes."""
+    """Do nothing until the next change."""
 
     reason: str = ""
 
@@ -129,9 +129,9 @@ class LifecycleInputs:
     probe_timed_out: bool = False
     """Whether live replicas have had `probe_timeout_s` to load and probe the candidate."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Candidates whose trial failed `gate.attempts` times, with the reason."""
+    """Candidates with `gate.attempts` failed trials, with the reason."""
     unmeasured: Mapping[str, str] = field(default_factory=dict)
-    """Versions whose audit failed `gate.attempts` times, with the reason."""
+    """Versions with `gate.attempts` failed audits, with the reason."""
     rollouts: Mapping[str, bool] = field(default_factory=dict)
     """For each version that an operator requested with a kind of rollout: whether it needs a rollout."""
     rollouts_by_default: bool = False
@@ -256,8 +256,7 @@ def _decide(candidate: VersionRecord, view: ModelView, inputs: LifecycleInputs) 
 
 
 def _promote_or_roll_out(promotion: Promote, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the promotion, or the rollout that must come before it. Without a champion there is nothing to compare
-    with."""
+    """Return the promotion, or the rollout that must come before it. A rollout needs a champion to compare with."""
     if view.champion is None or not inputs.rollouts.get(promotion.version, inputs.rollouts_by_default):
         return promotion
     if not inputs.watching:
@@ -286,9 +285,9 @@ def _start_trial(name: str, champion: str | None, view: ModelView, inputs: Lifec
 
 
 def next_audit(view: ModelView, inputs: LifecycleInputs) -> RunAudit | None:
-    """Return the audit that may run now beside a trial, or None if every score is known or cannot be measured.
+    """Return the audit that may run now, also during a trial, or None if every score is known or cannot be measured.
 
-    It measures the champion, or the champion before it, whose score a trial or a promotion may have overtaken.
+    The audit measures the champion, or the champion before it if a trial or a promotion has overtaken its audit.
     """
     for version in (view.champion, view.previous):
         if _is_unmeasured(version, view, inputs) and probe.served_by_any(version.version, inputs.replicas):

@@ -51,8 +51,7 @@ _STEPS_MAX = 100
 class ModelController:
     """Decides about all models. Call `tick` after every change and periodically, from one task at a time.
 
-    Two things are kept in memory only and start again after a crash: how long replicas have been loading a candidate,
-    and the runs of the gate.
+    The loading time of a candidate and the runs of the gate are kept in memory only, and start again after a crash.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class ModelController:
         """Read, decide and write in one transaction.
 
         Returns:
-          The action, the audit that may run beside a trial, and the versions that have a role now.
+            The action, the audit that may run during a trial, and the versions that have a role now.
         """
         results: list[tuple[Action, RunAudit | None, Roles]] = []
 

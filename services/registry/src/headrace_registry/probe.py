@@ -26,7 +26,7 @@ class ProbeResult:
 
 
 def live_replicas(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
-    """Return the replicas whose last heartbeat is not older than its `ttl_s` and that are not stopping."""
+    """Return the replicas with a heartbeat within its `ttl_s` that are not stopping."""
     return [
         replica
         for replica in replicas

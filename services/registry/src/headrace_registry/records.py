@@ -42,7 +42,7 @@ class VersionRecord:
     """Whether a trainer of this installation made it."""
     label: str | None = None
     served: bool = False
-    """Whether an operator asked for it to be loaded by replicas."""
+    """Whether an operator requested that replicas load it."""
     retired_at: datetime | None = None
     """When it was retired, or None."""
     collected: bool = False
@@ -123,7 +123,7 @@ class ModelView:
     trial_result: TrialResult | None
     """Result of the candidate's trial by the present gate."""
     audited: frozenset[str]
-    """Versions among champion, previous and candidate whose score the present gate has measured on the audit tasks."""
+    """Versions among champion, previous and candidate with a score on the audit tasks of the present gate."""
     under_way: int = 0
     """Number of rollouts under way."""
     slots: int | None = None

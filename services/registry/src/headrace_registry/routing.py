@@ -1,4 +1,4 @@
-"""The routing table of a model. It is published as a whole whenever it changes."""
+"""The routing table of a model, which is published as a whole whenever it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ bound."""
 
 
 async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Routing]:
-    """Return the model's routing with the next revision if it differs from the last published one, else nothing."""
+    """Return the model's routing with the next revision if it differs from the last published one."""
     record = await store.load_model(tx, name)
     assert record is not None
     routing = await _current_routing(tx, now, record)

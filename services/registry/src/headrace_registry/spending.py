@@ -42,7 +42,7 @@ def success(alpha: float, number: int, metrics: int) -> float:
 def harm(beta: float, share: float) -> float:
     """Return the error probability for rolling back a harmless version by one test that has `share` of all tests.
 
-    All of β is spent here: a rollout that finds nothing in time ends in hold and rolls nothing back.
+    All of β is spent here: a rollout without a result in time ends in hold and is not rolled back.
     """
     return beta * share
 

@@ -37,7 +37,7 @@ async def model_state(
 async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
     """Return why no replica serves the model, or None.
 
-    Without a champion, the reason is what delays the candidate, or why the newest version was refused.
+    Without a champion, the reason is the delay of the candidate, or the refusal of the newest version.
     """
     if record.champion is not None:
         reason = probe.unserved_reason(record.champion, replicas)

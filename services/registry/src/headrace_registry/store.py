@@ -71,7 +71,7 @@ def _may_serve(version: VersionRecord) -> bool:
 
 
 async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
-    """Return the versions whose parent is one of `names`."""
+    """Return the versions with one of `names` as parent."""
     return list((await _versions(tx, select(VERSIONS).where(VERSIONS.c.parent.in_(list(names))))).values())
 
 
@@ -90,12 +90,12 @@ async def load_view(
     *,
     now: datetime | None = None,
 ) -> ModelView:
-    """Return what the next decision about a model depends on.
+    """Return the input of the next decision about a model.
 
     A version without a trainer waits until an operator requests it. Without `now`, the number of recent rollouts is 0.
 
     Args:
-      requested: A version that an operator asks about; its base is loaded too.
+        requested: A version in an operator's request; its base is loaded too.
     """
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))

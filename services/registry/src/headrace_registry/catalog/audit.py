@@ -22,7 +22,7 @@ _WHO_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Sender of a request. The key proves `principal`; `who` is the name that the request gives."""
+    """Sender of a request. The key proves `principal`; the request itself gives the name `who`."""
 
     principal: str
     who: str

@@ -1,4 +1,4 @@
-"""Registers a version whose files are in the blob store and that no trainer of this installation made."""
+"""Registers versions from files in the blob store, without a trainer of this installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits how many requested versions replicas hold, so that trained versions find room beside them."""
+"""Limits how many requested versions replicas hold, so that room is left for trained versions."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TAGS_MAX = 64
 
 
 async def change_tags(tx: AsyncConnection, version: VersionRecord, add: Iterable[str], remove: Iterable[str]) -> None:
-    """Add and remove tags. Adding an existing tag or removing a missing one changes nothing."""
+    """Add and remove tags. Existing tags may be added again, and missing tags may be removed."""
     removed = TAGS.c.tag.in_(list(remove))
     await tx.execute(delete(TAGS).where(TAGS.c.version == version.version, removed))
     for tag in add:

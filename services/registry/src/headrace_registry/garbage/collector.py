@@ -55,7 +55,7 @@ class GarbageCollector:
         self._retired_for = timedelta(seconds=retired_for_s)
         self._bytes_max = bytes_max
         self._manifest_cache: dict[str, Manifest] = {}
-        """Manifests of the versions whose files are there. A manifest never changes."""
+        """Manifests of the versions with files in the store. A manifest never changes."""
         self._within_limit: int | None = None
         """Number of versions when they were last within the limit."""
         self.lock = asyncio.Lock()
@@ -121,7 +121,7 @@ class GarbageCollector:
             log.info("collected", version=collectable.version, files=collectable.report.files)
 
     async def _uncollected(self) -> list[VersionRecord]:
-        """Return the versions whose files are there."""
+        """Return the versions with files in the store."""
         versions: list[VersionRecord] = []
 
         async def look(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -204,7 +204,7 @@ class GarbageCollector:
         return plan.make_plan(await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs)
 
     def _manifests(self, versions: Sequence[VersionRecord]) -> list[Manifest]:
-        """Return the manifests that exist. A version whose manifest never existed was rejected, and has no files."""
+        """Return the manifests that exist. A version without a manifest was rejected, and has no files."""
         manifests = []
         for version in versions:
             try:

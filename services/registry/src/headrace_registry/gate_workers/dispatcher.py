@@ -1,4 +1,4 @@
-"""Distributes plays to workers. This module does not depend on what a worker is."""
+"""Distributes plays to workers of any kind."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def upgrade() -> None:
 
 
 def _remember_champions() -> None:
-    """Each champion replaced another one: the history so far, as the versions tell it."""
+    """Reconstruct the history of champions from the version that each champion replaced."""
     bind = op.get_bind()
     models, versions, champions = (
         sa.table("models", *map(sa.column, ("model", "champion", "previous"))),

@@ -131,7 +131,7 @@ async def _stop(transition: Transition, _model: ModelRecord, rollout: RolloutRec
 
 
 async def _promote(transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """Make the version champion at once, before its sessions have shown what the plan requires."""
+    """Make the version champion at once, without waiting for the results that the plan requires."""
     if model.pinned not in (None, rollout.version):
         raise Refused(409, "pinned", f"model {model.model} is pinned to {model.pinned}; unpin it first")
     await steps.promote(transition, model, rollout, reason, rollout.statistics, family=model.family)

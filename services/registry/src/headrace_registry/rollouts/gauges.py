@@ -43,10 +43,10 @@ class RolloutGauges:
 
 
 def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, float]:
-    """Return each guardrail's evidence of harm, as a share of what rolls the candidate back.
+    """Return the evidence of harm of each guardrail, relative to the evidence that rolls the candidate back.
 
-    It is the log of the wealth over the value that its first reading on live traffic needs. Below 0, the sessions are
-    evidence against harm.
+    The value is the log of the wealth over the value that its first reading on live traffic needs. Below 0, the
+    sessions are evidence against harm.
     """
     plan = rollout.plan
     shares = {}

@@ -38,8 +38,8 @@ def success(session: SessionRecord, source: str) -> float | None:
 def missing(session: SessionRecord, source: str) -> float | None:
     """1 when no reward (of that source) has a value: none came, or it abstained, failed or timed out. Never abstains.
 
-    It is a guardrail of its own. Sessions without a reward are left out of the reward's comparison, so a version whose
-    bad sessions end without one would look better than it is.
+    This metric is a guardrail of its own. Sessions without a reward are left out of the reward's comparison, so a
+    version that loses the rewards of its bad sessions would look better than it is.
     """
     return float(reward.compute(session, source) is None)
 

@@ -1,5 +1,4 @@
-"""Charts of the steps of rollouts, as files beside the registry's data. They show the statistics behind each
-decision."""
+"""Charts of the steps of rollouts, stored as files in the data directory with the statistics behind each decision."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ log = get_logger(__name__)
 class Reports:
     """Writer of charts. Call `write` after each step; a step that has a chart is skipped.
 
-    A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. So a full disk, or
-    a machine without matplotlib, costs the chart and nothing else.
+    A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. Without
+    matplotlib, or on a full disk, only the chart is missing.
     """
 
     def __init__(self, folder: Path, kept_max: int) -> None:

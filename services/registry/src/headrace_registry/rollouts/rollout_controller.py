@@ -45,7 +45,7 @@ _READINGS_MAX = 2000
 _SHARE_EVERY_UNITS = 20
 """Number of units of a candidate and its control that must be read before an adaptive split changes its share again."""
 _STORE_EVERY_S = 2.0
-"""How often the statistics and the chart of a rollout are stored while nothing is decided."""
+"""How often the statistics and the chart of a rollout are stored between decisions."""
 _REASON_MAX = 1000
 _POINTS_MAX = 120
 """Largest number of points of a chart. Beyond it, every second point is removed."""
@@ -91,7 +91,7 @@ class RolloutController:
         self._gauges = RolloutGauges()
         self._statistics: dict[str, _RolloutStatistics] = {}
         self._cleared: set[str] = set()
-        """Models whose ended rollouts have no rows left to delete."""
+        """Models without rows of ended rollouts that must still be deleted."""
 
     async def tick(self, model: str) -> bool:
         """Advance the rollouts of a model. Return whether a decision was made."""

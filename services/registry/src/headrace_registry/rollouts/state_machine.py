@@ -26,7 +26,7 @@ UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
 
 
 LEFT_TO_OPERATOR = "the plan leaves it to an operator"
-"""End of the reason of a hold whose version was shown good enough."""
+"""End of the reason for holding a version that was shown good enough."""
 
 
 class NotAllowed(HeadraceError):
@@ -36,7 +36,7 @@ class NotAllowed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The rollout of one version. It is over when its phase is not one of `UNDER_WAY`."""
+    """The rollout of one version, which is over in a phase outside `UNDER_WAY`."""
 
     version: str
     phase: Phase
@@ -90,8 +90,7 @@ class ModelRolloutState:
         return Split(salt, self.champion, tuple(slots))
 
     def shares(self, plan: RolloutPlan) -> Mapping[str, Fraction]:
-        """Return the shares of the candidates that get users: none for a version in the shadow or whose rollout is
-        over."""
+        """Return the shares of the candidates that get users: none in the shadow or after the rollout."""
         share_max = Fraction(1, plan.slots + 1)
         canaries = [rollout for rollout in self.under_way if rollout.phase == "canary"]
         return {rollout.version: min(plan.stages[rollout.stage].share, share_max) for rollout in canaries}

@@ -103,7 +103,7 @@ def _without_users(session: SessionRecord) -> SessionRecord:
 
 
 class PromptReader:
-    """Reads prompts whose answers had time to be judged. Call `read_due` in each round."""
+    """Reads prompts after their answers had time to be judged. Call `read_due` in each round."""
 
     def __init__(self, processor: Processor, lease: LeaderLease) -> None:
         self._processor = processor

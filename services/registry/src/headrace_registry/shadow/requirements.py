@@ -1,4 +1,4 @@
-"""Requirements for an estimate from a shadow. They are declared with the plan of a rollout."""
+"""Requirements for an estimate from a shadow, declared with the plan of a rollout."""
 
 from __future__ import annotations
 

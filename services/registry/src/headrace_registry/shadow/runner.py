@@ -1,5 +1,4 @@
-"""Gets the prompts of shadows answered in tasks of their own, beside the decisions. Running tasks are in memory
-only."""
+"""Gets the prompts of shadows answered in tasks of their own. Running tasks are in memory only."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class ShadowSettings(Section):
     tenants: tuple[ShadowTenant, ...] = ()
     """Tenants that have agreed. Prompts of other tenants are neither stored nor answered."""
     read_only_tools: tuple[Label, ...] = ()
-    """Tools that a shadow may call, because they change nothing. For all other tools, recorded results are replayed."""
+    """Tools that a shadow may call because they have no side effects. For all other tools, recorded results are
+    replayed."""
     tools_command: tuple[str, ...] = ()
     """Program that calls these tools: for each line `{"id": ..., "name": ..., "arguments": "..."}` it prints `{"id":
     ..., "result": "..."}`. `{python}` is replaced by the registry's interpreter."""
