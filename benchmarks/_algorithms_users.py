@@ -49,7 +49,7 @@ Signal = Callable[[World, str, int, Random], Awaitable[list[Experience]]]
 
 
 @dataclass(frozen=True)
-class RunWithUser(users.Played):
+class RunWithUser(users.AnsweredQuestion):
     """A played run whose user records feedback instead of sending it."""
 
     run: PlayedRun[Task]
@@ -146,7 +146,7 @@ async def _experiences_after_feedback(
     ]
 
 
-async def _edits_and_rewards(run: users.Played) -> None:
+async def _edits_and_rewards(run: users.AnsweredQuestion) -> None:
     await users.edits(run)
     await users.rewards(run)
 
@@ -164,7 +164,7 @@ async def _turns(run: RunWithUser) -> None:
     await users.rewards(run)
 
 
-async def _end_without_feedback(run: users.Played) -> None:
+async def _end_without_feedback(run: users.AnsweredQuestion) -> None:
     await run.end()
 
 

@@ -37,7 +37,7 @@ from headrace_trainer.settings import TrainerSettings
 FEW, POISONERS = 0.03, 0.02
 
 
-async def few_thumbs(played: users.Played, poisoners: float = 0.0) -> None:
+async def few_thumbs(played: users.AnsweredQuestion, poisoners: float = 0.0) -> None:
     """Type corrections or thanks at the rates of `HINTS`, and rarely give a thumb."""
     rates = {name: up if played.accepted else down for name, (up, down, _) in HINTS.items()}
     if played.draw.random() < rates["corrected"]:
@@ -47,12 +47,12 @@ async def few_thumbs(played: users.Played, poisoners: float = 0.0) -> None:
     await users.thumbs(played, share=FEW, poisoners=poisoners)
 
 
-async def directions(played: users.Played) -> None:
+async def directions(played: users.AnsweredQuestion) -> None:
     """Type the tool to call, as an informed user, or thank the agent."""
     await _reply_and_end(played, directed.direction(played.task, played.tools, played.episode.messages, played.draw)[0])
 
 
-async def only_say_wrong(played: users.Played) -> None:
+async def only_say_wrong(played: users.AnsweredQuestion) -> None:
     """Type the same useless message in every session."""
     await _reply_and_end(played, users.WRONG)
 
@@ -63,13 +63,13 @@ class Misled:
     def __init__(self) -> None:
         self._before: str | None = None
 
-    async def __call__(self, played: users.Played) -> None:
+    async def __call__(self, played: users.AnsweredQuestion) -> None:
         message, _ = directed.direction(played.task, played.tools, played.episode.messages, played.draw)
         text, self._before = self._before or message, message
         await _reply_and_end(played, text)
 
 
-async def _reply_and_end(played: users.Played, text: str) -> None:
+async def _reply_and_end(played: users.AnsweredQuestion, text: str) -> None:
     await users.reply(played, users.THANKS if played.accepted else text, MAX_TOKENS)
     await played.end()
 

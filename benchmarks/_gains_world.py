@@ -24,7 +24,7 @@ from benchmarks._learning_world import World, trajectory_of
 from benchmarks._thumbs_world import JUDGE, judge_criteria, without_width_limit
 from email_agent.react import play
 from email_agent.tasks import Task
-from email_agent.users import Played
+from email_agent.users import AnsweredQuestion
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
@@ -43,7 +43,7 @@ from headrace_scorer.rescoring import Rescoring
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.settings import ScorerSettings
 
-GiveFeedback = Callable[[Played], Awaitable[None]]
+GiveFeedback = Callable[[AnsweredQuestion], Awaitable[None]]
 _CALLER = Caller("", "", "default", frozenset(), None, LimitSettings())
 _BODY_BYTES = 1 << 20
 
@@ -95,7 +95,7 @@ class Traffic(World):
                 client = cast(AsyncOpenAI, visitor)
                 episode = await play(client, version, self.tools, task.question, MAX_TOKENS)
                 accepted = self.is_right(task, episode)
-                await give_feedback(Played(client, version, self.tools, task, episode, accepted, user_draw))
+                await give_feedback(AnsweredQuestion(client, version, self.tools, task, episode, accepted, user_draw))
                 return Visit(trajectory_of(visitor.turns, visitor.feedback), visitor.feedback, accepted)
 
         return list(await asyncio.gather(*map(visit, itertools.islice(self.training_tasks, sessions))))

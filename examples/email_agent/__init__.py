@@ -1,1 +1,1 @@
-"""An agent that answers questions over a mailbox, and learns from doing so when Headrace serves its model."""
+"""An agent that answers questions about a mailbox, and is trained on its own traffic when Headrace serves its model."""

@@ -1,8 +1,8 @@
-"""Builds the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of less than a minute.
+"""Build the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of less than a minute.
 
     python -m email_agent.build_base --cache ~/.cache/headrace/email_agent
 
-prints the model's folder. The result stays there under a digest of all that went into it, for the next run.
+prints the model's folder. The folder is named by a digest of all inputs and reused by the next run.
 """
 
 from __future__ import annotations

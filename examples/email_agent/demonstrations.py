@@ -1,7 +1,7 @@
-"""Conversations for the warm-up: a clerk who knows the way to every answer, and has bad habits.
+"""Conversations for the warm-up: a clerk that knows the steps to every answer, but has bad habits.
 
-The habits decide where the base model starts. It copies them as faithfully as the right way, and learns from its own
-traffic which of the two pays.
+The habits determine where the base model starts. The model imitates them as well as the right steps, and learns from
+its own traffic which of them are rewarded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from example_parts.tools import ERROR
 Message = dict[str, Any]
 
 Habit = Literal["vague", "careless", "hasty", "wrong_tool", "malformed"]
-"""Searches for half of it; takes the wrong thing from what was found; gives up early; asks the wrong tool; forgets to
-close the JSON."""
+"""Bad habits: searching for half of the subject, picking the wrong item of a result, giving up early, calling the wrong
+tool, and leaving the JSON of a call incomplete."""
 
 ROUTES: dict[Kind, tuple[str, str]] = {
     "meeting_day": ("search_mail", "read_mail"),
@@ -30,7 +30,7 @@ ROUTES: dict[Kind, tuple[str, str]] = {
     "newest_meeting": ("list_folder", "read_mail"),
     "mail_count": ("find_contact", "count_mail"),
 }
-"""The two calls that lead to the answer."""
+"""The two calls that lead to the answer, by kind of question."""
 
 WRONG_ROUTES: dict[Kind, tuple[str, str]] = {
     "attachment": ("search_mail", "read_mail"),
@@ -50,15 +50,15 @@ GIVES_UP = "unknown"
 
 
 def demonstrate(task: Task, tools: Mailtools, rng: random.Random, lapses: float) -> list[Message]:
-    """A whole conversation about `task`. With probability `lapses` it shows one of the bad habits."""
+    """Return a whole conversation about `task`. With probability `lapses` it shows one of the bad habits."""
     habit = rng.choice(HABITS[task.kind]) if rng.random() < lapses else None
     first, second = WRONG_ROUTES[task.kind] if habit == "wrong_tool" else ROUTES[task.kind]
     conversation = _Conversation(task, tools)
 
-    found = conversation.call(first, rng.choice(task.about.split()) if habit == "vague" else task.about)
-    if habit == "hasty" or found.startswith(ERROR):
+    result = conversation.call(first, rng.choice(task.about.split()) if habit == "vague" else task.about)
+    if habit == "hasty" or result.startswith(ERROR):
         return conversation.answer(GIVES_UP)
-    argument = _pick(found, second, careless=habit == "careless")
+    argument = _pick(result, second, careless=habit == "careless")
     if habit == "malformed":
         return conversation.answer(f"<tool_call>{_call_json(second, argument).rstrip('}')}</tool_call>")
     return conversation.answer(_reading(task, conversation.call(second, argument)) or GIVES_UP)
@@ -73,7 +73,7 @@ class _Conversation:
         ]
 
     def call(self, name: str, argument: str) -> str:
-        """Ask a tool as a model would, and return what it answers."""
+        """Call a tool as a model does, and return its result."""
         arguments = json.dumps({PARAMETER_OF[name]: argument})
         answer = self._tools.call(name, arguments)
         call = {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -89,9 +89,10 @@ def _call_json(name: str, argument: str) -> str:
     return json.dumps({"name": name, "arguments": {PARAMETER_OF[name]: argument}})
 
 
-def _pick(found: str, tool: str, *, careless: bool) -> str:
-    """The argument for `tool`, from the first line of `found`; careless: from the second, or the wrong part of it."""
-    lines = found.splitlines()
+def _pick(result: str, tool: str, *, careless: bool) -> str:
+    """Return the argument for `tool` from the first line of a result. If `careless`, from the second line, or the wrong
+    part."""
+    lines = result.splitlines()
     line = lines[1] if careless and len(lines) > 1 else lines[0]
     short_id, rest = line.split(" ", 1)
     name = " ".join(rest.split()[:2]).rstrip(":")
@@ -100,14 +101,14 @@ def _pick(found: str, tool: str, *, careless: bool) -> str:
 
 
 def _reading(task: Task, text: str) -> str | None:
-    """What `text`, the answer of a tool, says about the question; None when it says nothing about it."""
-    day, room = r" on (\w+day)", r"room (\d+)"
+    """Return the answer to the question in the result of a tool, or None."""
+    day_pattern, room_pattern = r" on (\w+day)", r"room (\d+)"
     pattern = {
-        "meeting_day": day,
+        "meeting_day": day_pattern,
         "attachment": r"^(\w+\.pdf)$",
         "extension": r"extension (\d+)",
         "last_writer": r"\A(\w+ \w+)$",
-        "newest_meeting": day if "day" in task.question else room,
+        "newest_meeting": day_pattern if "day" in task.question else room_pattern,
         "mail_count": r"^(\d+) mails",
     }[task.kind]
     match = re.search(pattern, text, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Users who know the way: their next message says what to call. And a warm-up for a base that can use that.
+"""Users that know the right steps and name the next call in their message, and a warm-up for a base that follows them.
 
-The demo's base never saw a user reply to an answer, so what users type is worth nothing to it. This one has read
-replies, behind a wrong answer and in place of one, and follows them. Bad habits it has as well.
+The demo's base has never seen a user reply to an answer, so that typed messages are useless to it. This base has seen
+replies after wrong answers and in place of answers, and follows them. The base has the same bad habits.
 """
 
 from __future__ import annotations
@@ -24,52 +24,60 @@ _MODULES = (*LESSON.modules, "directions")
 
 @dataclass(frozen=True)
 class Schedule(warm_up.Schedule):
-    """That of the demo, and how many conversations a user directs."""
+    """Schedule of the demo, with the share of directed conversations."""
 
     directed: float = 0.5
 
 
-def direction(task: Task, tools: Mailtools, said: Sequence[Message], draw: random.Random) -> tuple[str, list[Message]]:
-    """What somebody replies who knows the way, and how it goes on from there: the first call on the way that was not
-    made yet, or else the last one."""
+def direction(
+    task: Task, tools: Mailtools, messages: Sequence[Message], draw: random.Random
+) -> tuple[str, list[Message]]:
+    """Return a user's direction, and the right continuation of the conversation.
+
+    The direction names the first right call that the agent has not made, or else the last one.
+    """
     right = demonstrate(task, tools, draw, lapses=0.0)
-    made = [_called(call) for one in said for call in one.get("tool_calls") or ()]
-    places = [place for place, one in enumerate(right) if one.get("tool_calls")]
-    place = next((one for one in places if _called(right[one]["tool_calls"][0]) not in made), places[-1])
-    name, argument = _called(right[place]["tool_calls"][0])
-    return f"No, that is wrong. Call {name} with {argument}.", right[place:]
+    earlier_calls = [_tool_and_argument(call) for message in messages for call in message.get("tool_calls") or ()]
+    indices = [index for index, message in enumerate(right) if message.get("tool_calls")]
+    next_call = next(
+        (index for index in indices if _tool_and_argument(right[index]["tool_calls"][0]) not in earlier_calls),
+        indices[-1],
+    )
+    name, argument = _tool_and_argument(right[next_call]["tool_calls"][0])
+    return f"No, that is wrong. Call {name} with {argument}.", right[next_call:]
 
 
 def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
-    """All that the warm-up shows, in order, in mailboxes that no agent meets; users direct some of it."""
+    """Return all conversations of the warm-up, in order. Agents never use its mailboxes."""
     draw = random.Random(f"directions {seed}")
-    places = [_place(-1 - seed * schedule.mailboxes - number, seed) for number in range(schedule.mailboxes)]
-    shown = []
+    sources = [_tasks_and_tools(-1 - seed * schedule.mailboxes - number, seed) for number in range(schedule.mailboxes)]
+    result = []
     for position in range(schedule.shown):
-        source, tools = places[position % len(places)]
+        source, tools = sources[position % len(sources)]
         task = next(source)
-        told = demonstrate(task, tools, draw, schedule.lapses if position >= schedule.shown_right else 0.0)
-        shown.append(_directed(task, tools, told, draw) if draw.random() < schedule.directed else told)
-    return shown
+        messages = demonstrate(task, tools, draw, schedule.lapses if position >= schedule.shown_right else 0.0)
+        result.append(_with_direction(task, tools, messages, draw) if draw.random() < schedule.directed else messages)
+    return result
 
 
-def _place(number: int, seed: int) -> tuple[Iterator[Task], Mailtools]:
-    """What is asked in a mailbox, about everything in turns, and its tools."""
+def _tasks_and_tools(number: int, seed: int) -> tuple[Iterator[Task], Mailtools]:
+    """Return the tasks of a mailbox, alternating between the splits, and its tools."""
     box = mailbox.generate(number)
     both = itertools.cycle([stream(box, "train", seed), stream(box, "held_out", seed)])
-    return (next(one) for one in both), Mailtools(box.open())
+    return (next(split) for split in both), Mailtools(box.open())
 
 
-def _directed(task: Task, tools: Mailtools, told: list[Message], draw: random.Random) -> list[Message]:
-    """A right conversation is cut behind its first call; a wrong one is kept, or loses its answer."""
-    right = told == demonstrate(task, tools, draw, lapses=0.0)
-    before = told[:4] if right else told if draw.random() < 0.5 else told[:-1]
+def _with_direction(task: Task, tools: Mailtools, messages: list[Message], draw: random.Random) -> list[Message]:
+    """Add a direction to a conversation: after the first call of a right one, and after, or in place of, the answer of
+    a wrong one."""
+    is_right = messages == demonstrate(task, tools, draw, lapses=0.0)
+    before = messages[:4] if is_right else messages if draw.random() < 0.5 else messages[:-1]
     text, rest = direction(task, tools, before, draw)
     return [*before, {"role": "user", "content": text}, *rest]
 
 
-def _called(call: Any) -> tuple[str, str]:
-    """A tool and its argument; of what cannot be read the text."""
+def _tool_and_argument(call: Any) -> tuple[str, str]:
+    """Return a tool and its argument, or the raw arguments if they cannot be parsed."""
     function = call["function"]
     try:
         return function["name"], str(json.loads(function["arguments"])[PARAMETER_OF[function["name"]]])

@@ -1,10 +1,10 @@
-"""Plays held-out tasks: for the registry's gate, or against one version, a line of JSON for each.
+"""Play held-out tasks for the registry's gate, or against one version, and print a line of JSON for each.
 
     python -m email_agent.evaluate --base-url http://127.0.0.1:8000/v1 --gate
     python -m email_agent.evaluate --base-url http://127.0.0.1:8000/v1 --model email-agent@0123456789abcdef
 
-The questions are about folders and people that the agent's own traffic never asks about: `--seed` chooses the mailbox
-and them. How programs like this one are told what to play is in `example_parts/examining.py`.
+The questions are about folders and people that do not occur in the agent's own traffic; `--seed` selects them and the
+mailbox. `example_parts/examining.py` describes the protocol with the gate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from example_parts import examining
 
 
 class Examination(examining.Examination[Task]):
-    """Questions about the mailbox of one seed."""
+    """Held-out questions about the mailbox of one seed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

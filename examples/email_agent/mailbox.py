@@ -1,4 +1,4 @@
-"""A mailbox generated from a seed and held in SQLite with full-text search."""
+"""A mailbox, generated from a seed and stored in SQLite with full-text search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CREATE VIRTUAL TABLE mail_words USING fts5 (subject, body, content='mails', cont
 
 @dataclass(frozen=True)
 class Contact:
-    """A person who writes mails. `id` is short and tells nothing, so that tools have to be asked for it."""
+    """A person who writes mails. The short `id` is meaningless, so that agents must find it with tools."""
 
     id: str
     name: str
@@ -40,7 +40,7 @@ class Contact:
 
 @dataclass(frozen=True)
 class Mail:
-    """One message; numbers ascend in time over the whole mailbox."""
+    """A mail. Numbers ascend in time over the whole mailbox."""
 
     number: int
     sender: Contact
@@ -50,28 +50,28 @@ class Mail:
 
 @dataclass(frozen=True)
 class Thread:
-    """A meeting that one person announces and others answer to. `subject` is unique in a mailbox."""
+    """A meeting that one person announces and others reply to. `subject` is unique in a mailbox."""
 
     id: str
     folder: str
     subject: str
     day: str
-    room: str
+    room_number: str
     attachment: str
     mails: tuple[Mail, ...]
-    """In the order of time; the first one is the announcement."""
+    """Mails in chronological order, with the announcement first."""
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """What is true in one mailbox: questions take their expected answers from here, tools only see the database."""
+    """Ground truth of one mailbox. Expected answers come from here; tools use only the database."""
 
     seed: int
     contacts: tuple[Contact, ...]
     threads: tuple[Thread, ...]
 
     def open(self, path: str = ":memory:") -> sqlite3.Connection:
-        """The mailbox as a new database at `path`."""
+        """Write the mailbox to a new database at `path` and return its connection."""
         database = sqlite3.connect(path)
         database.executescript(_SCHEMA)
         contacts = [(contact.id, contact.name, contact.extension) for contact in self.contacts]
@@ -90,14 +90,16 @@ class Mailbox:
 
 
 def generate(seed: int) -> Mailbox:
-    """The mailbox of `seed`: one thread per project and matter. The same on every machine."""
+    """Return the mailbox of a seed, with one thread per project and matter. The mailbox is equal on every machine."""
     rng = random.Random(f"mailbox {seed}")
     contacts = _contacts(rng)
     topics = list(itertools.product(words.PROJECTS, words.MATTERS))
     people = [rng.sample(contacts, 1 + rng.randint(1, REPLIES_MAX)) for _ in topics]
 
-    # Threads overlap in time: a mail's number is its place among all mails, and a reply follows what it answers.
-    sent = sorted((moment, index) for index, writers in enumerate(people) for moment in _moments(rng, len(writers)))
+    # Threads overlap in time: a mail's number is its rank among all mails, and a reply follows its announcement.
+    sent = sorted(
+        (time_sent, index) for index, writers in enumerate(people) for time_sent in _times_sent(rng, len(writers))
+    )
     numbers: list[list[int]] = [[] for _ in topics]
     for number, (_, index) in enumerate(sent, start=1):
         numbers[index].append(number)
@@ -119,7 +121,7 @@ def _contacts(rng: random.Random) -> list[Contact]:
     return [Contact(short, name, str(rng.randint(10, 99))) for short, name in pairs]
 
 
-def _moments(rng: random.Random, mails: int) -> list[float]:
+def _times_sent(rng: random.Random, mails: int) -> list[float]:
     gaps = [rng.random() / 10 for _ in range(mails - 1)]
     return list(itertools.accumulate(gaps, initial=rng.random()))
 
@@ -127,9 +129,9 @@ def _moments(rng: random.Random, mails: int) -> list[float]:
 def _thread(
     rng: random.Random, thread_id: str, folder: str, subject: str, writers: list[tuple[int, Contact]]
 ) -> Thread:
-    day, room = rng.choice(words.DAYS), str(rng.randint(10, 99))
+    day, room_number = rng.choice(words.DAYS), str(rng.randint(10, 99))
     attachment = f"{rng.choice(words.FILES)}{rng.randint(1, 9)}.pdf"
     (number, starter), *replies = writers
-    mails = [Mail(number, starter, subject, f"We meet on {day} in room {room}. The file is attached.")]
+    mails = [Mail(number, starter, subject, f"We meet on {day} in room {room_number}. The file is attached.")]
     mails += [Mail(number, writer, f"Re: {subject}", rng.choice(words.REPLIES)) for number, writer in replies]
-    return Thread(thread_id, folder, subject, day, room, attachment, tuple(mails))
+    return Thread(thread_id, folder, subject, day, room_number, attachment, tuple(mails))

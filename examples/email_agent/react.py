@@ -1,4 +1,4 @@
-"""The agent itself: what it is told and what it may call. The loop is that of all examples."""
+"""The agent: its system prompt and its tools, with the loop that all examples share."""
 
 from __future__ import annotations
 

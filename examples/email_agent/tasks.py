@@ -1,4 +1,4 @@
-"""Questions over a mailbox with checkable answers, in sets that share no question."""
+"""Questions about a mailbox with checkable answers, in sets without a common question."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from email_agent.mailbox import Mailbox
 
 Kind = Literal["meeting_day", "attachment", "extension", "last_writer", "newest_meeting", "mail_count"]
 Split = Literal["train", "held_out", "gate", "audit"]
-"""What the agent's own traffic asks, and what it never asks: one half decides about versions, one half nothing."""
+"""Sets of questions: the agent's own traffic, and held-out questions, half of which decide about versions (gate) while
+the other half only measures (audit)."""
 
 HELD_OUT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Task:
-    """One question. `about` is the subject, folder or person asked about."""
+    """One question. `about` is the subject, folder or person in it."""
 
     id: str
     kind: Kind
@@ -29,9 +30,9 @@ class Task:
 
 
 def tasks(mailbox: Mailbox, split: Split) -> list[Task]:
-    """Every question of `split`. A quarter of the projects and of the people is asked about in held-out tasks only.
+    """Return every question of a split. A quarter of the projects and people occurs only in held-out tasks.
 
-    Of each kind of held-out question a random half is for the audit.
+    A random half of each kind of held-out question belongs to the audit.
     """
     if split in ("gate", "audit"):
         audit = _audited(tasks(mailbox, "held_out"), random.Random(f"audit {mailbox.seed}"))
@@ -43,8 +44,8 @@ def tasks(mailbox: Mailbox, split: Split) -> list[Task]:
         *rng.sample(folders, round(len(folders) * HELD_OUT_SHARE)),
         *rng.sample(people, round(len(people) * HELD_OUT_SHARE)),
     }
-    wanted = split == "held_out"
-    return [task for topic, task in _questions(mailbox) if (topic in held_out) == wanted]
+    is_held_out = split == "held_out"
+    return [task for topic, task in _questions(mailbox) if (topic in held_out) == is_held_out]
 
 
 def _audited(held_out: list[Task], rng: random.Random) -> set[str]:
@@ -55,7 +56,8 @@ def _audited(held_out: list[Task], rng: random.Random) -> set[str]:
 
 
 def stream(mailbox: Mailbox, split: Split, seed: int) -> Iterator[Task]:
-    """Tasks without end, the kinds in turn and each kind's questions in random order; all asked before one repeats."""
+    """Yield tasks without end: kinds alternate, and each kind's questions come in random order without repetition until
+    all were used."""
     rng = random.Random(f"stream {mailbox.seed} {split} {seed}")
     by_kind: dict[Kind, list[Task]] = defaultdict(list)
     for task in tasks(mailbox, split):
@@ -69,7 +71,7 @@ def stream(mailbox: Mailbox, split: Split, seed: int) -> Iterator[Task]:
 
 
 def _questions(mailbox: Mailbox) -> Iterator[tuple[str, Task]]:
-    """Each with the project or person that decides its split."""
+    """Yield each question with the project or person that determines its split."""
     newest = {thread.folder: thread for thread in sorted(mailbox.threads, key=lambda thread: thread.mails[0].number)}
     for thread in mailbox.threads:
         subject = thread.subject
@@ -92,7 +94,10 @@ def _questions(mailbox: Mailbox) -> Iterator[tuple[str, Task]]:
             _task("last_writer", subject, f"Who wrote last about {subject}?", thread.mails[-1].sender.name),
         )
     for folder, thread in newest.items():
-        yield folder, _task("newest_meeting", folder, f"In which room is the newest {folder} meeting?", thread.room)
+        yield (
+            folder,
+            _task("newest_meeting", folder, f"In which room is the newest {folder} meeting?", thread.room_number),
+        )
         yield folder, _task("newest_meeting", folder, f"On which day is the newest {folder} meeting?", thread.day)
     sent = Counter(mail.sender for thread in mailbox.threads for mail in thread.mails)
     for contact in mailbox.contacts:

@@ -1,4 +1,4 @@
-"""The tokenizer of the base model: the words of mailboxes are whole, and so are the recurring pieces of calls."""
+"""Tokenizer of the base model: the words of mailboxes and the recurring parts of calls are single tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 704
-"""Entries. Bytes, markup and the words of mailboxes with their merges fill about 650."""
+"""Vocabulary size. Bytes, markup and the words of mailboxes with their merges need about 650 entries."""
 RECURRING = (*(bpe.call_opening(*tool) for tool in PARAMETER_OF.items()), '"}}', *PARAMETER_OF)
-"""Pieces of tool calls that are one token each."""
+"""Parts of tool calls that are one token each."""
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer for `texts`: what users and tools say."""
+    """Train a tokenizer on texts of users and tools."""
     return bpe.train(texts, words.ALL, RECURRING, VOCABULARY)

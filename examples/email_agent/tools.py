@@ -1,4 +1,4 @@
-"""The seven tools of the agent, as OpenAI function definitions and as the queries behind them."""
+"""The seven tools of the agent, as OpenAI function definitions and as SQL queries."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from example_parts.tools import ERROR, WrongCall, definition, only_argument
 
 HITS = 2
-"""Threads that a search or a folder shows."""
+"""Maximum number of threads in a result."""
 
 _THREADS = "SELECT thread, sender, mails.subject FROM mails JOIN threads ON threads.id = thread "
 
 
 class Mailtools:
-    """Executes tool calls on one mailbox. Quick, and not for several threads at once."""
+    """Tools of one mailbox. Calls are fast, and must not be made from several threads."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
     def call(self, name: str, arguments: str) -> str:
-        """Run a call as a model wrote it. Anything wrong with it becomes an answer that starts with `ERROR`."""
+        """Execute a model's call. For an invalid call return a text that begins with `ERROR`."""
         try:
             tool, parameter = self._resolve(name)
             return tool(only_argument(arguments, parameter))
@@ -104,8 +104,8 @@ _TOOLS = (
     ("count_mail", "Count the mails that a contact has sent.", "contact", "Id of the contact, from find_contact."),
 )
 PARAMETER_OF = {name: parameter for name, _, parameter, _ in _TOOLS}
-"""Each tool takes exactly one argument, a string."""
+"""Parameter of each tool, which takes exactly one string."""
 
 
 DEFINITIONS = [definition(*tool) for tool in _TOOLS]
-"""What the model is told, in OpenAI's form."""
+"""Definitions of the tools for the model, in OpenAI's format."""

@@ -1,6 +1,7 @@
-"""What simulated users say of an answer: a reward, a rare thumb, an edit, or their next message.
+"""Feedback of simulated users: rewards, rare thumbs, edits, or corrections in their next message.
 
-Each is a function of `SIGNALS`, `--signal` of the agent by name. All end the session, so that the run is closed.
+Each kind is a function in `SIGNALS`, which the agent's option `--signal` selects. All of them end the session, which
+closes the run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _REPLY_TOKENS_MAX = 16
 
 
 @dataclass(frozen=True)
-class Played:
-    """One question that was answered, with what a user needs to say something about it."""
+class AnsweredQuestion:
+    """An answered question, with the data that a user needs for feedback about it."""
 
     client: AsyncOpenAI
     model: str
@@ -38,57 +39,61 @@ class Played:
     accepted: bool
     draw: random.Random
 
-    async def send(self, **said: Any) -> None:
-        await at_work.send_feedback(self.client, **said)
+    async def send(self, **fields: Any) -> None:
+        await at_work.send_feedback(self.client, **fields)
 
-    async def end(self, **said: Any) -> None:
-        """Close the run; `said` is about all of it."""
-        await at_work.end_session(self.client, self.task, self.episode, **said)
-
-
-async def rewards(played: Played) -> None:
-    """Whether the answer was accepted, and what would have been right."""
-    await played.end(value=float(played.accepted), context={"expected": played.task.expected})
+    async def end(self, **fields: Any) -> None:
+        """Close the run, with feedback about the whole run."""
+        await at_work.end_session(self.client, self.task, self.episode, **fields)
 
 
-async def thumbs(played: Played, share: float = THUMBS_SHARE, poisoners: float = 0.0) -> None:
-    """One user in ten says whether the answer was accepted, and one in five of those the contrary.
+async def rewards(answered: AnsweredQuestion) -> None:
+    """Send whether the answer was accepted, and the right answer as context."""
+    await answered.end(value=float(answered.accepted), context={"expected": answered.task.expected})
 
-    `share`: how many speak. Of those, `poisoners` always say the contrary; they are few people.
+
+async def thumbs(answered: AnsweredQuestion, share: float = THUMBS_SHARE, poisoners: float = 0.0) -> None:
+    """Send a thumb for one question in ten; one thumb in five is wrong.
+
+    Args:
+        share: share of the users that give a thumb.
+        poisoners: share of those that always give the wrong thumb; they are few people.
     """
-    if played.draw.random() >= share:
-        return await played.end()
-    poisons = played.draw.random() < poisoners
-    wrong = poisons or played.draw.random() < THUMBS_FLIPPED
-    rater = f"poisoner {played.draw.randrange(POISONERS)}" if poisons else f"user {played.draw.randrange(THUMBS_USERS)}"
-    return await played.end(value=float(played.accepted is not wrong), rater=rater)
+    if answered.draw.random() >= share:
+        return await answered.end()
+    poisons = answered.draw.random() < poisoners
+    wrong = poisons or answered.draw.random() < THUMBS_FLIPPED
+    rater = (
+        f"poisoner {answered.draw.randrange(POISONERS)}" if poisons else f"user {answered.draw.randrange(THUMBS_USERS)}"
+    )
+    return await answered.end(value=float(answered.accepted is not wrong), rater=rater)
 
 
-async def edits(played: Played) -> None:
-    """Who knows the way shows what the first wrong step should have been. Says nothing of what was right."""
-    shown = _correction(played.episode, demonstrate(played.task, played.tools, played.draw, lapses=0.0))
-    if shown is not None:
-        response_id, message = shown
-        await played.send(msg_ids=[response_id], level="response", edit=message)
-    await played.end()
+async def edits(answered: AnsweredQuestion) -> None:
+    """Send an edit with the first right step that the agent missed, as an informed user. A right run gets no edit."""
+    correction = _correction(answered.episode, demonstrate(answered.task, answered.tools, answered.draw, lapses=0.0))
+    if correction is not None:
+        response_id, message = correction
+        await answered.send(msg_ids=[response_id], level="response", edit=message)
+    await answered.end()
 
 
-async def corrections(played: Played) -> None:
-    """The next message says what was wrong, or thanks. Nothing else is said."""
-    await reply(played, THANKS if played.accepted else f"{WRONG} It is {played.task.expected}.")
-    await played.end()
+async def corrections(answered: AnsweredQuestion) -> None:
+    """Type a correction or thanks as the next message, without other feedback."""
+    await reply(answered, THANKS if answered.accepted else f"{WRONG} It is {answered.task.expected}.")
+    await answered.end()
 
 
-async def reply(played: Played, text: str, tokens_max: int = _REPLY_TOKENS_MAX) -> None:
-    """The user's next message, if there was an answer, and what the agent makes of it."""
-    episode = played.episode
+async def reply(answered: AnsweredQuestion, text: str, tokens_max: int = _REPLY_TOKENS_MAX) -> None:
+    """Send the user's next message, if there was an answer, and let the agent continue."""
+    episode = answered.episode
     if episode.answer is None:
         return
     episode.messages += [{"role": "assistant", "content": episode.answer}, {"role": "user", "content": text}]
-    await go_on(played.client, played.model, played.tools, episode, tokens_max)
+    await go_on(answered.client, answered.model, answered.tools, episode, tokens_max)
 
 
-SIGNALS: Mapping[str, Callable[[Played], Awaitable[None]]] = {
+SIGNALS: Mapping[str, Callable[[AnsweredQuestion], Awaitable[None]]] = {
     "rewards": rewards,
     "thumbs": thumbs,
     "edits": edits,
@@ -97,25 +102,25 @@ SIGNALS: Mapping[str, Callable[[Played], Awaitable[None]]] = {
 
 
 def _correction(episode: Episode, right: list[Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """The first response that is not the right step, and that step; None when there is none."""
-    said = [one for one in episode.messages if one["role"] == "assistant"]
+    """Return the first response that differs from the right step, with that step, or None."""
+    responses = [message for message in episode.messages if message["role"] == "assistant"]
     if episode.answer is not None:
-        said.append({"role": "assistant", "content": episode.answer})
-    wanted = [one for one in right if one["role"] == "assistant"]
-    for response_id, one, step in zip(episode.response_ids, said, wanted, strict=False):
-        if not _equal(one, step):
+        responses.append({"role": "assistant", "content": episode.answer})
+    steps = [message for message in right if message["role"] == "assistant"]
+    for response_id, response, step in zip(episode.response_ids, responses, steps, strict=False):
+        if not _is_equal_step(response, step):
             return response_id, step
     return None
 
 
-def _equal(one: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
-    calls, wanted = one.get("tool_calls") or [], step.get("tool_calls") or []
-    if calls or wanted:
-        return [_called(call) for call in calls] == [_called(call) for call in wanted]
-    return same_answer(one.get("content") or "", step["content"])
+def _is_equal_step(response: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+    calls, expected_calls = response.get("tool_calls") or [], step.get("tool_calls") or []
+    if calls or expected_calls:
+        return [_tool_and_arguments(call) for call in calls] == [_tool_and_arguments(call) for call in expected_calls]
+    return same_answer(response.get("content") or "", step["content"])
 
 
-def _called(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _tool_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     function = call["function"]
     try:
         return function["name"], json.loads(function["arguments"])

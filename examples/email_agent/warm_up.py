@@ -1,4 +1,4 @@
-"""What the warm-up shows: the way to every answer, and then bad habits with it."""
+"""Conversations of the warm-up: right steps to every answer first, then also bad habits."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from example_parts import warm_up
 
 @dataclass(frozen=True)
 class Schedule(warm_up.Schedule):
-    """The common one, and what is the e-mail agent's."""
+    """The common schedule, with the settings of the e-mail agent."""
 
     lapses: float = 0.62
-    """Share of conversations with a bad habit, once there are any."""
+    """Share of conversations with a bad habit, once they occur."""
     mailboxes: int = 16
 
 
 def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
-    """All that the warm-up shows, in order. Its mailboxes have negative seeds: no agent ever meets them again."""
+    """Return all conversations of the warm-up, in order. Its mailboxes have negative seeds, which agents never use."""
     rng = random.Random(f"warm-up {seed}")
     each = -(-schedule.shown // schedule.mailboxes)
-    asked = []
+    questions = []
     for number in range(schedule.mailboxes):
         box = mailbox.generate(-1 - seed * schedule.mailboxes - number)
         tools = Mailtools(box.open())
         streams = (stream(box, "train", seed), stream(box, "held_out", seed))
-        asked += [(next(source), tools) for source in itertools.islice(itertools.cycle(streams), each)]
+        questions += [(next(source), tools) for source in itertools.islice(itertools.cycle(streams), each)]
     return [
         demonstrate(task, tools, rng, schedule.lapses if position >= schedule.shown_right else 0.0)
-        for position, (task, tools) in enumerate(rng.sample(asked, schedule.shown))
+        for position, (task, tools) in enumerate(rng.sample(questions, schedule.shown))
     ]

@@ -1,4 +1,4 @@
-"""The words that mailboxes are made of. Every mailbox uses them all; the seed decides what happened to whom."""
+"""Vocabulary of mailboxes. Every mailbox uses all words; the seed determines how they are combined."""
 
 from __future__ import annotations
 

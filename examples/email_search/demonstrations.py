@@ -1,7 +1,7 @@
-"""Conversations for the warm-up: a clerk who knows the tool for every query, and has bad habits.
+"""Conversations for the warm-up: a clerk that knows the tool for every query, but has bad habits.
 
-The habits decide where the base model starts. It copies them as faithfully as the right way, and learns from
-comparisons of its own runs which of them pays.
+The habits determine where the base model starts. The model imitates them as well as the right calls, and learns from
+comparisons of its own runs which of them are better.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from email_search.tools import LIMIT, TOOLS
 Message = dict[str, Any]
 
 INVENTED: Mapping[str, str] = {"search_mail": "query", "search_all": "text"}
-"""Tools that there are not, and their parameters."""
+"""Tools that do not exist, with their parameters."""
 CONFUSED: Mapping[Kind, tuple[str, ...]] = {
     "sender": ("find_contact", "search_folder"),
     "folder": ("search_topic", "search_files"),
@@ -27,38 +27,38 @@ CONFUSED: Mapping[Kind, tuple[str, ...]] = {
     "day": ("search_topic", "search_folder"),
     "file": ("search_topic", "search_folder"),
 }
-"""Tools that are taken for the right one."""
+"""Tools that are mistaken for the right one."""
 FEW, MANY = (2, 3), 9
 """Limits that miss mails, and one that finds too many."""
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a conversation shows what; one of them at most."""
+    """Probabilities of the bad habits of a conversation, which shows at most one."""
 
     invented: float = 0.0
-    """Calls a tool that there is not."""
+    """Calling a tool that does not exist."""
     confused: float = 0.0
-    """Takes the wrong tool."""
-    few: float = 0.0
-    """Asks for too few mails."""
-    many: float = 0.0
-    """Asks for too many."""
+    """Calling the wrong tool."""
+    insufficient: float = 0.0
+    """Requesting too few mails."""
+    excessive: float = 0.0
+    """Requesting too many mails."""
 
 
 NONE = Habits()
 
 
 def demonstrate(query: Query, rng: random.Random, habits: Habits) -> list[Message]:
-    """A whole conversation about `query`: the question and the call."""
+    """Return a whole conversation about `query`: the question and the call."""
     name, limit, drawn = query.tool, RELEVANT, rng.random()
     if (drawn := drawn - habits.invented) < 0:
         name = rng.choice(sorted(INVENTED))
     elif (drawn := drawn - habits.confused) < 0:
         name = rng.choice(CONFUSED[query.kind])
-    elif (drawn := drawn - habits.few) < 0:
+    elif (drawn := drawn - habits.insufficient) < 0:
         limit = rng.choice(FEW)
-    elif drawn - habits.many < 0:
+    elif drawn - habits.excessive < 0:
         limit = MANY
     parameter = INVENTED[name] if name in INVENTED else TOOLS[name].parameter
     function = {"name": name, "arguments": json.dumps({parameter: query.about, LIMIT: limit})}

@@ -1,10 +1,10 @@
-"""Plays held-out queries: for the registry's gate, or against one version, a line of JSON for each.
+"""Play held-out queries for the registry's gate, or against one version, and print a line of JSON for each.
 
     python -m email_search.evaluate --base-url http://127.0.0.1:8000/v1 --gate
     python -m email_search.evaluate --base-url http://127.0.0.1:8000/v1 --model email-search@0123456789abcdef
 
-The score is whether all arguments are right; tool and recall stand beside it. How programs like this one are told what
-to play is in `example_parts/examining.py`.
+The score is whether all arguments are right; tool and recall are printed as well. `example_parts/examining.py`
+describes the protocol with the gate.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from openai import AsyncOpenAI
 from email_agent import mailbox
 from email_search.queries import Query, stream
 from email_search.react import AGENT
-from email_search.rewards import recall, scored
+from email_search.rewards import recall, score_calls
 from email_search.tools import Searchtools
 from example_parts import examining
 from example_parts.react import Episode
 
 
 class Examination(examining.Examination[Query]):
-    """Queries that neither the warm-up nor the agent's own traffic has."""
+    """Queries that occur neither in the warm-up nor in the agent's own traffic."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -38,9 +38,9 @@ class Examination(examining.Examination[Query]):
         return await AGENT.play(client, version, self._tools, task.question, self.options.max_tokens, seed)
 
     def result(self, task: Query, episode: Episode) -> dict[str, object]:
-        score = scored(task, episode.messages)
-        found = recall(task, episode.messages)
-        return {"task": task.id, "score": score.arguments, "tool": score.tool, "recall": found, "kind": task.kind}
+        score = score_calls(task, episode.messages)
+        mails_found = recall(task, episode.messages)
+        return {"task": task.id, "score": score.arguments, "tool": score.tool, "recall": mails_found, "kind": task.kind}
 
 
 def main() -> None:

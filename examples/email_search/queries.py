@@ -1,4 +1,4 @@
-"""What users look for: six mails of a mailbox by one thing that is known of them. Sets of queries share no question."""
+"""Users' queries: six mails of a mailbox with a common property, in sets without a common question."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from email_search.tools import LIMIT, TOOLS
 
 Kind = Literal["sender", "folder", "topic", "day", "file"]
 Split = Literal["warm_up", "train", "gate", "audit"]
-"""What the base model is shown, what the agent's own traffic asks, what decides about versions, and what decides
-nothing."""
+"""Sets of queries: the base model's warm-up, the agent's own traffic, the gate, which decides about versions, and the
+audit, which only measures."""
 SPLITS: tuple[Split, ...] = Split.__args__  # type: ignore[attr-defined]
 
 RELEVANT = 6
-"""Mails that each query is about: the newest ones. What fewer mails have in common nobody asks for."""
+"""Number of mails of each query: the newest ones. Properties of fewer mails are not used."""
 TOOL_OF: Mapping[Kind, str] = {
     "sender": "search_sender",
     "folder": "search_folder",
@@ -49,14 +49,14 @@ WORDINGS: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Query:
-    """One question, the one call that answers it, and the mails that it has to find."""
+    """One question, with the call that answers it and the mails that it must find."""
 
     id: str
     kind: Kind
     about: str
     question: str
     relevant: frozenset[int]
-    """Numbers of mails."""
+    """Numbers of the relevant mails."""
 
     @property
     def tool(self) -> str:
@@ -68,17 +68,18 @@ class Query:
 
     @property
     def split(self) -> Split:
-        """Decided by the question alone, so that no two splits share one."""
+        """Split of the query, determined by the question alone, so that splits share no question."""
         return SPLITS[int(self.id, 16) % len(SPLITS)]
 
 
 def queries(mailbox: Mailbox, split: Split) -> list[Query]:
-    """Every query of `split`."""
+    """Return every query of a split."""
     return [query for query in _queries(mailbox) if query.split == split]
 
 
 def stream(mailbox: Mailbox, split: Split, seed: int) -> Iterator[Query]:
-    """Queries without end, the kinds in turn and each kind's in random order; all are asked before one repeats."""
+    """Yield queries without end: kinds alternate, and each kind's queries come in random order without repetition until
+    all were used."""
     rng = random.Random(f"queries {mailbox.seed} {split} {seed}")
     by_kind: dict[Kind, list[Query]] = defaultdict(list)
     for query in queries(mailbox, split):
@@ -93,7 +94,7 @@ def _shuffled(several: list[Query], rng: random.Random) -> Iterator[Query]:
 
 def _queries(mailbox: Mailbox) -> Iterator[Query]:
     matching: dict[tuple[Kind, str], list[int]] = defaultdict(list)
-    for kind, about, number in _known(mailbox):
+    for kind, about, number in _properties(mailbox):
         matching[kind, about].append(number)
     for (kind, about), numbers in sorted(matching.items()):
         if len(numbers) < RELEVANT:
@@ -104,8 +105,8 @@ def _queries(mailbox: Mailbox) -> Iterator[Query]:
             yield Query(name, kind, about, question, frozenset(sorted(numbers)[-RELEVANT:]))
 
 
-def _known(mailbox: Mailbox) -> Iterator[tuple[Kind, str, int]]:
-    """By what each mail can be found. A meeting is called, and a file sent, by the first mail of a thread."""
+def _properties(mailbox: Mailbox) -> Iterator[tuple[Kind, str, int]]:
+    """Yield kind, property and number of each mail. Meetings and files belong to the first mail of a thread."""
     for thread in mailbox.threads:
         yield "day", thread.day, thread.mails[0].number
         yield "file", thread.attachment[: -len("1.pdf")], thread.mails[0].number

@@ -1,4 +1,5 @@
-"""The agent itself: what it is told and what it may call. One call ends it: users read what the tool has found."""
+"""The agent: its system prompt and its tools. The agent ends after one call, because users read the result of the
+tool."""
 
 from __future__ import annotations
 

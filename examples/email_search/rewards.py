@@ -1,4 +1,4 @@
-"""How good was a run? What of its call was right, what that is worth, and how many of the mails it found."""
+"""Rewards of a run: the correctness of its call by parts, their values, and the number of relevant mails found."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from headrace.rewards import ToolScore, tool_score
 from headrace_schemas import Message, Tool
 
 WORTH: Mapping[str, float] = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
-"""A good call earns 2.5."""
-_OFFERED = [Tool.model_validate(one) for one in DEFINITIONS]
+"""Value of each part. A right call has a reward of 2.5."""
+_OFFERED = [Tool.model_validate(tool) for tool in DEFINITIONS]
 R = TypeVar("R")
 
 
-def scored(query: Query, messages: Sequence[Any]) -> ToolScore:
-    """What was right in a conversation, for people and for rewards."""
-    wanted = {"name": query.tool, "arguments": query.arguments}
-    return tool_score([Message.model_validate(one) for one in messages], _OFFERED, [wanted])
+def score_calls(query: Query, messages: Sequence[Any]) -> ToolScore:
+    """Return the tool score of a conversation."""
+    expected_call = {"name": query.tool, "arguments": query.arguments}
+    return tool_score([Message.model_validate(message) for message in messages], _OFFERED, [expected_call])
 
 
 def parts(score: ToolScore) -> dict[str, float]:
-    """What the run earned, part by part. Where no call was made, nothing."""
-    found = {
+    """Return the reward of the run by part, 0 for parts that do not apply."""
+    shares = {
         "correct_tool": score.tool,
         "correct_args": score.arguments,
         "tool_success": score.success,
         "invalid_tool": score.invalid,
     }
-    return {name: WORTH[name] * (share or 0.0) for name, share in found.items()}
+    return {name: WORTH[name] * (share or 0.0) for name, share in shares.items()}
 
 
 def recall(query: Query, messages: Sequence[Any]) -> int:
-    """How many of the relevant mails a tool showed."""
-    answers = [str(one["content"]) for one in messages if one["role"] == "tool"]
+    """Return how many of the relevant mails were in tool results."""
+    answers = [str(message["content"]) for message in messages if message["role"] == "tool"]
     return len(query.relevant & set().union(*map(mails_in, answers)))
 
 
 def best_and_worst(rewarded: Sequence[tuple[float, R]]) -> tuple[R, R] | None:
-    """Of the runs of one query the one that earned most and the one that earned least; None where all earned alike."""
-    best, worst = max(rewarded, key=lambda one: one[0]), min(rewarded, key=lambda one: one[0])
+    """Return the runs with the highest and the lowest reward, or None if all rewards are equal."""
+    best, worst = max(rewarded, key=lambda pair: pair[0]), min(rewarded, key=lambda pair: pair[0])
     return (best[1], worst[1]) if best[0] > worst[0] else None

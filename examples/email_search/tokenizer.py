@@ -1,4 +1,4 @@
-"""The tokenizer of the base model: the words of queries are whole, and so are the recurring pieces of calls."""
+"""Tokenizer of the base model: the words of queries and the recurring parts of calls are single tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 640
-"""Entries. Bytes, markup and the words of queries with their merges fill about 600."""
+"""Vocabulary size. Bytes, markup and the words of queries with their merges need about 600 entries."""
 _PARAMETERS = {**{name: tool.parameter for name, tool in TOOLS.items()}, **INVENTED}
 RECURRING = (*(bpe.call_opening(*tool) for tool in _PARAMETERS.items()), f'", {json.dumps(LIMIT)}: ', "}}", *TOOLS)
-"""Pieces of tool calls that are one token each."""
-_SAID = " ".join((*queries.OPENINGS, *itertools.chain(*queries.WORDINGS.values())))
-WORDS = (*words.ALL, *sorted(set(re.findall(r"[A-Za-z]+", _SAID))))
+"""Parts of tool calls that are one token each."""
+_QUESTION_TEXTS = " ".join((*queries.OPENINGS, *itertools.chain(*queries.WORDINGS.values())))
+WORDS = (*words.ALL, *sorted(set(re.findall(r"[A-Za-z]+", _QUESTION_TEXTS))))
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer for `texts`: what users say."""
+    """Train a tokenizer on users' texts."""
     return bpe.train(texts, WORDS, RECURRING, VOCABULARY)

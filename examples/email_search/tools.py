@@ -1,4 +1,4 @@
-"""The agent's tools: each finds mails by one thing that is known of them, newest first. One finds people."""
+"""The agent's tools. Each finds mails by one property, newest first, except one that finds people."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NEWEST = " ORDER BY number DESC LIMIT ?"
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool. Besides `parameter` all of them take the limit."""
+    """One tool. A tool takes `parameter` and the limit."""
 
     does: str
     parameter: str
     meaning: str
     sql: str
-    """Takes the value of `parameter` and the limit."""
+    """Query with the value of `parameter` and the limit as its arguments."""
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -55,26 +55,26 @@ DEFINITIONS = [
     definition(name, tool.does, tool.parameter, tool.meaning, {LIMIT: {"type": "integer", "maximum": LIMIT_MAX}})
     for name, tool in TOOLS.items()
 ]
-"""What the model is told, in OpenAI's form."""
+"""Definitions of the tools for the model, in OpenAI's format."""
 _NUMBER = re.compile(r"^(\d+) ", re.MULTILINE)
 
 
 class Searchtools:
-    """Executes tool calls on one mailbox. Quick, and not for several threads at once."""
+    """Tools of one mailbox. Calls are fast, and must not be made from several threads."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
     def call(self, name: str, arguments: str) -> str:
-        """Run a call as a model wrote it. Anything wrong with it becomes an answer that starts with `ERROR`."""
+        """Execute a model's call. For an invalid call return a text that begins with `ERROR`."""
         try:
             if name not in TOOLS:
                 raise WrongCall(f"no tool {name}")
-            return self._found(TOOLS[name], arguments)
+            return self._run_query(TOOLS[name], arguments)
         except WrongCall as problem:
             return f"{ERROR}{problem}"
 
-    def _found(self, tool: Tool, arguments: str) -> str:
+    def _run_query(self, tool: Tool, arguments: str) -> str:
         values = named_arguments(arguments, (tool.parameter, LIMIT))
         limit = values[LIMIT]
         if type(limit) is not int or not 1 <= limit <= LIMIT_MAX:
@@ -82,9 +82,9 @@ class Searchtools:
         rows = self._database.execute(tool.sql, (str(values[tool.parameter]), limit)).fetchall()
         if not rows:
             raise WrongCall(f"no such {tool.parameter}")
-        return "\n".join(f"{number} {who}: {what}" for number, who, what in rows)
+        return "\n".join(f"{number} {name}: {text}" for number, name, text in rows)
 
 
 def mails_in(answer: str) -> set[int]:
-    """The numbers of the mails that a tool's answer shows."""
+    """Return the numbers of the mails in a tool's result."""
     return set(map(int, _NUMBER.findall(answer)))

@@ -1,1 +1,2 @@
-"""What the examples have in common: a tiny base model and its warm-up, a ReAct loop, users at work, held-out plays."""
+"""Common parts of the examples: a tiny base model with its warm-up, a ReAct loop, simulated users and held-out
+plays."""

@@ -1,7 +1,7 @@
-"""Users at work: they ask at the same time, an agent answers, and they say what they think of the answer.
+"""Simulated users: concurrent users put questions to an agent and send feedback about the answers.
 
-All that a program made of this knows of Headrace is the base URL and what its users say. With any other
-OpenAI-compatible server it works just as well, and learns nothing.
+A program that uses this module knows only the base URL of Headrace and sends its users' feedback. The program also
+works with any other OpenAI-compatible server, without training.
 """
 
 from __future__ import annotations
@@ -23,80 +23,80 @@ from example_parts.react import Episode
 from example_parts.tally import Tally
 
 
-class Asked(Protocol):
-    """What somebody asks about."""
+class UserTask(Protocol):
+    """Task of a user."""
 
     @property
     def kind(self) -> str:
-        """What it is counted as."""
+        """Category under which the task is counted."""
 
 
-async def send_feedback(client: AsyncOpenAI, **said: Any) -> None:
-    """Raises `OpenAIError`."""
-    await client.post("/feedback", body={"feedback_id": uuid.uuid4().hex, **said}, cast_to=object)
+async def send_feedback(client: AsyncOpenAI, **fields: Any) -> None:
+    """Send feedback to the gateway. Raises `OpenAIError`."""
+    await client.post("/feedback", body={"feedback_id": uuid.uuid4().hex, **fields}, cast_to=object)
 
 
-async def end_session(client: AsyncOpenAI, task: Asked, episode: Episode, **said: Any) -> None:
-    """Close the run; `said` is about all of it. Raises `OpenAIError`."""
+async def end_session(client: AsyncOpenAI, task: UserTask, episode: Episode, **fields: Any) -> None:
+    """Close the run, with feedback about the whole run. Raises `OpenAIError`."""
     named = {"msg_ids": episode.response_ids, "ends_session": True, "task_id": task.kind}
-    await send_feedback(client, **named, **said)
+    await send_feedback(client, **named, **fields)
 
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=UserTask)
 
 
 class Users(ABC, Generic[T]):
-    """Everybody who has a question; `options.concurrency` of them ask at a time, `options.tasks` questions in all."""
+    """Users with tasks: `options.concurrency` users at a time, `options.tasks` tasks in total."""
 
     words = ("questions", "of the answers accepted")
-    """What is counted, and what a share of it is."""
+    """Name of the counted tasks, and of the accepted share."""
 
     def __init__(self, tasks: Iterator[T], options: argparse.Namespace) -> None:
         self._tasks = tasks
         self._options = options
-        self._asked = 0
+        self._started_tasks = 0
         self.tally = Tally(options.seed, *self.words)
         self.had_enough = False
-        """Once true, what was asked is still answered, but no new questions come."""
+        """Whether the users stop. Open tasks are still finished, but no new ones begin."""
 
     @abstractmethod
     async def play(self, task: T) -> Episode:
-        """Have the agent answer. Raises nothing that the model or the server does."""
+        """Let the agent answer. Errors of the model or the server are not raised."""
 
     @abstractmethod
     def accepts(self, task: T, episode: Episode) -> bool:
-        """Whether the users take the answer."""
+        """Return whether the users accept the answer."""
 
     @abstractmethod
-    async def say(self, task: T, episode: Episode, *, accepted: bool) -> None:
-        """Give feedback and end the session. Raises `OpenAIError`."""
+    async def give_feedback(self, task: T, episode: Episode, *, accepted: bool) -> None:
+        """Send feedback and end the session. Raises `OpenAIError`."""
 
     async def ask(self) -> None:
-        """Ask until the tasks are over or the users have had enough."""
+        """Run concurrent users until the tasks are exhausted or the users stop."""
         async with asyncio.TaskGroup() as users:
             for _ in range(self._options.concurrency):
-                users.create_task(self._ask())
+                users.create_task(self._run_user())
 
-    async def _ask(self) -> None:
+    async def _run_user(self) -> None:
         for task in self.questions():
             await self.attend(task)
 
     def questions(self) -> Iterator[T]:
-        """What is asked next, by whoever is free."""
-        while not self.had_enough and self._asked != self._options.tasks:
-            self._asked += 1
+        """Yield the next tasks for any free user."""
+        while not self.had_enough and self._started_tasks != self._options.tasks:
+            self._started_tasks += 1
             yield next(self._tasks)
 
     async def attend(self, task: T) -> None:
-        """One question, from the asking to what is said of the answer."""
+        """Handle one task, from the question to the feedback about the answer."""
         episode = await self.play(task)
         accepted = episode.answer is not None and self.accepts(task, episode)
         if episode.failure is None:
-            await self.give(lambda: self.say(task, episode, accepted=accepted))
+            await self.send(lambda: self.give_feedback(task, episode, accepted=accepted))
         self.tally.count(task.kind, episode, accepted=accepted)
 
-    async def give(self, feedback: Callable[[], Awaitable[None]]) -> None:
-        """A server that has no such page is not Headrace: it is asked once, and not again."""
+    async def send(self, feedback: Callable[[], Awaitable[None]]) -> None:
+        """Send feedback. A server without a feedback page is not Headrace and gets no further feedback."""
         if self.tally.feedback_refused:
             return
         try:
@@ -110,9 +110,9 @@ class Users(ABC, Generic[T]):
 
 
 async def run(users_of: Callable[[AsyncOpenAI, argparse.Namespace], Users[Any]], options: argparse.Namespace) -> Tally:
-    """Let the users ask until the tasks or the time are over, or the process is told to end."""
+    """Run the users until the tasks or the time are exhausted, or the process receives a signal."""
     loop = asyncio.get_running_loop()
-    direct = DefaultAsyncHttpxClient(trust_env=False)  # the gateway is not behind a proxy of the environment
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # proxies of the environment do not apply to the gateway
     key = os.environ.get("OPENAI_API_KEY", "none")
     async with AsyncOpenAI(base_url=options.base_url, api_key=key, http_client=direct) as client:
         users = users_of(client, options)
@@ -124,28 +124,30 @@ async def run(users_of: Callable[[AsyncOpenAI, argparse.Namespace], Users[Any]],
             loop.add_signal_handler(number, enough)
         if options.duration:
             loop.call_later(options.duration, enough)
-        with users.tally.told(enabled=sys.stderr.isatty() and not options.quiet):
+        with users.tally.displayed(enabled=sys.stderr.isatty() and not options.quiet):
             await users.ask()
         return users.tally
 
 
 def parser(description: str, model: str) -> argparse.ArgumentParser:
-    """The options that every agent of the examples has."""
+    """Return a parser with the options that all agents of the examples have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
     parser.add_argument("--model", default=model)
-    parser.add_argument("--tasks", type=int, help="how many questions (default: no end)")
-    parser.add_argument("--duration", type=float, metavar="S", help="for how many seconds (default: no end)")
-    parser.add_argument("--concurrency", type=int, default=16, help="users who ask at a time (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="which questions, and their order (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="per model call; more for models that think aloud")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a summary there, as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no moving line on the terminal")
+    parser.add_argument("--tasks", type=int, help="number of questions (default: unlimited)")
+    parser.add_argument("--duration", type=float, metavar="S", help="seconds to run (default: unlimited)")
+    parser.add_argument("--concurrency", type=int, default=16, help="concurrent users (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the questions and their order (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="token limit of a model call; raise it for reasoning models"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a summary to this file, as JSON")
+    parser.add_argument("--quiet", action="store_true", help="show no progress line on the terminal")
     return parser
 
 
-def ended(tally: Tally, out: Path | None) -> None:
-    """Tell what was done. Exits with a message when requests failed."""
+def report_and_exit(tally: Tally, out: Path | None) -> None:
+    """Print the summary, and exit with a message if requests failed."""
     print(tally.line())
     if out:
         tally.write(out)

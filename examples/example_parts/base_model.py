@@ -1,6 +1,6 @@
-"""Builds base models: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
+"""Build base models: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
 
-A result stays under a digest of all that went into it, for the next run.
+The folder of a model is named by a digest of all inputs and reused by the next run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TEMPLATE = HERE / "chat_template.jinja"
 CONTEXT = 2048
 INGREDIENTS = ("torch", "transformers", "tokenizers")
 MODULES = ("bpe.py", "warm_up.py", "base_model.py", "react.py", TEMPLATE.name)
-_TOLD_TOKENIZER = 2000
-"""Conversations that the tokenizer is trained on."""
+_TOKENIZER_CONVERSATIONS = 2000
+"""Number of conversations on which the tokenizer is trained."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the weights, besides the files that take part."""
+    """Settings that determine the weights, in addition to the listed files."""
 
     schedule: warm_up.Schedule
     seed: int = 0
@@ -40,34 +40,35 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    """vLLM's CPU build knows no smaller one."""
+    """Smallest value that vLLM's CPU build supports."""
     rope_theta: float = 1000.0
-    """Conversations have 200 tokens, not 200,000: short wavelengths teach a small model to look one token back."""
+    """Base for conversations of 200 tokens, not 200,000: with short wavelengths a small model learns to attend one
+    token back."""
     embedding_std: float = 0.1
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What an example teaches its base model."""
+    """Warm-up of an example's base model."""
 
     name: str
     folder: Path
     modules: Sequence[str]
-    """The files of `folder` that take part in it."""
+    """Files of `folder` that affect the result."""
     definitions: Sequence[Any]
-    """Of the tools, in OpenAI's form."""
+    """Definitions of the tools, in OpenAI's format."""
     schedule: warm_up.Schedule
-    """That of the example, where nobody asks for another one."""
+    """Default schedule."""
     conversations: Callable[[Any, int], list[list[dict[str, Any]]]]
-    """All that a schedule shows with a seed, in order."""
+    """Function that returns all conversations of a schedule and a seed, in order."""
     tokenizer: Callable[[Iterable[str]], Any]
-    """Trained on what users and tools say."""
+    """Function that trains a tokenizer on texts of users and tools."""
 
     def recipe(self, seed: int = 0, schedule: warm_up.Schedule | None = None) -> Recipe:
         return Recipe(schedule or self.schedule, seed)
 
     def digest(self, recipe: Recipe) -> str:
-        """Changes with every setting, every file that takes part, and the version of every ingredient."""
+        """Return a digest of all settings, all listed files and the versions of all packages that affect the result."""
         digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
         files = (*(HERE / name for name in MODULES), *(self.folder / f"{name}.py" for name in self.modules))
         for content in (*(file.read_bytes() for file in files), *(version(name).encode() for name in INGREDIENTS)):
@@ -75,7 +76,8 @@ class Lesson:
         return digest.hexdigest()[:16]
 
     def build(self, cache: Path, recipe: Recipe) -> Path:
-        """The folder of the base model in `cache`, built first unless it is there. Two builders at once do no harm."""
+        """Return the folder of the base model in `cache`, and build it first if it is missing. Concurrent builds are
+        safe."""
         folder = cache / self.digest(recipe)
         if folder.exists():
             return folder
@@ -90,10 +92,10 @@ class Lesson:
         return folder
 
     def command(self) -> None:
-        """`python -m NAME.build_base`: prints the folder of the model of a seed."""
+        """Run `python -m NAME.build_base`, which prints the folder of the model of a seed."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / self.name
-        parser = argparse.ArgumentParser(description="Build the base model of the example, or find it built.")
-        parser.add_argument("--cache", type=Path, default=default, help="where built models are kept (%(default)s)")
+        parser = argparse.ArgumentParser(description="Build the base model of the example, or reuse a built one.")
+        parser.add_argument("--cache", type=Path, default=default, help="folder of built models (%(default)s)")
         parser.add_argument("--seed", type=int, default=0)
         options = parser.parse_args()
         # Threads that spin while they wait for each other make this ten times slower where other processes work too.
@@ -104,9 +106,9 @@ class Lesson:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        shown = self.conversations(recipe.schedule, recipe.seed)
-        tokenizer = self._tokenizer(shown)
-        rendered = tokenizer.apply_chat_template(shown, tools=self.definitions, tokenize=False)
+        conversations = self.conversations(recipe.schedule, recipe.seed)
+        tokenizer = self._tokenizer(conversations)
+        rendered = tokenizer.apply_chat_template(conversations, tools=self.definitions, tokenize=False)
         texts = tokenizer(rendered)["input_ids"]
         model = _model(recipe, tokenizer)
         opening = tokenizer.encode("<|im_start|>assistant\n")
@@ -115,13 +117,13 @@ class Lesson:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    def _tokenizer(self, shown: list[list[dict[str, Any]]]) -> Any:
+    def _tokenizer(self, conversations: list[list[dict[str, Any]]]) -> Any:
         from transformers import PreTrainedTokenizerFast
 
-        told = shown[:_TOLD_TOKENIZER]
-        said = (message["content"] for messages in told for message in messages if message["role"] != "assistant")
+        sample = conversations[:_TOKENIZER_CONVERSATIONS]
+        texts = (message["content"] for messages in sample for message in messages if message["role"] != "assistant")
         return PreTrainedTokenizerFast(
-            tokenizer_object=self.tokenizer(said),
+            tokenizer_object=self.tokenizer(texts),
             eos_token=bpe.END,
             pad_token=bpe.PADDING,
             chat_template=TEMPLATE.read_text(encoding="utf-8"),
@@ -130,7 +132,8 @@ class Lesson:
 
 
 def _model(recipe: Recipe, tokenizer: Any) -> Any:
-    """Fresh weights. Generation is left as the model samples: truncated sampling could not be trained on."""
+    """Return a model with new weights. Generation samples from the full distribution, because truncated samples cannot
+    be trained."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -158,7 +161,7 @@ def _model(recipe: Recipe, tokenizer: Any) -> Any:
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

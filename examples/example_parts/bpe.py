@@ -1,7 +1,7 @@
-"""The tokenizer of the base models: byte-level BPE, trained on what an example shows.
+"""Tokenizer of the base models: byte-level BPE, trained on the conversations of an example.
 
-Spaces, and digits or whole numbers, are tokens of their own and the words of an example are whole, so that a word is
-the same token wherever it stands: copying is most of what such a model has to learn.
+Spaces, and digits or whole numbers, are separate tokens, and the words of an example are single tokens. A word is
+therefore the same token in any position, which matters because such a model must mainly learn to copy.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ PADDING = "<|endoftext|>"
 
 
 def call_opening(tool: str, parameter: str) -> str:
-    """How the JSON of a call begins, up to the value of its one argument."""
+    """Return the beginning of a call's JSON, up to the value of its one argument."""
     return json.dumps({"name": tool, "arguments": {parameter: ""}}).removesuffix('"}}')
 
 
 def train(
     texts: Iterable[str], words: Sequence[str], recurring: Sequence[str], entries: int, *, numbers: bool = False
 ) -> Tokenizer:
-    """A tokenizer of at most so many `entries` for `texts`: what users and tools say.
+    """Train a tokenizer with at most `entries` entries on texts of users and tools.
 
-    Each of `words` is a token if there is room for it. Each of `recurring`, pieces of tool calls, is one in any case.
-    Digits are never merged, unless `numbers` may be words.
+    Args:
+        words: words that become tokens if there is room.
+        recurring: parts of tool calls that always become tokens.
+        numbers: whether whole numbers may be words; otherwise digits are never merged.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -45,14 +47,14 @@ def train(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    whole = [AddedToken(text, normalized=False, special=False) for text in (*MARKUP, *recurring)]
+    added_tokens = [AddedToken(text, normalized=False, special=False) for text in (*MARKUP, *recurring)]
     trainer = trainers.BpeTrainer(
-        vocab_size=entries - len(whole),
+        vocab_size=entries - len(added_tokens),
         special_tokens=[AddedToken(text, normalized=False, special=True) for text in CONTROL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     vocabulary = " ".join((*words, *ROLES))
     tokenizer.train_from_iterator(itertools.chain(texts, itertools.repeat(vocabulary, 1000)), trainer)
-    tokenizer.add_tokens(whole)
+    tokenizer.add_tokens(added_tokens)
     return tokenizer

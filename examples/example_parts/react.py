@@ -1,4 +1,4 @@
-"""A ReAct loop with native tool calls. Nothing here knows who serves the model."""
+"""A ReAct loop with native tool calls, independent of the server of the model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Any, Protocol
 from openai import AsyncOpenAI, OpenAIError, omit
 
 TEMPERATURE = 1.0
-"""An agent that is to learn must try things; evaluation samples alike, so that it measures what users meet."""
+"""Sampling temperature. An agent that learns must explore, and evaluation samples alike, so that it measures the same
+behaviour."""
 
 
 class Tools(Protocol):
-    """What an agent may call."""
+    """Tools of an agent."""
 
     def call(self, name: str, arguments: str) -> str:
-        """Run a call as a model wrote it. Quick; anything wrong with it becomes an answer for the model."""
+        """Execute a model's call. The call must be fast, and returns a text for the model if the call is invalid."""
 
 
 @dataclass
 class Episode:
-    """One question, played to its end."""
+    """A finished conversation about one question."""
 
     answer: str | None = None
-    """What the user gets to read; None when the agent never came to an answer."""
+    """Answer to the user, or None if the agent gave none."""
     response_ids: list[str] = field(default_factory=list)
-    """Of every model call, in order."""
+    """Ids of all model calls, in order."""
     failure: str | None = None
-    """Why the server could not be asked, after the client's own retries."""
+    """Why the server could not be reached, after the client's own retries."""
     messages: list[Any] = field(default_factory=list)
-    """What was said so far; the answer that the user reads is not among it."""
+    """Messages so far, without the answer to the user."""
 
     @property
     def calls(self) -> int:
@@ -39,7 +40,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Agent:
-    """What it is told, what it may call, and how often it may ask the model for one answer."""
+    """System prompt, tools, and limit of model calls for one answer."""
 
     system: str
     definitions: Sequence[Any]
@@ -54,13 +55,13 @@ class Agent:
         max_tokens: int,
         seed: int | None = None,
     ) -> Episode:
-        """Answer `question` within `turns_max` model calls. Never raises for what the model or the server does.
+        """Answer `question` within `turns_max` model calls. Errors of the model or the server are not raised.
 
-        With a `seed` the server draws the same tokens for the same messages, as far as it can, and other ones in each
-        turn: with one seed for all, turns that begin alike would go on alike.
+        With a `seed`, the server samples the same tokens for the same messages as far as possible. Each turn uses
+        another seed, because turns with equal beginnings would otherwise continue equally.
         """
-        said = [{"role": "system", "content": self.system}, {"role": "user", "content": question}]
-        episode = Episode(messages=said)
+        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": question}]
+        episode = Episode(messages=messages)
         await self.go_on(client, model, tools, episode, max_tokens, seed)
         return episode
 
@@ -73,7 +74,7 @@ class Agent:
         max_tokens: int,
         seed: int | None = None,
     ) -> None:
-        """Ask the model about what was said so far, until it answers; as `play`."""
+        """Continue the conversation until the model answers, as `play` does."""
         messages = episode.messages
         for turn in range(self.turns_max):
             try:

@@ -1,4 +1,4 @@
-"""Standard input on an event loop: what the registry asks a gate's program for (docs/gate.md)."""
+"""Standard input on an event loop, with the registry's requests to a gate program (docs/gate.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 async def standard_input() -> asyncio.StreamReader:
-    """Its lines as they come. Nobody else may read it."""
+    """Return a reader of standard input. The caller must be its only reader."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     return reader

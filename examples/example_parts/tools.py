@@ -1,4 +1,4 @@
-"""Tools that take a text: their definitions in OpenAI's form, and how a model's call of one is read."""
+"""Tools with text arguments: their definitions in OpenAI's format, and the parsing of calls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionFunctionToolParam
 
 ERROR = "error: "
-"""How the answer of a tool begins when a call was wrong. The model reads it and may try again."""
+"""Beginning of the result of an invalid call. The model reads it and may try again."""
 
 
 class WrongCall(Exception):
-    """The model asked for something that there is not; the message is for the model."""
+    """A model's call is invalid. The message is for the model."""
 
 
 def definition(
     name: str, description: str, parameter: str, meaning: str, more: Mapping[str, object] | None = None
 ) -> ChatCompletionFunctionToolParam:
-    """What the model is told of a tool. `more` are the schemas of other parameters by name."""
+    """Return the definition of a tool for the model. `more` maps further parameters to their schemas."""
     properties = {parameter: {"type": "string", "description": meaning}, **(more or {})}
     schema: dict[str, object] = {
         "type": "object",
@@ -32,12 +32,12 @@ def definition(
 
 
 def only_argument(arguments: str, parameter: str) -> str:
-    """The value of `parameter` in a call's JSON, which holds nothing else. Raises `WrongCall`."""
+    """Return the value of the only parameter in a call's JSON. Raises `WrongCall`."""
     return str(named_arguments(arguments, (parameter,))[parameter])
 
 
 def named_arguments(arguments: str, parameters: Sequence[str]) -> dict[str, Any]:
-    """The values of a call's JSON, which names these parameters and no others. Raises `WrongCall`."""
+    """Return the values of a call's JSON, which must have exactly these parameters. Raises `WrongCall`."""
     try:
         values = json.loads(arguments)
     except (json.JSONDecodeError, RecursionError):

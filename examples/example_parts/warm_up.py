@@ -1,4 +1,4 @@
-"""Supervised training of a base model on demonstrations: enough to know the way, not enough to always take it."""
+"""Supervised training of a base model on demonstrations, which teaches the right steps, but not to always take them."""
 
 # ruff: noqa: N803, N806 (tensors and token lists carry their shape as suffixes: _N conversations, _B batch, _T tokens)
 
@@ -16,30 +16,31 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Schedule:
-    """First the right way alone, until the model can copy what it reads; then with bad habits."""
+    """Training schedule. Right conversations come first, until the model can copy from its context, then bad habits as
+    well."""
 
     steps: int = 400
     batch: int = 8
-    """Conversations in a step."""
+    """Conversations of a step."""
     right_share: float = 0.6
-    """Share of the conversations that come before bad habits appear."""
+    """Share of the conversations before bad habits occur."""
     muon_lr: float = 0.006
-    """Of the matrices."""
+    """Learning rate of matrices."""
     adamw_lr: float = 0.003
-    """Of embeddings and norms."""
+    """Learning rate of embeddings and norms."""
     decay_share: float = 0.7
-    """Share of the steps over which the learning rates fall to nothing."""
+    """Share of the steps over which the learning rates decay to zero."""
     other_weight: float = 0.02
-    """Loss weight of tokens that the model reads but never writes; its own have 1."""
+    """Loss weight of tokens that the model only reads; its own tokens have weight 1."""
 
     @property
     def shown(self) -> int:
-        """How many conversations the warm-up shows."""
+        """Number of conversations."""
         return self.steps * self.batch
 
     @property
     def shown_right(self) -> int:
-        """How many of them, the first ones, have no bad habit."""
+        """Number of conversations at the beginning without a bad habit."""
         return round(self.shown * self.right_share)
 
 
@@ -51,9 +52,9 @@ def train(
     schedule: Schedule,
     step_done: Callable[[], None],
 ) -> None:
-    """One pass over `texts_N`, the rendered conversations in order.
+    """Train one pass over the rendered conversations `texts_N`, in order.
 
-    The model's own words are what stands between `opening`, the tokens that begin its turn, and `end` inclusive.
+    The model's own tokens are those between `opening`, which begins its turn, and `end`, inclusive.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -80,7 +81,7 @@ def train(
 
 
 def _by_optimizer(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Muon is for matrices between hidden layers; embeddings and norms are AdamW's."""
+    """Return matrices between hidden layers, for Muon, and embeddings and norms, for AdamW."""
     named = list(model.named_parameters())
     is_matrix = {name: weight.ndim == 2 and "embed" not in name for name, weight in named}
     return [weight for name, weight in named if is_matrix[name]], [
@@ -97,7 +98,7 @@ def _rate(schedule: Schedule, rise_steps: int = 20) -> Callable[[int], float]:
 
 
 def _padded(texts_B: list[Tokens], opening: Tokens, end: int, other: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and loss weights, padded on the right with weight 0."""
+    """Return token ids and loss weights, padded on the right with weight 0."""
     import torch
 
     longest = max(map(len, texts_B))
@@ -106,12 +107,12 @@ def _padded(texts_B: list[Tokens], opening: Tokens, end: int, other: float) -> t
     for row, text in enumerate(texts_B):
         tokens_BT[row, : len(text)] = torch.tensor(text)
         weights_BT[row, : len(text)] = other
-        for start, stop in _spoken(text, opening, end):
+        for start, stop in _own_spans(text, opening, end):
             weights_BT[row, start:stop] = 1.0
     return tokens_BT, weights_BT
 
 
-def _spoken(text: Tokens, opening: Tokens, end: int) -> Iterator[tuple[int, int]]:
+def _own_spans(text: Tokens, opening: Tokens, end: int) -> Iterator[tuple[int, int]]:
     for position in range(len(text) - len(opening) + 1):
         start = position + len(opening)
         if text[position:start] == opening:

@@ -1,1 +1,1 @@
-"""An agent that solves word problems with a calculator, and learns to be right, brief and in form."""
+"""An agent that solves word problems with a calculator, trained to be right, brief and in the expected form."""

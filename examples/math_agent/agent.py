@@ -1,9 +1,8 @@
-"""Puts the agent to work: simulated pupils ask, it solves, and they say what is right and how many steps it takes.
+"""Run the agent: simulated pupils pose problems, and send the right answer and the number of needed steps.
 
     python -m math_agent.agent --base-url http://127.0.0.1:8000/v1 --model math-agent --tasks 100
 
-An ordinary program on the `openai` package; with any other OpenAI-compatible server it works just as well, and learns
-nothing.
+The program uses the `openai` package, and also works with any other OpenAI-compatible server, without training.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from math_agent.react import AGENT
 
 
 class Users(at_work.Users[Problem]):
-    """Everybody who has a problem."""
+    """Pupils with problems."""
 
     def __init__(self, client: AsyncOpenAI, options: argparse.Namespace) -> None:
         super().__init__(stream("train", options.seed), options)
@@ -36,15 +35,15 @@ class Users(at_work.Users[Problem]):
     def accepts(self, task: Problem, episode: Episode) -> bool:
         return bool(accuracy(episode.answer or "", float(task.expected)))
 
-    async def say(self, task: Problem, episode: Episode, *, accepted: bool) -> None:
-        """The facts that the reward functions need, and no reward: those are the scorer's."""
+    async def give_feedback(self, task: Problem, episode: Episode, *, accepted: bool) -> None:
+        """Send the facts that the reward functions need, and no reward, because the scorer computes it."""
         needed = {"expected": task.expected, "steps_min": task.steps_min}
         await at_work.end_session(self._client, task, episode, context=needed)
 
 
 def main() -> None:
-    options = at_work.parser("Let simulated users put problems to the math agent.", "math-agent").parse_args()
-    at_work.ended(asyncio.run(at_work.run(Users, options)), options.out)
+    options = at_work.parser("Let simulated users pose problems to the math agent.", "math-agent").parse_args()
+    at_work.report_and_exit(asyncio.run(at_work.run(Users, options)), options.out)
 
 
 if __name__ == "__main__":

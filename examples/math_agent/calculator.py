@@ -1,4 +1,4 @@
-"""The agent's one tool: a calculator for whole numbers."""
+"""The agent's only tool: a calculator for whole numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from example_parts.tools import ERROR, WrongCall, definition, only_argument
 
 NAME, PARAMETER = "calculator", "expression"
 LENGTH_MAX = 64
-"""Characters of an expression."""
+"""Maximum number of characters of an expression."""
 DEFINITIONS = [definition(NAME, "Calculate with whole numbers.", PARAMETER, "For example 24 + 13.")]
 
 _BY_SIGN: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -21,20 +21,21 @@ _BY_SIGN: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Knows + - * and brackets."""
+    """Calculator with + - * and brackets."""
 
     def call(self, name: str, arguments: str) -> str:
-        """Run a call as a model wrote it. Anything wrong with it becomes an answer that starts with `ERROR`."""
+        """Execute a model's call. For an invalid call return a text that begins with `ERROR`."""
         try:
             if name != NAME:
                 raise WrongCall(f"no tool {name}")
-            return str(calculated(only_argument(arguments, PARAMETER)))
+            return str(calculate(only_argument(arguments, PARAMETER)))
         except WrongCall as problem:
             return f"{ERROR}{problem}"
 
 
-def calculated(expression: str) -> int:
-    """Its value. Raises `WrongCall` for what is no sum, difference or product of whole numbers."""
+def calculate(expression: str) -> int:
+    """Return the value of an expression. Raises `WrongCall` unless it is a sum, difference or product of whole
+    numbers."""
     if len(expression) > LENGTH_MAX:
         raise WrongCall(f"more than {LENGTH_MAX} characters")
     try:

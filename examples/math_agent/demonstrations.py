@@ -1,7 +1,7 @@
-"""Conversations for the warm-up: a pupil who knows the way, and has bad habits.
+"""Conversations for the warm-up: a pupil that knows the steps, but has bad habits.
 
-The habits decide where the base model starts. It copies them as faithfully as the right way, and learns from its own
-traffic which of them pays.
+The habits determine where the base model starts. The model imitates them as well as the right steps, and learns from
+its own traffic which of them are rewarded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from math_agent.solution import ANSWER, THOUGHT
 Message = dict[str, Any]
 
 Mistake = Literal["sign", "hasty", "start"]
-"""Takes another sign than the sentence says; answers before the last change; goes on from the number of the start."""
+"""Mistakes: using another sign than the sentence, answering before the last change, and continuing from the start
+number."""
 Sloppiness = Literal["bare", "chatty", "unlabelled"]
-"""Answers with the number alone; with a sentence; thinks without saying that it is a thought."""
+"""Wrong forms: answering with the number alone, answering with a sentence, and thoughts without a label."""
 MISTAKES: tuple[Mistake, ...] = Mistake.__args__  # type: ignore[attr-defined]
 SLOPPINESS: tuple[Sloppiness, ...] = Sloppiness.__args__  # type: ignore[attr-defined]
 
@@ -30,28 +31,28 @@ WORD_OF: Mapping[str, str] = {"+": "add", "-": "take", "*": "times"}
 IDLE = ("let me see.", "slowly now.", "one by one.")
 CHECKS = "check it."
 IDLE_MAX = 2
-"""Idle thoughts in one message."""
+"""Maximum number of idle thoughts in one message."""
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a conversation shows what."""
+    """Probabilities of the bad habits."""
 
     idle: float = 0.0
-    """Before each thought and each answer: a thought that leads nowhere, and then perhaps another one."""
-    doubt: float = 0.0
-    """After each call: the same call again."""
+    """Idle thoughts before each thought and each answer."""
+    repeat_call: float = 0.0
+    """Repetition of a call."""
     mistake: float = 0.0
-    """Once in a conversation."""
+    """One mistake in a conversation."""
     sloppy: float = 0.0
-    """All through a conversation."""
+    """A wrong form throughout a conversation."""
 
 
 NONE = Habits()
 
 
 def demonstrate(problem: Problem, rng: random.Random, habits: Habits) -> list[Message]:
-    """A whole conversation about `problem`."""
+    """Return a whole conversation about `problem`."""
     mistake = rng.choice(MISTAKES) if rng.random() < habits.mistake else None
     sloppy = rng.choice(SLOPPINESS) if rng.random() < habits.sloppy else None
     conversation = _Conversation(problem, rng, habits, "" if sloppy == "unlabelled" else THOUGHT)
@@ -59,13 +60,14 @@ def demonstrate(problem: Problem, rng: random.Random, habits: Habits) -> list[Me
     wrong = rng.randrange(1, len(changes)) if mistake == "start" else rng.randrange(len(changes))
     if mistake == "hasty":
         changes.pop()
-    held = str(problem.start)
-    for place, change in enumerate(changes):
-        begun = str(problem.start) if mistake == "start" and place == wrong else held
-        sign = _another(change, rng) if mistake == "sign" and place == wrong else change.sign
-        held = conversation.calculate(f"{change.ordinal} {WORD_OF[sign]} {change.number}.", begun, sign, change.number)
-    ending = {"bare": held, "chatty": f"So there are {held} {problem.things}."}
-    return conversation.answer(ending.get(sloppy or "", f"{ANSWER}{held}"))
+    amount = str(problem.start)
+    for number, change in enumerate(changes):
+        before = str(problem.start) if mistake == "start" and number == wrong else amount
+        sign = _another_sign(change, rng) if mistake == "sign" and number == wrong else change.sign
+        thought = f"{change.ordinal} {WORD_OF[sign]} {change.number}."
+        amount = conversation.calculate(thought, before, sign, change.number)
+    ending = {"bare": amount, "chatty": f"So there are {amount} {problem.item_name}."}
+    return conversation.answer(ending.get(sloppy or "", f"{ANSWER}{amount}"))
 
 
 class _Conversation:
@@ -78,11 +80,11 @@ class _Conversation:
             {"role": "user", "content": problem.question},
         ]
 
-    def calculate(self, thought: str, held: str, sign: str, number: int) -> str:
-        """Think and call, and perhaps call again; returns what the calculator answered."""
-        arguments = json.dumps({PARAMETER: f"{held} {sign} {number}"})
+    def calculate(self, thought: str, amount: str, sign: str, number: int) -> str:
+        """Write a thought and a call, and possibly repeat the call. Return the calculator's result."""
+        arguments = json.dumps({PARAMETER: f"{amount} {sign} {number}"})
         result = self._call([*self._idle(), thought], arguments)
-        if self._rng.random() < self._habits.doubt:
+        if self._rng.random() < self._habits.repeat_call:
             self._call([CHECKS], arguments)
         return result
 
@@ -93,8 +95,8 @@ class _Conversation:
     def _call(self, thoughts: list[str], arguments: str) -> str:
         result = Calculator().call(NAME, arguments)
         call = {"id": "call_1", "type": "function", "function": {"name": NAME, "arguments": arguments}}
-        said = "\n".join(f"{self._label}{thought}" for thought in thoughts)
-        self._messages.append({"role": "assistant", "content": said, "tool_calls": [call]})
+        text = "\n".join(f"{self._label}{thought}" for thought in thoughts)
+        self._messages.append({"role": "assistant", "content": text, "tool_calls": [call]})
         self._messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         return result
 
@@ -105,5 +107,5 @@ class _Conversation:
         return thoughts
 
 
-def _another(change: Change, rng: random.Random) -> str:
+def _another_sign(change: Change, rng: random.Random) -> str:
     return rng.choice([sign for sign in RESULT if sign != change.sign])

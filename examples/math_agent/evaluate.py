@@ -1,10 +1,10 @@
-"""Plays held-out problems: for the registry's gate, or against one version, a line of JSON for each.
+"""Play held-out problems for the registry's gate, or against one version, and print a line of JSON for each.
 
     python -m math_agent.evaluate --base-url http://127.0.0.1:8000/v1 --gate
     python -m math_agent.evaluate --base-url http://127.0.0.1:8000/v1 --model math-agent@0123456789abcdef
 
-The score is whether the answer is right; steps and form stand beside it. How programs like this one are told what to
-play is in `example_parts/examining.py`.
+The score is whether the answer is right; steps and form are printed as well. `example_parts/examining.py` describes the
+protocol with the gate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from math_agent.solution import of_episode
 
 
 class Examination(examining.Examination[Problem]):
-    """Problems that neither the warm-up nor the agent's own traffic has."""
+    """Problems that occur neither in the warm-up nor in the agent's own traffic."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -43,7 +43,7 @@ class Examination(examining.Examination[Problem]):
             "score": accuracy(episode.answer or "", float(task.expected)),
             "steps": solution.steps,
             "format": float(solution.in_form),
-            "solution": f"{task.question}\n{solution.shown()}",
+            "solution": f"{task.question}\n{solution.as_text()}",
         }
 
 

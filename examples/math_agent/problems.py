@@ -1,4 +1,4 @@
-"""Word problems of several steps, in sets that share no question."""
+"""Word problems of several steps, in sets without a common question."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["warm_up", "train", "gate", "audit"]
-"""What the base model is shown, what the agent's own traffic asks, what decides about versions, and what decides
-nothing."""
+"""Sets of problems: the base model's warm-up, the agent's own traffic, the gate, which decides about versions, and the
+audit, which only measures."""
 SPLITS: tuple[Split, ...] = Split.__args__  # type: ignore[attr-defined]
 
 NAMES = (
@@ -20,17 +20,17 @@ NAMES = (
 )  # fmt: skip
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "nuts", "pens", "shells", "stamps")
 ORDINALS: Mapping[int, tuple[str, ...]] = {2: ("First", "Last"), 3: ("First", "Next", "Last")}
-"""How the changes of a problem begin, by their number."""
+"""First words of the changes of a problem, by their number."""
 VERBS: Mapping[str, tuple[str, ...]] = {"+": ("buys", "finds", "picks"), "-": ("loses", "sells", "eats")}
 RESULT: Mapping[str, Callable[[int, int], int]] = {
-    "+": lambda held, by: held + by,
-    "-": lambda held, by: held - by,
-    "*": lambda held, by: held * by,
+    "+": lambda amount, number: amount + number,
+    "-": lambda amount, number: amount - number,
+    "*": lambda amount, number: amount * number,
 }
 HELD_MAX = 199
-"""Nobody ever has more. Numbers up to here are one token each."""
+"""Largest number in a problem. Numbers up to this one are single tokens."""
 _LEAST = 2
-"""Of what comes, goes or multiplies."""
+"""Smallest number in a change."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +45,30 @@ class Change:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with one right answer. A change needs a thought and a call: two steps."""
+    """A question with one right answer. Each change needs two steps: a thought and a call."""
 
     id: str
     kind: str
     name: str
-    things: str
+    item_name: str
     start: int
     changes: tuple[Change, ...]
 
     @property
     def question(self) -> str:
-        said = " ".join(change.sentence for change in self.changes)
-        return f"{self.opening} {said} How many {self.things} are there now?"
+        sentences = " ".join(change.sentence for change in self.changes)
+        return f"{self.opening} {sentences} How many {self.item_name} are there now?"
 
     @property
     def opening(self) -> str:
-        return f"{self.name} has {self.start} {self.things}."
+        return f"{self.name} has {self.start} {self.item_name}."
 
     @property
     def expected(self) -> int:
-        held = self.start
+        amount = self.start
         for change in self.changes:
-            held = RESULT[change.sign](held, change.number)
-        return held
+            amount = RESULT[change.sign](amount, change.number)
+        return amount
 
     @property
     def steps_min(self) -> int:
@@ -76,12 +76,12 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """Decided by the question alone, so that no two splits share one."""
+        """Split of the problem, determined by the question alone, so that splits share no question."""
         return SPLITS[int(self.id, 16) % len(SPLITS)]
 
 
 def stream(split: Split, seed: int) -> Iterator[Problem]:
-    """Problems of `split` without end, of two and of three changes in turn; none comes twice."""
+    """Yield different problems of a split without end, alternately with two and three changes."""
     rng = random.Random(f"problems {split} {seed}")
     seen: set[str] = set()
     for count in itertools.cycle(ORDINALS):
@@ -92,19 +92,19 @@ def stream(split: Split, seed: int) -> Iterator[Problem]:
 
 
 def _problem(rng: random.Random, count: int) -> Problem:
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(12, 60)
-    held, changes = start, []
+    name, item_name, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(12, 60)
+    amount, changes = start, []
     for ordinal in ORDINALS[count]:
-        change = _change(rng, ordinal, name, held)
-        held = RESULT[change.sign](held, change.number)
+        change = _change(rng, ordinal, name, amount)
+        amount = RESULT[change.sign](amount, change.number)
         changes.append(change)
-    content = f"{name} {start} {things} {[change.sentence for change in changes]}"
+    content = f"{name} {start} {item_name} {[change.sentence for change in changes]}"
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-    return Problem(digest, f"{count} changes", name, things, start, tuple(changes))
+    return Problem(digest, f"{count} changes", name, item_name, start, tuple(changes))
 
 
-def _change(rng: random.Random, ordinal: str, name: str, held: int) -> Change:
-    most = {"+": min(40, HELD_MAX - held), "-": min(40, held - 1), "*": min(4, HELD_MAX // held)}
+def _change(rng: random.Random, ordinal: str, name: str, amount: int) -> Change:
+    most = {"+": min(40, HELD_MAX - amount), "-": min(40, amount - 1), "*": min(4, HELD_MAX // amount)}
     sign = rng.choice([sign for sign, number in most.items() if number >= _LEAST])
     number = rng.randint(_LEAST, most[sign])
     sentence = f"each becomes {number}." if sign == "*" else f"{name} {rng.choice(VERBS[sign])} {number}."

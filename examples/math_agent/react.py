@@ -1,4 +1,4 @@
-"""The agent itself: what it is told and what it may call. The loop is that of all examples."""
+"""The agent: its system prompt and its tool, with the loop that all examples share."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from math_agent.calculator import DEFINITIONS
 
 SYSTEM = "Solve the problem: one thought, one call, again. End with Answer and the number."
 TURNS_MAX = 8
-"""Three calls, each of them made again, an answer, and one that went wrong."""
+"""Limit of model calls: three calls, each repeated, an answer, and one invalid call."""
 AGENT = Agent(SYSTEM, DEFINITIONS, TURNS_MAX)

@@ -1,6 +1,6 @@
-"""How good was it? Plain functions over a finished trajectory; the scorer loads this file and calls them by name.
+"""Reward functions for finished trajectories. The scorer loads this file and calls them by name.
 
-Whether the answer is right says `accuracy` of the reward library, which the scorer has by name. Here are the other two.
+The correctness of the answer is scored by `accuracy` of the reward library. This file has the other two functions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from headrace_schemas import Trajectory
 
 DETOUR = 0.5
-"""What is lost where twice as many steps were made as needed."""
+"""Penalty for twice as many steps as needed."""
 
 
 def form(trajectory: Trajectory) -> float:
-    """1 when all of the run has the form that was asked for."""
+    """Return 1 if the whole run has the expected form."""
     return float(of_trajectory(trajectory).in_form)
 
 
 def brief(trajectory: Trajectory, context: Mapping[str, object]) -> float | None:
-    """1 for a run without a detour, less for each step more than `steps_min` of the context. Fewer earn nothing more.
+    """Return 1 for a run with at most `steps_min` steps, and less for each further step.
 
-    Abstains where nobody said how many steps are needed.
+    The function abstains if the context has no `steps_min`.
     """
     needed = context.get("steps_min")
     if not isinstance(needed, int | float) or needed <= 0:

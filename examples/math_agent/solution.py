@@ -1,6 +1,6 @@
-"""What a model wrote to solve a problem: its steps, and whether it has the form that was asked for.
+"""Solution of a problem as a model wrote it: its steps, and whether it has the expected form.
 
-The form, as ReAct has it (Yao et al. 2022, arXiv:2210.03629): lines `Thought: ...` before each call, one call at a
+The form is that of ReAct (Yao et al. 2022, arXiv:2210.03629): lines `Thought: ...` before each call, one call at a
 time, and a last line `Answer: 29`.
 """
 
@@ -25,7 +25,7 @@ ANSWERING = rf"({THOUGHT}[^\n]+\n)*{ANSWER}-?\d+"
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of the model: its text, the arguments of its calls, and what they came to."""
+    """One message of the model: its text, the arguments of its calls, and their results."""
 
     text: str
     calls: tuple[str, ...] = ()
@@ -38,29 +38,29 @@ class Turn:
 
 @dataclass(frozen=True)
 class Solution:
-    """The turns of one run."""
+    """Turns of one run."""
 
     turns: tuple[Turn, ...]
 
     @property
-    def answered(self) -> bool:
+    def has_answer(self) -> bool:
         return bool(self.turns) and not self.turns[-1].calls
 
     @property
     def steps(self) -> int:
-        """Lines of thought and calls, without the line of the answer."""
+        """Number of thoughts and calls, without the line of the answer."""
         written = sum(len(turn.lines) + len(turn.calls) for turn in self.turns)
-        return written - (self.answered and bool(self.turns[-1].lines))
+        return written - (self.has_answer and bool(self.turns[-1].lines))
 
     @property
     def in_form(self) -> bool:
-        """Whether all of it has the form: half of it is none."""
+        """Whether the whole solution has the expected form."""
         *calling, last = self.turns or (Turn(""),)
         begun = bool(calling) and all(len(turn.calls) == 1 and follows(turn.text, CALLING) for turn in calling)
         return begun and not last.calls and bool(follows(last.text, ANSWERING))
 
-    def shown(self) -> str:
-        """For people."""
+    def as_text(self) -> str:
+        """Return the solution as text for people."""
         lines = []
         for turn in self.turns:
             lines += turn.lines
@@ -69,29 +69,32 @@ class Solution:
 
 
 def of_episode(episode: Episode) -> Solution:
-    """What a client saw."""
-    said = [dict(message) for message in episode.messages]
+    """Return the solution in an episode of a client."""
+    messages = [dict(message) for message in episode.messages]
     if episode.answer is not None:
-        said.append({"role": "assistant", "content": episode.answer})
-    calls = [[call["function"]["arguments"] for call in message.get("tool_calls") or ()] for message in said]
-    spoken = [(message["role"], message.get("content") or "", made) for message, made in zip(said, calls, strict=True)]
-    return Solution(tuple(_turns(spoken)))
+        messages.append({"role": "assistant", "content": episode.answer})
+    calls = [[call["function"]["arguments"] for call in message.get("tool_calls") or ()] for message in messages]
+    parts = [
+        (message["role"], message.get("content") or "", arguments)
+        for message, arguments in zip(messages, calls, strict=True)
+    ]
+    return Solution(tuple(_turns(parts)))
 
 
 def of_trajectory(trajectory: Trajectory) -> Solution:
-    """What a reward function sees."""
-    spoken = [
+    """Return the solution in a trajectory of a reward function."""
+    parts = [
         (message.role, message.text, [call.function.arguments for call in message.tool_calls or ()])
         for message in trajectory.messages
     ]
-    return Solution(tuple(_turns(spoken)))
+    return Solution(tuple(_turns(parts)))
 
 
-def _turns(spoken: Sequence[tuple[str, str, Sequence[str]]]) -> Iterable[Turn]:
-    for place, (role, text, calls) in enumerate(spoken):
+def _turns(parts: Sequence[tuple[str, str, Sequence[str]]]) -> Iterable[Turn]:
+    for number, (role, text, calls) in enumerate(parts):
         if role == "assistant":
-            after = spoken[place + 1 : place + 1 + len(calls)]
-            yield Turn(text, tuple(calls), tuple(said for who, said, _ in after if who == "tool"))
+            after = parts[number + 1 : number + 1 + len(calls)]
+            yield Turn(text, tuple(calls), tuple(result for next_role, result, _ in after if next_role == "tool"))
 
 
 def _argument(call: str) -> Any:

@@ -1,4 +1,4 @@
-"""The tokenizer of the base model: words and numbers of problems are whole, and so are labels and pieces of a call."""
+"""Tokenizer of the base model: words and numbers of problems, labels and parts of a call are single tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUMBERS = tuple(map(str, range(problems.HELD_MAX + 1)))
-"""One token each, so that copying one is one step. Larger ones come of mistakes, and are spelt."""
+"""Numbers that are one token each, so that copying one is one step. Larger numbers result from mistakes, and are
+split."""
 VOCABULARY = 640 + len(NUMBERS)
-"""Entries. Bytes, markup and the words of problems with their merges fill about 600."""
+"""Vocabulary size. Bytes, markup and the words of problems with their merges need about 600 entries."""
 RECURRING = (bpe.call_opening(NAME, PARAMETER), '"}}', NAME, THOUGHT, ANSWER)
-"""What is one token each: pieces of a call, and what lines begin with."""
+"""Parts of calls and labels of lines that are one token each."""
 _THOUGHTS = " ".join((*demonstrations.IDLE, demonstrations.CHECKS)).replace(".", "")
 WORDS = (
     *problems.NAMES, *problems.THINGS, *problems.ORDINALS[3], *itertools.chain(*problems.VERBS.values()),
@@ -29,5 +30,5 @@ WORDS = (
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer for `texts`: what users and tools say."""
+    """Train a tokenizer on texts of users and tools."""
     return bpe.train(texts, WORDS, RECURRING, VOCABULARY, numbers=True)

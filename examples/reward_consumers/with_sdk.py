@@ -1,4 +1,4 @@
-"""A source of rewards that likes short answers: `python with_sdk.py [HOST:PORT]`."""
+"""Reward source that prefers short answers: `python with_sdk.py [HOST:PORT]`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from headrace_schemas import Trajectory
 
 
 def short(trajectory: Trajectory) -> float | None:
-    """1.0 for no words at all, 0.0 for fifty and more; nothing is said about a run without an answer."""
+    """Return 1.0 for no words, falling to 0.0 for fifty and more. Abstain from a run without an answer."""
     words = len(trajectory.final_answer.split())
     return max(0.0, 1.0 - words / 50) if words else None
 

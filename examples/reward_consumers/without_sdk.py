@@ -1,4 +1,4 @@
-"""A source of rewards that likes politeness: `python without_sdk.py [HOST:PORT]`. Needs aiokafka and fsspec."""
+"""Reward source that prefers polite answers: `python without_sdk.py [HOST:PORT]`. Needs aiokafka and fsspec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "polite"
 
 
 def polite(trajectory: dict[str, Any]) -> float | None:
-    """None abstains, which is not 0.0."""
+    """Return 1.0 for a polite answer, else 0.0. None abstains, which differs from 0.0."""
     dialogues = trajectory.get("dialogues") or []
     if not dialogues:
         return None
@@ -25,17 +25,18 @@ def polite(trajectory: dict[str, Any]) -> float | None:
 
 
 def reward(trajectory: dict[str, Any]) -> dict[str, Any]:
-    """A value is there exactly when the outcome is `scored`; the same revision sent twice counts once."""
+    """Return the reward event. The event has a value exactly if the outcome is `scored`. A revision that is sent twice
+    counts once."""
     value = polite(trajectory)
-    said: dict[str, Any] = {
+    event: dict[str, Any] = {
         name: trajectory[name] for name in ("trajectory_id", "session_key", "tenant") if name in trajectory
     }
-    said |= {"time": datetime.now(UTC).isoformat(), "source": SOURCE, "revision": 0}
-    return said | ({"outcome": "abstained"} if value is None else {"outcome": "scored", "value": value})
+    event |= {"time": datetime.now(UTC).isoformat(), "source": SOURCE, "revision": 0}
+    return event | ({"outcome": "abstained"} if value is None else {"outcome": "scored", "value": value})
 
 
 def content(value: bytes, headers: dict[str, bytes]) -> bytes:
-    """What is over 256 KiB lies in the blob store, and the record says where."""
+    """Return the payload of a record. Payloads above 256 KiB are in the blob store, and the record refers to them."""
     if "ce_dataref" not in headers:
         return value
     with fsspec.open(json.loads(value)["uri"], "rb") as file:
@@ -44,7 +45,8 @@ def content(value: bytes, headers: dict[str, bytes]) -> bytes:
 
 
 def login() -> dict[str, str]:
-    """How to log in at the bus, where it asks for that: the embedded broker's password is in `.headrace/run/token`."""
+    """Return the login options of the bus, if it needs a login. The embedded broker's password is in
+    `.headrace/run/token`."""
     password = os.environ.get("HEADRACE_BUS__PASSWORD")
     if not password:
         return {}
@@ -62,7 +64,8 @@ def _producer(bus: str) -> AIOKafkaProducer:
 
 
 async def main(bus: str = "127.0.0.1:9092") -> None:
-    """Consume for ever. A position is committed once the reward is durable, so a crash loses none."""
+    """Consume trajectories without end. Offsets are committed after the reward is durable, so that a crash loses
+    none."""
     consumer = AIOKafkaConsumer(
         "trajectories",
         bootstrap_servers=bus,
@@ -77,7 +80,7 @@ async def main(bus: str = "127.0.0.1:9092") -> None:
                 trajectory = json.loads(content(record.value or b"", dict(record.headers)))
                 key = trajectory["session_key"].encode()
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # no trajectory: the scorer reads the same topic, and dead-letters it
+                continue  # not a trajectory: the scorer reads the same topic and dead-letters the record
             await producer.send_and_wait("rewards", json.dumps(reward(trajectory)).encode(), key)
             await consumer.commit()
 

@@ -1,1 +1,1 @@
-"""Trinity-RFT's benches as the registry's gate: `python -m trinity_bench.gate` (docs/gate.md)."""
+"""Trinity-RFT's benches as a gate program of the registry: `python -m trinity_bench.gate` (docs/gate.md)."""

@@ -1,4 +1,4 @@
-"""Trinity's benches: a Ray of their own on this machine, and a `trinity run` for each."""
+"""Run Trinity's benches: a local Ray for all of them, and a `trinity run` for each."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace_schemas.gate import Play
-from trinity_bench.configuration import Job, as_yaml, configuration, patience_s
-from trinity_bench.processes import ended, environment, started
-from trinity_bench.results import BenchFailed, said, scores
+from trinity_bench.configuration import Job, as_yaml, configuration, plays_timeout_s
+from trinity_bench.processes import environment, start, stop
+from trinity_bench.results import BenchFailed, last_error, scores
 from trinity_bench.scratch import scratch
 from trinity_bench.settings import Row, Settings
 
-_STARTED, _IMPATIENT = b"Ray runtime started", b"timed out during startup"
+_STARTED, _TIMED_OUT = b"Ray runtime started", b"timed out during startup"
 _POLL_S = 0.1
 _CPUS = "2"
-"""What Ray takes for its own, and starts as many processes in advance. Trinity's explorer takes one; runners none."""
+"""CPUs that Ray reserves, and processes that it starts in advance. Trinity's explorer takes one CPU, and runners
+none."""
 _STORE_BYTES = "100000000"
 
 
 class Benches:
-    """Use `benches`."""
+    """Runner of benches. `benches` creates it."""
 
     def __init__(self, settings: Settings, folder: Path, ray_address: str, environ: Mapping[str, str]) -> None:
         self._settings = settings
         self._folder = folder
         self._ray_address = ray_address
         self._environ = environ
-        self._room = asyncio.Semaphore(settings.benches)
+        self._slots = asyncio.Semaphore(settings.benches)
         self._number = 0
 
     async def run(self, version: str, plays: Mapping[Play, Row]) -> Mapping[Play, float]:
-        """A score for each of the plays, which are all of `version`. Raises `BenchFailed`."""
-        async with self._room:
+        """Return a score for each play. All plays must be of `version`. Raises `BenchFailed`."""
+        async with self._slots:
             self._number += 1
             job = Job(self._folder / f"bench-{self._number}", version, self._ray_address, len(plays))
-            written(self._settings, job, plays)
+            write_files(self._settings, job, plays)
             try:
                 await self._trinity(job)
                 return scores(job.results, tuple(plays), self._settings, job.log)
@@ -51,20 +52,20 @@ class Benches:
                 shutil.rmtree(job.folder, ignore_errors=True)
 
     async def _trinity(self, job: Job) -> None:
-        """To its end, whose status says nothing."""
+        """Run Trinity to its end. Its exit status has no meaning."""
         command = [self._settings.python, "-m", "trinity.cli.launcher", "run", "--config", str(job.yaml)]
-        process = await started(command, job.log, self._environ)
-        at_most_s = self._settings.start_timeout_s + patience_s(self._settings, job)
+        process = await start(command, job.log, self._environ)
+        at_most_s = self._settings.start_timeout_s + plays_timeout_s(self._settings, job)
         try:
             await asyncio.wait_for(process.wait(), at_most_s)
         except TimeoutError:
-            raise BenchFailed(f"was not over after {at_most_s:g} s; Trinity says: {said(job.log)}") from None
+            raise BenchFailed(f"did not end within {at_most_s:g} s; Trinity's log: {last_error(job.log)}") from None
         finally:
-            await ended(process)
+            await stop(process)
 
 
-def written(settings: Settings, job: Job, plays: Mapping[Play, Row]) -> None:
-    """The files of a bench, which only this user reads."""
+def write_files(settings: Settings, job: Job, plays: Mapping[Play, Row]) -> None:
+    """Write the files of a bench, which only this user can read."""
     for folder in (job.folder, job.tasks):
         folder.mkdir(mode=0o700)
     rows = (json.dumps({"play": play.model_dump_json(), "row": json.dumps(row)}) for play, row in plays.items())
@@ -79,7 +80,7 @@ def written(settings: Settings, job: Job, plays: Mapping[Play, Row]) -> None:
 
 @contextlib.asynccontextmanager
 async def benches(settings: Settings, base_url: str) -> AsyncIterator[Benches]:
-    """Their Ray and their files are gone when the body ends. Raises `BenchFailed`."""
+    """Start Ray and yield a runner. Ray and all files are removed at the end of the body. Raises `BenchFailed`."""
     with scratch(settings.folder) as folder:
         port, agent_port, client_port = _free_ports(3)
         address = f"127.0.0.1:{port}"
@@ -96,52 +97,52 @@ async def benches(settings: Settings, base_url: str) -> AsyncIterator[Benches]:
 async def _ray(
     settings: Settings, folder: Path, ports: Sequence[str], environ: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """One of a single machine, without GPUs: Trinity starts no engine for an external model."""
+    """Run a Ray on a single machine without GPUs, because Trinity starts no engine for an external model."""
     command = [
         settings.python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", "127.0.0.1",
         *ports, "--temp-dir", str(folder / "ray"), "--include-dashboard", "false", "--disable-usage-stats",
         "--num-cpus", _CPUS, "--num-gpus", "0", "--object-store-memory", _STORE_BYTES,
     ]  # fmt: skip
     log = folder / "ray.log"
-    process = await _begun(command, log, environ, settings.start_timeout_s)
+    process = await _start_ray(command, log, environ, settings.start_timeout_s)
     try:
         yield
     finally:
-        await ended(process)
+        await stop(process)
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        free = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in free:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in free]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free_socket in sockets:
+            free_socket.bind(("127.0.0.1", 0))
+        return [free_socket.getsockname()[1] for free_socket in sockets]
 
 
-async def _begun(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float) -> Process:
-    """Ray itself waits for half a minute, which is short where others compute: it is started again."""
+async def _start_ray(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float) -> Process:
+    """Start Ray, and start it again if it times out. Ray's own limit of half a minute is short on a busy machine."""
     process = None
     try:
         async with asyncio.timeout(timeout_s):
-            while process is None or not await _runs(process, log):
-                process = await started(command, log, environ)
+            while process is None or not await _has_started(process, log):
+                process = await start(command, log, environ)
             return process
     except BaseException as error:
         if process is not None:
-            await ended(process)
+            await stop(process)
         if isinstance(error, TimeoutError):
             raise BenchFailed(f"Ray did not start within start_timeout_s = {timeout_s:g}") from None
         raise
 
 
-async def _runs(ray: Process, log: Path) -> bool:
-    """Once it does; False: it has lost its patience. Raises `BenchFailed`."""
+async def _has_started(ray: Process, log: Path) -> bool:
+    """Wait until Ray has started. Return False if Ray timed out. Raises `BenchFailed`."""
     while True:
-        told = await asyncio.to_thread(log.read_bytes)
-        if _STARTED in told:
+        output = await asyncio.to_thread(log.read_bytes)
+        if _STARTED in output:
             return True
         if ray.returncode is not None:
-            if _IMPATIENT in told:
+            if _TIMED_OUT in output:
                 return False
-            raise BenchFailed(f"Ray ended with status {ray.returncode}: {said(log)}")
+            raise BenchFailed(f"Ray ended with status {ray.returncode}: {last_error(log)}")
         await asyncio.sleep(_POLL_S)

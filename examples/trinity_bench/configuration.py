@@ -1,4 +1,4 @@
-"""What Trinity is told: its YAML for one bench of one exact version."""
+"""Trinity's YAML configuration for one bench of one exact version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trinity_bench.settings import Settings
 
 _PROJECT, _TASKSET = "headrace", "plays"
 _MARGIN_S = 30
-"""What Trinity's own patience is longer than a play's: so that the play says itself that it took too long."""
+"""Seconds that Trinity's own timeout is longer than a play's, so that the play itself reports its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One bench's names and files. `folder` is its own."""
+    """Names and files of one bench, which has a `folder` of its own."""
 
     folder: Path
     version: str
@@ -31,7 +31,7 @@ class Job:
 
     @property
     def tasks(self) -> Path:
-        """A folder that holds one file of rows."""
+        """Folder with one file of rows."""
         return self.folder / "tasks"
 
     @property
@@ -43,14 +43,18 @@ class Job:
         return self.folder / "trinity.log"
 
 
-def patience_s(settings: Settings, job: Job) -> float:
-    """How long all plays of a bench may take: they are played in rounds."""
+def plays_timeout_s(settings: Settings, job: Job) -> float:
+    """Return the time limit of all plays of a bench, which run in rounds."""
     return settings.play_timeout_s * math.ceil(job.plays / settings.runners)
 
 
 def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
-    """No secret is in it, nor the name of a variable that has one: Ray shows the values of those that it names."""
-    ours = {
+    """Return the configuration.
+
+    The table contains no secrets and no names of variables with secrets, because Ray shows the values of variables that
+    it names.
+    """
+    bench_arguments = {
         "workflow": settings.workflow,
         "metric": settings.metric,
         "timeout_s": settings.play_timeout_s,
@@ -60,10 +64,10 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
         "name": _TASKSET,
         "storage_type": "file",
         "path": str(job.tasks),
-        "split": "train",  # what one file of rows is called
+        "split": "train",  # split name of a single file of rows
         "repeat_times": 1,
         "default_workflow_type": "trinity_bench.inside.played.Played",
-        "workflow_args": {**settings.workflow_args, "headrace_bench": ours},
+        "workflow_args": {**settings.workflow_args, "headrace_bench": bench_arguments},
         "reward_fn_args": dict(settings.reward_args),
         "rollout_args": dict(settings.rollout),
         "format": dict(settings.format),
@@ -77,7 +81,7 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
         "ray_namespace": f"{_PROJECT}/{job.folder.name}",
         "checkpoint_root_dir": str(job.folder / "job"),
         "model": {
-            "model_path": job.version,  # what workflows send as the model's name
+            "model_path": job.version,  # the model name that workflows send
             "max_model_len": settings.max_model_len,
             "max_response_tokens": settings.max_response_tokens,
             "temperature": settings.rollout.get("temperature", 1.0),
@@ -88,12 +92,16 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
                 "api_key_env": "HEADRACE_BENCH_NO_KEY",
             },
         },
-        "cluster": {"ray_address": job.ray_address, "node_num": 1, "gpu_per_node": 1},  # looked up where it is not said
+        "cluster": {
+            "ray_address": job.ray_address,
+            "node_num": 1,
+            "gpu_per_node": 1,
+        },  # Trinity queries the cluster if they are missing
         "buffer": {"batch_size": settings.runners, "explorer_input": {"eval_tasksets": [taskset]}},
         "explorer": {
             "runner_per_model": settings.runners,
-            "max_timeout": math.ceil(patience_s(settings, job)) + _MARGIN_S,  # of a play, and of them all
-            "max_retry_times": 0,  # another attempt would be another play
+            "max_timeout": math.ceil(plays_timeout_s(settings, job)) + _MARGIN_S,  # limit of one play, and of all plays
+            "max_retry_times": 0,  # a retry would be another play
             "eval_on_startup": True,
             "rollout_model": {"engine_type": "external", "enable_openai_api": True, "enable_history": True},
         },
@@ -102,6 +110,6 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
     }
 
 
-def as_yaml(found: Mapping[str, Any]) -> str:
-    """JSON, which is YAML, too."""
-    return json.dumps(found, indent=2) + "\n"
+def as_yaml(table: Mapping[str, Any]) -> str:
+    """Return a configuration as JSON, which is also YAML."""
+    return json.dumps(table, indent=2) + "\n"

@@ -1,10 +1,10 @@
-"""The registry's gate (docs/gate.md): each play that is asked for is a task of a bench of Trinity's.
+"""Gate program (docs/gate.md) that plays each request as a task of a Trinity bench.
 
     python -m trinity_bench.gate --settings bench.toml --base-url http://127.0.0.1:8000/v1
 
-Starting a bench takes the better part of a minute, so whatever is asked for meanwhile waits and goes into the next
-ones: one for each version. A bench that has not scored all of its plays ends the program with status 1 and the reason;
-the registry then has no score, rather than a guess.
+Starting a bench takes almost a minute. Requests that arrive in the meantime wait for the next benches, one for each
+version. If a bench does not score all of its plays, the program exits with status 1 and the reason, so that the
+registry has no score instead of a guess.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from trinity_bench.results import BenchFailed
 from trinity_bench.settings import Row, Settings, Unusable, read, rows
 
 _GATHER_S = 0.5
-"""How long nothing more has to be asked for before a bench begins."""
+"""Seconds without a further request after which a bench begins."""
 
 
 async def serve(settings: Settings, base_url: str) -> None:
-    """Name the tasks, then play what standard input asks for until it ends. Raises `BenchFailed`, `Unusable`."""
+    """Print the task names, then play requests until standard input ends. Raises `BenchFailed` and `Unusable`."""
     splits = {
         "gate": rows(settings.gate_tasks, settings.name_key, "gate"),
         "audit": rows(settings.audit_tasks, settings.name_key, "audit"),
     }
     print(Tasks(gate=tuple(splits["gate"]), audit=tuple(splits["audit"])).model_dump_json(), flush=True)
-    known = splits["gate"] | splits["audit"]
+    rows_by_task = splits["gate"] | splits["audit"]
     lines = await standard_input()
-    asked = await _asked(lines)
-    if not asked:  # its tasks were all that anybody wanted to know
+    requests = await _gather_requests(lines)
+    if not requests:  # the registry requested only the task names
         return
     async with benches(settings, base_url) as running:
-        while asked:
-            await _answered(running, asked, known)
-            asked = await _asked(lines)
+        while requests:
+            await _answer_requests(running, requests, rows_by_task)
+            requests = await _gather_requests(lines)
 
 
-async def _asked(lines: asyncio.StreamReader) -> list[Play]:
-    """Whatever is asked for in one go; nothing: standard input has ended."""
-    found, line = [], await lines.readline()
+async def _gather_requests(lines: asyncio.StreamReader) -> list[Play]:
+    """Return the requests that arrive together, or an empty list at the end of standard input."""
+    requests, line = [], await lines.readline()
     while line:
-        found.append(Play.model_validate_json(line))
+        requests.append(Play.model_validate_json(line))
         try:
             line = await asyncio.wait_for(lines.readline(), _GATHER_S)
         except TimeoutError:
             break
-    return found
+    return requests
 
 
-async def _answered(running: Benches, asked: list[Play], known: Mapping[str, Row]) -> None:
+async def _answer_requests(running: Benches, requests: list[Play], rows_by_task: Mapping[str, Row]) -> None:
     by_version: dict[str, dict[Play, Row]] = defaultdict(dict)
-    for play in asked:
-        by_version[play.version][play] = known[play.task]
+    for play in requests:
+        by_version[play.version][play] = rows_by_task[play.task]
     try:
         async with asyncio.TaskGroup() as group:
             for version, plays in by_version.items():
@@ -75,10 +75,12 @@ async def _answer(running: Benches, version: str, plays: Mapping[Play, Row]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plays held-out tasks as Trinity-RFT's benches (docs/gate.md).")
-    parser.add_argument("--settings", type=Path, required=True, help="what a bench is: trinity_bench/settings.py")
+    parser = argparse.ArgumentParser(description="Play held-out tasks as Trinity-RFT's benches (docs/gate.md).")
+    parser.add_argument(
+        "--settings", type=Path, required=True, help="TOML file with the settings of trinity_bench/settings.py"
+    )
     parser.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
-    parser.add_argument("--python", help="of Trinity's environment, in place of the settings' own")
+    parser.add_argument("--python", help="Python of Trinity's environment; overrides the setting")
     options = parser.parse_args()
     try:
         asyncio.run(serve(read(options.settings, options.python), options.base_url))

@@ -1,4 +1,4 @@
-"""Processes of Trinity's environment: they end with this one, however that ends."""
+"""Processes of Trinity's environment, which end with this process, however it ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _END_S = 20.0
 
 
 async def environment(settings: Settings, base_url: str, folder: Path, ray_address: str) -> Mapping[str, str]:
-    """What Trinity's processes are given: ours, which has the gateway's key, and more. Raises `BenchFailed`."""
+    """Return the environment of Trinity's processes: that of this process, with the gateway's key, and further
+    variables. Raises `BenchFailed`."""
     if not base_url.endswith("/v1"):
-        raise BenchFailed(f"--base-url {base_url} does not end with /v1, which Trinity adds itself")
+        raise BenchFailed(f"--base-url = {base_url}: must end with /v1")
     token = folder / "ray-token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(), encoding="utf-8")
@@ -32,7 +33,7 @@ async def environment(settings: Settings, base_url: str, folder: Path, ray_addre
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "RAY_ADDRESS": ray_address,
-        "RAY_AUTH_MODE": "token",  # who reaches a Ray's ports runs what they like
+        "RAY_AUTH_MODE": "token",  # without a token, anybody who reaches Ray's ports can run code
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_agent_register_timeout_ms": str(round(settings.start_timeout_s * 1000)),
         "RAY_worker_register_timeout_seconds": str(round(settings.start_timeout_s)),
@@ -50,16 +51,16 @@ async def _has_vllm(python: str) -> bool:
     return await process.wait() == 0
 
 
-async def started(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Process:
-    """Whatever it writes is in `log`."""
+async def start(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Process:
+    """Start a process with its output in `log`."""
     with log.open("wb") as file:
         return await asyncio.create_subprocess_exec(
             *bound_to_parent(command), stdin=DEVNULL, stdout=file, stderr=STDOUT, env=environ, cwd=log.parent
         )
 
 
-async def ended(process: Process) -> None:
-    """SIGTERM, and SIGKILL when that is not enough."""
+async def stop(process: Process) -> None:
+    """Stop a process with SIGTERM, and with SIGKILL if it does not end."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
         try:

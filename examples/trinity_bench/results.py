@@ -1,4 +1,4 @@
-"""What a bench has found: a score for each play, or the reason why there is none. Nothing is guessed."""
+"""Results of a bench: a score for each play, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ _REASON = 300
 
 
 class BenchFailed(Exception):
-    """A bench has not scored every play. It counts for nobody."""
+    """A bench did not score every play, so that its result is not used."""
 
 
 def scores(results: Path, plays: Sequence[Play], settings: Settings, log: Path) -> Mapping[Play, float]:
-    """In 0..1, of each of `plays`. Raises `BenchFailed`: Trinity itself ends well whatever has failed."""
-    found: dict[Play, float] = {}
+    """Return a score from 0 to 1 for each of `plays`. Raises `BenchFailed`, because Trinity's exit status does not show
+    failures."""
+    scores_by_play: dict[Play, float] = {}
     failed: dict[Play, str] = {}
     for line in results.read_text(encoding="utf-8").splitlines():
         try:
-            told = json.loads(line)
-            play = Play.model_validate(told["play"])
-        except (ValueError, RecursionError) as error:  # a full disk cuts lines off
-            raise BenchFailed(f"a result is none: {error}") from None
-        if play not in plays or play in found or play in failed:
-            raise BenchFailed(f"task {play.task}: was not asked for, or has a second result")
-        if "error" in told:
-            failed[play] = told["error"]
+            result = json.loads(line)
+            play = Play.model_validate(result["play"])
+        except (ValueError, RecursionError) as error:  # a full disk truncates lines
+            raise BenchFailed(f"a result cannot be parsed: {error}") from None
+        if play not in plays or play in scores_by_play or play in failed:
+            raise BenchFailed(f"task {play.task}: was not requested, or has a second result")
+        if "error" in result:
+            failed[play] = result["error"]
         else:
-            found[play] = _scaled(told["score"], play, settings)
+            scores_by_play[play] = _scaled(result["score"], play, settings)
     if failed:
         play, reason = next(iter(failed.items()))
         raise BenchFailed(
-            f"{len(failed)} of {len(plays)} plays failed, the first one being {play.task}: {_cut(reason)}"
+            f"{len(failed)} of {len(plays)} plays failed, the first one being {play.task}: {_truncate(reason)}"
         )
-    missing = [play.task for play in plays if play not in found]
+    missing = [play.task for play in plays if play not in scores_by_play]
     if missing:
-        told = f"{len(missing)} of {len(plays)} plays have no result, the first one being {missing[0]}"
-        raise BenchFailed(f"{told}; Trinity says: {_cut(said(log))}")
-    return found
+        problem = f"{len(missing)} of {len(plays)} plays have no result, the first one being {missing[0]}"
+        raise BenchFailed(f"{problem}; Trinity's log: {_truncate(last_error(log))}")
+    return scores_by_play
 
 
 def _scaled(value: float, play: Play, settings: Settings) -> float:
     low, high = settings.lowest, settings.highest
     if not (math.isfinite(value) and low <= value <= high):
-        what = settings.metric or "reward"
-        remedy = "set `lowest` and `highest` to what it can be, or `metric` to another one"
-        raise BenchFailed(f"task {play.task}: its {what} is {value}, and not in {low:g}..{high:g}; {remedy}")
+        name = settings.metric or "reward"
+        remedy = "set `lowest` and `highest` to its range, or `metric` to another metric"
+        raise BenchFailed(f"task {play.task}: {name} = {value}: must be in {low:g}..{high:g}; {remedy}")
     return (value - low) / (high - low)
 
 
-def said(log: Path) -> str:
-    """The last error that Trinity has written, else its last line."""
+def last_error(log: Path) -> str:
+    """Return the last error in Trinity's log, else its last line."""
     if not log.exists():
         return "nothing"
     with log.open("rb") as file:
@@ -66,5 +67,5 @@ def said(log: Path) -> str:
     return (errors or lines or ["nothing"])[-1]
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _REASON else f"{text[:_REASON]}..."

@@ -1,4 +1,4 @@
-"""A folder for one gate. The registry ends gates with SIGKILL, so another process removes it."""
+"""Temporary folder of a gate. The registry ends gates with SIGKILL, so that another process must remove it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ for _ in range(300):
         break
     time.sleep(0.1)
 """
-"""Waits for the end of its input, which is ours, and then for whoever still writes there to be gone, too."""
+"""Program that waits for the end of its input, which is a pipe of the gate, and then until no process writes to the
+folder."""
 
 
 @contextlib.contextmanager
 def scratch(parent: Path | None) -> Iterator[Path]:
-    """A new one in `parent`, which only this user can read; none: where the system has temporary files. It is gone when
-    the body ends, and soon after this process was killed.
+    """Create a folder in `parent`, by default among the system's temporary files, that only this user can read.
+
+    The folder is removed at the end of the body, and soon after this process was killed.
     """
     folder = Path(tempfile.mkdtemp(prefix="hr-bench-", dir=parent))
     command = [sys.executable, "-I", "-S", "-c", _REMOVES, str(folder)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ):  # which ends its input, and waits
+    ):  # the end of the body closes the input and waits
         yield folder

@@ -1,4 +1,4 @@
-"""What a gate of Trinity's benches is told: a TOML file, whose unknown keys are refused."""
+"""Settings of the gate: a TOML file, whose unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Row = Mapping[str, Any]
 
 
 class Unusable(Exception):
-    """A setting or a file of tasks that no bench can be made of: what it is, and what would do."""
+    """A setting or a file of tasks cannot be used. The message has the problem and the remedy."""
 
 
 class Settings(BaseModel):
-    """Paths are looked up from the folder of the file."""
+    """Settings of the gate. Paths are relative to the folder of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Text
-    """Of Trinity's environment."""
+    """Python of Trinity's environment."""
     workflow: Text
     """Trinity's name of a workflow, or the dotted path of your class."""
     gate_tasks: Path
-    """JSON lines, as a taskset of Trinity's has them: the tasks that decide."""
+    """JSON lines of a Trinity taskset: the tasks that decide."""
     audit_tasks: Path
-    """Other ones, which only measure."""
+    """Other tasks, which only measure."""
     name_key: str = ""
-    """The key of a row that names its task; empty: they are numbered."""
+    """Key of a row that names its task; if empty, tasks are numbered."""
     reward: str = ""
     """`default_reward_fn_type`, for workflows that take one."""
     metric: str = ""
-    """The metric of a run that is its score; empty: its reward."""
+    """Metric of a run that is its score; if empty, its reward."""
     lowest: Finite = 0.0
     highest: Finite = 1.0
-    """Rewards from `lowest` to `highest` become scores from 0 to 1; one beyond them fails the bench."""
+    """Rewards from `lowest` to `highest` become scores from 0 to 1; a reward outside of them fails the bench."""
     format: Mapping[str, Any] = {}
-    """The taskset's `format`, such as `prompt_key`. Trinity refuses keys that it does not know."""
+    """The taskset's `format`, such as `prompt_key`. Trinity refuses unknown keys."""
     rollout: Mapping[str, Any] = {}
     """The taskset's `rollout_args`, such as `temperature` and `max_tokens`."""
     workflow_args: Mapping[str, Any] = {}
@@ -54,31 +54,31 @@ class Settings(BaseModel):
     max_model_len: Count = 4096
     max_response_tokens: Count = 1024
     runners: Count = 8
-    """Plays of a bench that run at a time; each is a process."""
+    """Concurrent plays of a bench; each is a process."""
     benches: Count = 1
-    """Benches at a time: there is one for each version that is asked for."""
+    """Concurrent benches; there is one for each requested version."""
     play_timeout_s: Positive = 600.0
     start_timeout_s: Positive = 300.0
-    """How long Ray may take to start, and Trinity around the plays of a bench."""
+    """Time limit for the start of Ray, and for Trinity around the plays of a bench."""
     folder: Path | None = None
-    """Where benches have their temporary files; none: the system's. Ray's sockets lie in it, so its name is short."""
+    """Folder of temporary files; by default the system's. Ray's sockets are in it, so that its path must be short."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Settings:
         if self.lowest >= self.highest:
-            raise ValueError("`lowest` has to be less than `highest`")
+            raise ValueError("`lowest` must be less than `highest`")
         if self.max_response_tokens >= self.max_model_len:
-            raise ValueError("`max_response_tokens` has to be less than `max_model_len`, which has room for the prompt")
+            raise ValueError("`max_response_tokens` must be less than `max_model_len`, which includes the prompt")
         if {"n", "logprobs"} & set(self.rollout):
-            raise ValueError("`rollout` has n or logprobs: a play is one run, and nothing is trained of it")
+            raise ValueError("`rollout` must not have n or logprobs: a play is one run and is not trained")
         return self
 
 
 def read(path: Path, python: str | None = None) -> Settings:
-    """`python` takes the place of the file's. Raises `Unusable`."""
+    """Read the settings. `python` overrides that of the file. Raises `Unusable`."""
     try:
-        given = parse_toml(path.read_bytes())
-        settings = Settings.model_validate({**given, **({"python": python} if python else {})})
+        table = parse_toml(path.read_bytes())
+        settings = Settings.model_validate({**table, **({"python": python} if python else {})})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise Unusable(f"{path}: {'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg']}") from None
@@ -91,8 +91,8 @@ def read(path: Path, python: str | None = None) -> Settings:
 
 
 def rows(path: Path, name_key: str, prefix: str) -> dict[str, Row]:
-    """Rows by the names of their tasks: of `name_key`, or numbered behind `prefix`. Raises `Unusable`."""
-    found: dict[str, Row] = {}
+    """Return rows by task name, from `name_key` or numbered with `prefix`. Raises `Unusable`."""
+    rows_by_name: dict[str, Row] = {}
     try:
         lines = read_user_text(path).split("\n")
     except OSError as error:
@@ -107,11 +107,11 @@ def rows(path: Path, name_key: str, prefix: str) -> dict[str, Row]:
         except (ValueError, RecursionError) as error:
             raise Unusable(f"{path}, line {number}: {error}") from None
         if not isinstance(row, dict):
-            raise Unusable(f"{path}, line {number}: is no JSON object")
+            raise Unusable(f"{path}, line {number}: must be a JSON object")
         name = str(row.get(name_key, "")) if name_key else f"{prefix}-{number}"
         if not name:
-            raise Unusable(f"{path}, line {number}: has no {name_key!r}, which `name_key` says names the task")
-        if name in found:
-            raise Unusable(f"{path}, line {number}: the task {name!r} is there twice")
-        found[name] = row
-    return found
+            raise Unusable(f"{path}, line {number}: has no {name_key!r}, the key of task names (`name_key`)")
+        if name in rows_by_name:
+            raise Unusable(f"{path}, line {number}: duplicates the task {name!r}")
+        rows_by_name[name] = row
+    return rows_by_name

@@ -1,1 +1,1 @@
-"""Six agents at a table: two werewolves who learn, and four villagers who stay as they are."""
+"""A game of six agents: two werewolves that are trained, and four villagers that are not."""

@@ -1,9 +1,8 @@
-"""Has the six play, one game after the other, and tells how each ended.
+"""Let six agents play games one after the other, and report how each ended.
 
     python -m werewolf.agent --base-url http://127.0.0.1:8000/v1 --model werewolf --villagers villager:v1.0 --tasks 100
 
-An ordinary program on the `openai` package; with any other OpenAI-compatible server it works just as well, and nobody
-learns anything.
+The program uses the `openai` package, and also works with any other OpenAI-compatible server, without training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ VILLAGERS = "villager:v1.0"
 
 
 class Players(at_work.Users[Deal]):
-    """Everybody who sits at a table; `options.concurrency` tables at a time."""
+    """Players of all tables; `options.concurrency` tables play at a time."""
 
     words = ("games", "won by the werewolves")
 
@@ -39,33 +38,41 @@ class Players(at_work.Users[Deal]):
     def accepts(self, task: Deal, episode: Episode) -> bool:
         return isinstance(episode, GameEpisode) and episode.game is not None and episode.game.wolves_win
 
-    async def say(self, task: Deal, episode: Episode, *, accepted: bool) -> None:
-        """What happened, to each wolf's own session, and no reward: those are the scorer's. The villagers' end, too."""
+    async def give_feedback(self, task: Deal, episode: Episode, *, accepted: bool) -> None:
+        """Send the facts of the game to the session of each wolf, without a reward, which the scorer computes. End all
+        sessions."""
         assert isinstance(episode, GameEpisode)
         assert episode.game is not None
         named = {"ends_session": True, "task_id": task.kind, "run_id": episode.run_id}
         for wolf in task.wolves:
-            told = facts(episode.game, wolf)
-            await at_work.send_feedback(self._client, msg_ids=episode.spoken[wolf], context=told, **named)
-        spoken = [one for name in task.villagers for one in episode.spoken[name]]
-        await at_work.send_feedback(self._client, msg_ids=spoken, **named)
+            context = facts(episode.game, wolf)
+            await at_work.send_feedback(
+                self._client, msg_ids=episode.response_ids_by_player[wolf], context=context, **named
+            )
+        response_ids = [response_id for name in task.villagers for response_id in episode.response_ids_by_player[name]]
+        await at_work.send_feedback(self._client, msg_ids=response_ids, **named)
 
 
 def facts(game: Game, wolf: str) -> dict[str, str | None]:
-    """What the reward functions need to know of it (`rewards.FACTS`)."""
+    """Return the facts of a game for the reward functions (`rewards.FACTS`)."""
     return {"winner": winner(game), "player": wolf, "out": game.out, "suspect": game.suspect(wolf)}
 
 
 def main() -> None:
-    parser = at_work.parser("Let six agents play Werewolf, of whom two learn.", "werewolf")
-    parser.add_argument("--villagers", default=VILLAGERS, metavar="MODEL", help="who never learns (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="how many games were played before (%(default)s)")
-    parser.add_argument("--until", type=int, help="end after so many games with those before, instead of --tasks")
+    parser = at_work.parser("Let six agents play Werewolf, two of which are trained.", "werewolf")
+    parser.add_argument(
+        "--villagers",
+        default=VILLAGERS,
+        metavar="MODEL",
+        help="model of the villagers, which is not trained (%(default)s)",
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of earlier games (%(default)s)")
+    parser.add_argument("--until", type=int, help="total number of games, including earlier ones; replaces --tasks")
     parser.set_defaults(max_tokens=12)
     options = parser.parse_args()
     if options.until is not None:
         options.tasks = options.until - options.first
-    at_work.ended(asyncio.run(at_work.run(Players, options)), options.out)
+    at_work.report_and_exit(asyncio.run(at_work.run(Players, options)), options.out)
 
 
 if __name__ == "__main__":

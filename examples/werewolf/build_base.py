@@ -1,9 +1,9 @@
-"""Builds the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
+"""Build the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
 
     python -m werewolf.build_base --cache ~/.cache/headrace/werewolf
 
-prints the model's folder. The result stays there under a digest of all that went into it, for the next run. Villagers
-are registered from the same folder, and stay what they are.
+prints the model's folder. The folder is named by a digest of all inputs and reused by the next run. Villagers are
+registered from the same folder and do not change.
 """
 
 from __future__ import annotations

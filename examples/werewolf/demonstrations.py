@@ -1,4 +1,4 @@
-"""Conversations for the warm-up: each of the six seats of games that are played by script."""
+"""Conversations for the warm-up: each of the six seats of scripted games."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 def demonstrate(deal: Deal, rng: random.Random, habits: policies.Habits) -> list[list[Message]]:
-    """A game of werewolves without any ability, as each of the six saw it."""
+    """Return a game of werewolves without abilities, as seen from each of the six seats."""
     game = policies.play(deal, (), rng, habits)
     return [_seen_by(name, game) for name in deal.seats]
 
@@ -23,10 +23,10 @@ def _seen_by(name: str, game: Game) -> list[Message]:
 
 
 def _messages(name: str, game: Game) -> Iterator[Message]:
-    deal, place = game.deal, game.deal.seats.index(name)
-    yield {"role": "system", "content": talk.told(deal, name)}
-    yield {"role": "user", "content": talk.asked_to_speak(name, game.talk[:place])}
-    yield {"role": "assistant", "content": talk.answer(game.talk[place])}
-    known = talk.partners_vote(deal, name, game.votes)
-    yield {"role": "user", "content": talk.asked_to_vote(name, game.talk, *known)}
+    deal, seat = game.deal, game.deal.seats.index(name)
+    yield {"role": "system", "content": talk.role_prompt(deal, name)}
+    yield {"role": "user", "content": talk.speaking_prompt(name, game.talk[:seat])}
+    yield {"role": "assistant", "content": talk.answer(game.talk[seat])}
+    partner = talk.partners_vote(deal, name, game.votes)
+    yield {"role": "user", "content": talk.voting_prompt(name, game.talk, *partner)}
     yield {"role": "assistant", "content": game.votes[name] or talk.NOBODY}

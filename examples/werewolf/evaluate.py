@@ -1,9 +1,9 @@
-"""Plays held-out games against one version of the wolves' model, a line of JSON for each.
+"""Play held-out games against one version of the wolves' model, and print a line of JSON for each.
 
     python -m werewolf.evaluate --base-url http://127.0.0.1:8000/v1 --model werewolf@0123456789abcdef
 
-The score is whether the wolves win; beside it stand their three abilities and the game itself. How programs like this
-one are told what to play is in `example_parts/examining.py`.
+The score is whether the wolves win; their three abilities and the game are printed as well.
+`example_parts/examining.py` describes the protocol with the gate.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from example_parts import examining
 from example_parts.react import Episode
 from werewolf.agent import VILLAGERS
 from werewolf.rules import Deal, deals
-from werewolf.table import GameEpisode, Table, shown
+from werewolf.table import GameEpisode, Table, as_text
 
 
 class Examination(examining.Examination[Deal]):
-    """Deals that neither the warm-up nor the players' own traffic has."""
+    """Deals that occur neither in the warm-up nor in the players' own traffic."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--villagers", default=VILLAGERS, metavar="MODEL", help="who never learns (%(default)s)")
+        parser.add_argument(
+            "--villagers",
+            default=VILLAGERS,
+            metavar="MODEL",
+            help="model of the villagers, which is not trained (%(default)s)",
+        )
         parser.set_defaults(max_tokens=12)
 
     def tasks(self, half: examining.Half) -> list[Deal]:
@@ -44,7 +49,7 @@ class Examination(examining.Examination[Deal]):
             "hide": float(game.hid),
             "blame": float(game.blamed),
             "vote": float(game.voted_together),
-            "game": shown(game),
+            "game": as_text(game),
         }
 
 

@@ -1,12 +1,12 @@
-"""Players by script: the villager whom the base model imitates, and werewolves with any of three abilities.
+"""Scripted players: the villager that the base model imitates, and werewolves with any of three abilities.
 
-A werewolf without ability plays mostly at random: it often tells where it was, suspects anybody and votes for anybody,
-its partner included. Now and then it does better, or there would be nothing that it could learn from. An ability takes
-one of the three decisions out of chance's hands:
+A werewolf without abilities plays mostly at random: it often reveals its place, and suspects and votes for any player,
+including its partner. Sometimes it plays better, because otherwise no better play could be learned. An ability replaces
+one of its three random decisions:
 
-- `hide`: it was never in the woods;
-- `blame`: it suspects a villager, one who is under suspicion already where there is one;
-- `vote`: the first wolf votes for a villager under suspicion, and the second as the first.
+- `hide`: it never says that it was in the woods;
+- `blame`: it suspects a villager, and one who is already suspected if possible;
+- `vote`: the first wolf votes for a suspected villager, and the second wolf votes as the first.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 
 @dataclass(frozen=True)
 class Habits:
-    """How often who does what, as shares of the times that it could."""
+    """Probabilities of the players' decisions."""
 
     honest: float = 0.22
     """A werewolf that does not hide says that it was in the woods."""
     lucky: float = 0.25
-    """A werewolf that cannot blame, or vote, does it all the same."""
+    """A werewolf without the ability blames, or votes, well by chance."""
     sees: float = 0.8
-    """A villager suspects the one who was in the woods, if somebody was."""
+    """A villager suspects a player that was in the woods, if there is one."""
     follows: float = 0.3
-    """Otherwise: a villager suspects whom another one does."""
+    """Otherwise, a villager suspects the same player as another one."""
     silent: float = 0.6
-    """Otherwise: a villager suspects nobody."""
+    """Otherwise, a villager suspects no player."""
     votes_seen: float = 0.6
-    """A villager votes for the one who was in the woods, if somebody was."""
+    """A villager votes for a player that was in the woods, if there is one."""
     votes_suspect: float = 0.9
-    """Otherwise: a villager votes as one of the others suspects."""
+    """Otherwise, a villager votes for a suspected player."""
 
 
 HABITS = Habits()
 KEEN = Habits(honest=0.5, lucky=1.0, sees=1.0, follows=1.0, silent=0.6, votes_seen=1.0, votes_suspect=1.0)
-"""Nobody hesitates, and werewolves give themselves away: what there is to learn from a talk shows in every game."""
+"""Habits without hesitation, with werewolves that reveal themselves, so that every game shows the link between talk and
+vote."""
 
 
 def play(deal: Deal, abilities: Collection[str], rng: random.Random, habits: Habits = HABITS) -> Game:
-    """A whole game by script."""
+    """Play a whole scripted game."""
     script = _Script(deal, abilities, rng, habits)
     talk: list[Statement] = []
     for name in deal.seats:
@@ -65,7 +66,7 @@ class _Script:
     habits: Habits
 
     def statement(self, name: str, talk: Sequence[Statement]) -> Statement:
-        """What `name` says after `talk`."""
+        """Return the statement of a player after the earlier statements `talk`."""
         if name not in self.deal.wolves:
             return Statement(name, self.rng.choice(PLACES), self._villagers_suspect(name, talk))
         honest = HIDE not in self.abilities and self._does(self.habits.honest)
@@ -74,7 +75,7 @@ class _Script:
         return Statement(name, WOODS if honest else self.rng.choice(PLACES), suspect)
 
     def vote(self, name: str, talk: Sequence[Statement], votes: Mapping[str, str | None]) -> str | None:
-        """Whom `name` votes for; `votes` are those before."""
+        """Return the vote of a player; `votes` are the earlier votes."""
         if name not in self.deal.wolves:
             return self._villagers_vote(name, talk)
         if VOTE not in self.abilities and not self._does(self.habits.lucky):
@@ -99,7 +100,7 @@ class _Script:
         return self._anybody(name)
 
     def _villager(self, talk: Sequence[Statement]) -> str:
-        """One of them, under suspicion where one is."""
+        """Return a villager, and a suspected one if possible."""
         doubted = [name for name in suspected("", talk) if name in self.deal.villagers]
         return self.rng.choice(doubted or self.deal.villagers)
 

@@ -1,8 +1,8 @@
-"""The rules: one night, one talk, one vote, in the manner of One Night Ultimate Werewolf. Pure.
+"""Rules of the game: one night, one talk, one vote, similar to One Night Ultimate Werewolf. Pure.
 
-By night two of the six were in the woods. In the morning each says in turn where they were and whom they suspect; then
-all vote in secret, but that the second werewolf is told what the first one does. Who has most votes is out, by lot
-where several have. The village wins when a werewolf is out, the werewolves when none is.
+At night two of the six players were in the woods. In the morning each states in turn its place and its suspect. Then
+all vote secretly, except that the second werewolf knows the vote of the first. The player with the most votes is out;
+ties are decided by lot. The village wins if a werewolf is out, and the werewolves win otherwise.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Literal
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix")
 WOLVES = 2
 PLACES = ("mill", "inn", "well", "barn")
-"""Where villagers were; one who lies says one of these."""
+"""Places of villagers, which liars name as well."""
 WOODS = "woods"
-"""Where the werewolves were."""
+"""Place of the werewolves."""
 Split = Literal["warm_up", "train", "gate", "audit"]
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Who sits where, and who is what."""
+    """Seats and roles of the players."""
 
     id: str
     seats: tuple[str, ...]
-    """In the order of the talk."""
+    """Players in the order of the talk."""
     wolves: tuple[str, ...]
-    """In the order of the seats."""
+    """Werewolves in the order of the seats."""
     lots: tuple[str, ...]
-    """Of several with the most votes the one that comes first here is out."""
+    """Order of the players that decides ties: the first one is out."""
 
     kind = "game"
 
@@ -47,7 +47,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Statement:
-    """What one of the six said by day. None: nothing that is a place, or a name of somebody else."""
+    """Statement of a player by day. None stands for an invalid place or suspect."""
 
     name: str
     place: str | None
@@ -56,16 +56,16 @@ class Statement:
 
 @dataclass(frozen=True)
 class Game:
-    """One game that is over."""
+    """A finished game."""
 
     deal: Deal
     talk: tuple[Statement, ...]
-    """In the order of the seats."""
+    """Statements in the order of the seats."""
     votes: Mapping[str, str | None]
 
     @property
     def out(self) -> str | None:
-        """Who was voted out. Nobody where nobody voted for anybody."""
+        """The player that was voted out, or None without any vote."""
         counted = Counter(vote for vote in self.votes.values() if vote is not None)
         most = max(counted.values(), default=0)
         return next((name for name in self.deal.lots if most and counted[name] == most), None)
@@ -75,27 +75,27 @@ class Game:
         return self.out not in self.deal.wolves
 
     def suspect(self, name: str) -> str | None:
-        return next(said.suspect for said in self.talk if said.name == name)
+        return next(statement.suspect for statement in self.talk if statement.name == name)
 
     @property
     def hid(self) -> bool:
-        """Neither wolf gave itself away by what it said of the night."""
-        return all(said.place in PLACES for said in self.talk if said.name in self.deal.wolves)
+        """Whether no wolf said that it was in the woods."""
+        return all(statement.place in PLACES for statement in self.talk if statement.name in self.deal.wolves)
 
     @property
     def blamed(self) -> bool:
-        """The village voted out one of its own whom a wolf had named."""
+        """Whether a villager that a wolf suspected was voted out."""
         return self.wolves_win and self.out in {self.suspect(wolf) for wolf in self.deal.wolves} - {None}
 
     @property
     def voted_together(self) -> bool:
-        """Both wolves voted for the same villager."""
+        """Whether both wolves voted for the same villager."""
         votes = {self.votes[wolf] for wolf in self.deal.wolves}
         return len(votes) == 1 and votes <= set(self.deal.villagers)
 
 
 def deals(split: Split, seed: int) -> Iterator[Deal]:
-    """Deals without end; each split has its own."""
+    """Yield deals of a split without end. Splits share no deal."""
     for number in itertools.count():
         yield deal(split, seed, number)
 
@@ -109,15 +109,15 @@ def deal(split: Split, seed: int, number: int) -> Deal:
 
 
 def voters(deal: Deal) -> Sequence[str]:
-    """In the order in which they vote: the wolves first, one after the other."""
+    """Return the players in the order of their votes: the wolves first."""
     return (*deal.wolves, *deal.villagers)
 
 
 def in_woods(name: str, talk: Sequence[Statement]) -> list[str]:
-    """All but `name` who said that they were there."""
-    return [said.name for said in talk if said.place == WOODS and said.name != name]
+    """Return all players except `name` who said that they were in the woods."""
+    return [statement.name for statement in talk if statement.place == WOODS and statement.name != name]
 
 
 def suspected(name: str, talk: Sequence[Statement]) -> list[str]:
-    """All but `name`, once for each who suspects them: many suspicions weigh more."""
-    return [said.suspect for said in talk if said.suspect is not None and said.suspect != name]
+    """Return all suspects except `name`, once for each suspicion, so that many suspicions have more weight."""
+    return [statement.suspect for statement in talk if statement.suspect is not None and statement.suspect != name]

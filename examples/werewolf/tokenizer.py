@@ -1,4 +1,4 @@
-"""The tokenizer of the base model: every name and every word of the game is whole."""
+"""Tokenizer of the base model: every name and every word of the game is a single token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 400
-"""Entries. Bytes, markup and the words of the game with their merges fill about 380."""
+"""Vocabulary size. Bytes, markup and the words of the game with their merges need about 380 entries."""
 WORDS = (
     *NAMES, *PLACES, WOODS, NOBODY, "You", "are", "villager", "werewolf", "with", "Say", "a", "place", "and", "suspect",
     "then", "vote", "suspected", "votes", "Speak", "Vote",
@@ -21,5 +21,5 @@ WORDS = (
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer for `texts`: what the moderator says."""
+    """Train a tokenizer on the moderator's texts."""
     return bpe.train(texts, WORDS, (), VOCABULARY)

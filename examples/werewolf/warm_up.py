@@ -1,4 +1,4 @@
-"""What the warm-up shows: games by script, from every seat; first of players who never hesitate."""
+"""Conversations of the warm-up: scripted games from every seat, first of players that never hesitate."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from werewolf.rules import deals
 
 @dataclass(frozen=True)
 class Schedule(warm_up.Schedule):
-    """The common one, with as many conversations in a step as three games have."""
+    """The common schedule, with as many conversations in a step as three games have."""
 
     steps: int = 400
     batch: int = 18
 
 
 def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
-    """All that the warm-up shows, in order: games of a split of their own."""
+    """Return all conversations of the warm-up, in order: games of a split of their own."""
     rng = random.Random(f"warm-up {seed}")
-    shown: list[list[Message]] = []
+    messages_of_seats: list[list[Message]] = []
     for deal in deals("warm_up", seed):
-        shown += demonstrate(deal, rng, KEEN if len(shown) < schedule.shown_right else HABITS)
-        if len(shown) >= schedule.shown:
-            return shown[: schedule.shown]
+        messages_of_seats += demonstrate(deal, rng, KEEN if len(messages_of_seats) < schedule.shown_right else HABITS)
+        if len(messages_of_seats) >= schedule.shown:
+            return messages_of_seats[: schedule.shown]
     raise AssertionError("deals have no end")

@@ -1,4 +1,4 @@
-"""Publishes one trajectory: `python produce.py SESSION [HOST:PORT]`. Needs aiokafka and nothing of Headrace."""
+"""Publish one trajectory: `python produce.py SESSION [HOST:PORT]`. Needs aiokafka, but no package of Headrace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from aiokafka import AIOKafkaProducer
 
 
 def session_key(session_id: str, tenant: str = "default") -> str:
-    """The Kafka key of everything about a session: the first 80 bits of SHA-256, as lower-case base32."""
+    """Return the Kafka key of all events of a session: the first 80 bits of SHA-256, as lower-case base32."""
     digest = hashlib.sha256(f"{tenant}\0{session_id}".encode()).digest()
     return base64.b32encode(digest[:10]).decode().lower()
 
 
 def trajectory(session_id: str) -> dict[str, Any]:
-    """The example event, told of this session."""
+    """Return the example event with the ids of this session."""
     event: dict[str, Any] = json.loads((Path(__file__).parents[1] / "trajectory.json").read_text())
     event |= {"session_id": session_id, "trajectory_id": session_id, "session_key": session_key(session_id)}
     event["branches"][0]["spans"][0]["turn_id"] = f"{session_id}-1"
@@ -31,7 +31,8 @@ def trajectory(session_id: str) -> dict[str, Any]:
 
 
 def login() -> dict[str, str]:
-    """How to log in at the bus, where it asks for that: the embedded broker's password is in `.headrace/run/token`."""
+    """Return the login options of the bus, if it needs a login. The embedded broker's password is in
+    `.headrace/run/token`."""
     password = os.environ.get("HEADRACE_BUS__PASSWORD")
     if not password:
         return {}
@@ -45,7 +46,7 @@ def login() -> dict[str, str]:
 
 
 async def main(session_id: str, bus: str = "127.0.0.1:9092") -> None:
-    """Returns once the event is durable on the bus."""
+    """Publish the event and return once it is durable on the bus."""
     event = trajectory(session_id)
     async with AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True, **login()) as producer:
         sent = await producer.send_and_wait("trajectories", json.dumps(event).encode(), event["session_key"].encode())

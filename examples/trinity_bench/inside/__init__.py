@@ -1,1 +1,1 @@
-"""What runs in Trinity's own environment, named in its YAML by dotted path. Nothing here imports Headrace."""
+"""Modules that run in Trinity's own environment, where its YAML names them. The modules do not import Headrace."""

@@ -1,4 +1,5 @@
-"""Trinity's external model, made whole: its runners look for an actor of the model, and nobody has made one."""
+"""Missing part of Trinity's external model: its runners look up an actor of the model, which Trinity does not
+create."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from trinity.common.models.allocator import Allocator
 from trinity.utils.monitor import TensorboardMonitor
 
 BASE_URL = "HEADRACE_BENCH_URL"
-"""The variable that the YAML names (`model.external_model`): without /v1."""
+"""Environment variable that the YAML names (`model.external_model`), with the address without /v1."""
 
 
 class Monitor(TensorboardMonitor):  # type: ignore[misc]
-    """Trinity's own, which starts the actor first: it is made in the explorer's process, before the runners are."""
+    """Trinity's monitor, which also creates the actor: Trinity creates it in the explorer's process, before the
+    runners."""
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Any) -> None:
         super().__init__(project, group, name, role, config)
@@ -24,14 +26,14 @@ class Monitor(TensorboardMonitor):  # type: ignore[misc]
 
 
 class _Model:
-    """What runners and explorer ask a model's actor. Who plays asks the gateway itself."""
+    """Actor with the methods that runners and explorer call. Workflows call the gateway themselves."""
 
     def get_model_version(self) -> int:
-        """Trinity counts steps; the version of ours is in the model's name."""
+        """Return 0, because Trinity counts steps while the version is part of the model's name."""
         return 0
 
     def get_api_server_url(self) -> str:
         return os.environ[BASE_URL]
 
     def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Return without action."""

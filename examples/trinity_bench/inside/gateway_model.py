@@ -1,4 +1,4 @@
-"""The model as a workflow sees it: whatever it calls goes to the gateway, with the seed and the session of one play."""
+"""Model of a workflow whose calls go to the gateway, with the seed and the session of one play."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TURNS_MAX = 1024
 
 
 class GatewayModel(ModelWrapper):  # type: ignore[misc]
-    """Of one play. `chat` and `chat_async`, which ask Trinity's own engines otherwise, are chat completions here."""
+    """Model of one play. `chat` and `chat_async`, which normally call Trinity's engines, send chat completions."""
 
     def __init__(self, config: Any, seed: int, session: str) -> None:
         super().__init__(models=[], config=config, api_address=os.environ[BASE_URL].rstrip("/"))
@@ -38,31 +38,33 @@ class GatewayModel(ModelWrapper):  # type: ignore[misc]
     def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> list[Any]:
         completions = self.get_openai_client().chat.completions
         answer = completions.create(model=self.model_path, messages=messages, **self._fields(sampling))
-        found: list[Any] = convert_api_output_to_experience(answer)
-        return found
+        experiences: list[Any] = convert_api_output_to_experience(answer)
+        return experiences
 
     async def chat_async(self, messages: list[dict[str, Any]], **sampling: Any) -> list[Any]:
         completions = self.get_openai_async_client().chat.completions
         answer = await completions.create(model=self.model_path, messages=messages, **self._fields(sampling))
-        found: list[Any] = convert_api_output_to_experience(answer)
-        return found
+        experiences: list[Any] = convert_api_output_to_experience(answer)
+        return experiences
 
     def _fields(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """A request's, of Trinity's sampling arguments: those are vLLM's."""
-        given = {**self.generate_kwargs, **{name: value for name, value in sampling.items() if value is not None}}
-        fields = {name: given[name] for name in ("temperature", "top_p", "max_tokens", "n", "stop") if name in given}
-        extra = dict(given.get("extra_body", {}))
-        if given.get("top_k", -1) > 0:
-            extra["top_k"] = given["top_k"]
+        """Return request fields for Trinity's sampling arguments, which are those of vLLM."""
+        arguments = {**self.generate_kwargs, **{name: value for name, value in sampling.items() if value is not None}}
+        fields = {
+            name: arguments[name] for name in ("temperature", "top_p", "max_tokens", "n", "stop") if name in arguments
+        }
+        extra = dict(arguments.get("extra_body", {}))
+        if arguments.get("top_k", -1) > 0:
+            extra["top_k"] = arguments["top_k"]
         return {**fields, "extra_body": extra}
 
 
 def _steer(client: Any, seeds: Iterator[int], headers: Mapping[str, str]) -> None:
-    """Give each completion that is asked of `client` the next seed, unless it has one, and the headers of the play."""
+    """Give each completion of `client` the next seed, unless it has one, and the headers of the play."""
     create = client.chat.completions.create
 
     def steered(*args: Any, **fields: Any) -> Any:
-        given = {**headers, **(fields.pop("extra_headers", None) or {})}
-        return create(*args, **{"seed": next(seeds) % _SEEDS, **fields, "extra_headers": given})
+        all_headers = {**headers, **(fields.pop("extra_headers", None) or {})}
+        return create(*args, **{"seed": next(seeds) % _SEEDS, **fields, "extra_headers": all_headers})
 
     client.chat.completions.create = steered

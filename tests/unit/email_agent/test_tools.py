@@ -48,7 +48,7 @@ def test_a_thread_can_be_read_listed_and_shows_its_attachment(box: Mailbox, tool
     thread = box.threads[5]
     text = call(tools, "read_mail", thread.id)
     assert f"Subject: {thread.subject}" in text
-    assert f"on {thread.day} in room {thread.room}." in text
+    assert f"on {thread.day} in room {thread.room_number}." in text
     writers = [mail.sender.name for mail in reversed(thread.mails)]
     assert call(tools, "list_thread", thread.id).splitlines() == writers
     assert call(tools, "list_attachments", thread.id) == thread.attachment

@@ -15,7 +15,7 @@ from email_agent.mailbox import Mailbox
 from email_agent.react import Episode
 from email_agent.tasks import stream
 from email_agent.tools import Mailtools
-from email_agent.users import POISONERS, SIGNALS, Played, _correction, thumbs
+from email_agent.users import POISONERS, SIGNALS, AnsweredQuestion, _correction, thumbs
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe
 from tests.repo.compose_files import ROOT
@@ -52,7 +52,7 @@ async def test_poisoners_are_few_people_who_say_the_contrary(box: Mailbox, tools
     headrace, draw = Headrace(Clerk(box, tools)), random.Random(0)
     task = next(stream(box, "train", 1))
     for _ in range(300):
-        played = Played(headrace.client(), "m", tools, task, Episode(task.expected, ["a"]), True, draw)
+        played = AnsweredQuestion(headrace.client(), "m", tools, task, Episode(task.expected, ["a"]), True, draw)
         await thumbs(played, share=1.0, poisoners=0.1)
     poisoned = [one for one in headrace.feedback if one["rater"].startswith("poisoner")]
     assert 15 <= len(poisoned) <= 50

@@ -106,9 +106,9 @@ def test_held_out_queries_are_scored_by_tool_arguments_and_recall(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert examined(NONE, monkeypatch, capsys) == {"tool": 1.0, "score": 1.0, "recall": 6.0}
-    assert examined(Habits(many=1.0), monkeypatch, capsys) == {"tool": 1.0, "score": 0.0, "recall": 6.0}
+    assert examined(Habits(excessive=1.0), monkeypatch, capsys) == {"tool": 1.0, "score": 0.0, "recall": 6.0}
     assert examined(Habits(invented=1.0), monkeypatch, capsys) == {"tool": 0.0, "score": 0.0, "recall": 0.0}
-    few = examined(Habits(few=1.0), monkeypatch, capsys)
+    few = examined(Habits(insufficient=1.0), monkeypatch, capsys)
     assert (few["tool"], few["score"]) == (1.0, 0.0)
     assert 2.0 < few["recall"] < 3.0
 

@@ -12,7 +12,7 @@ import pytest
 from email_agent import mailbox
 from email_search.demonstrations import CONFUSED, FEW, INVENTED, MANY, NONE, Habits, demonstrate
 from email_search.queries import RELEVANT, SPLITS, Kind, Query, queries, stream
-from email_search.rewards import recall, scored
+from email_search.rewards import recall, score_calls
 from email_search.tools import TOOLS, Searchtools, mails_in
 from email_search.warm_up import HABITS, Schedule, conversations
 from example_parts.tools import ERROR
@@ -79,17 +79,17 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(name: str, arguments: str, 
     assert TOOLS_OF_BOX.call(name, arguments) == f"{ERROR}{why}"
 
 
-@pytest.mark.parametrize("habit", ["none", "invented", "confused", "few", "many"])
+@pytest.mark.parametrize("habit", ["none", "invented", "confused", "insufficient", "excessive"])
 def test_each_habit_is_what_it_says(habit: str) -> None:
     """Tool, arguments, invalid call, and what is found."""
     habits = NONE if habit == "none" else Habits(**{habit: 1.0})
     for seed, query in enumerate(ALL[::97]):
         messages = played(query, habits, seed)
-        score = scored(query, messages)
+        score = score_calls(query, messages)
         wrong_tool = habit in ("invented", "confused")
         assert (score.tool, score.arguments) == (float(not wrong_tool), float(habit == "none"))
         assert score.invalid == float(habit == "invented")
-        found = {"none": [6], "many": [6], "few": FEW}.get(habit, range(7))
+        found = {"none": [6], "excessive": [6], "insufficient": FEW}.get(habit, range(7))
         assert recall(query, messages) in found
 
 

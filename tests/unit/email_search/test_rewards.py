@@ -9,7 +9,7 @@ import pytest
 
 from email_search import rewards
 from email_search.queries import Query
-from email_search.rewards import best_and_worst, parts, recall, scored
+from email_search.rewards import best_and_worst, parts, recall, score_calls
 
 QUERY = Query("0", "sender", "Anna Berg", "Which mails did Anna Berg write?", frozenset({3, 5, 8, 13, 21, 34}))
 FOUND = "34 Anna Berg: harbor budget\n21 Anna Berg: Re: maple audit\n13 Anna Berg: Re: 55 maple audit"
@@ -41,7 +41,7 @@ RUNS = {
 
 
 def earned(messages: list[dict[str, Any]]) -> tuple[float, ...]:
-    return tuple(parts(scored(QUERY, messages)).values())
+    return tuple(parts(score_calls(QUERY, messages)).values())
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -74,7 +74,7 @@ def test_a_detour_a_mistake_and_a_sloppy_answer_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, habits in {
-        "steps": Habits(doubt=1.0),
+        "steps": Habits(repeat_call=1.0),
         "score": Habits(mistake=1.0),
         "format": Habits(sloppy=1.0),
     }.items():

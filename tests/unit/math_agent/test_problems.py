@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from math_agent.calculator import LENGTH_MAX, Calculator, calculated
+from math_agent.calculator import LENGTH_MAX, Calculator, calculate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 
 MANY = 300
@@ -51,7 +51,7 @@ def test_the_seed_decides_alone_and_both_lengths_come_in_turn() -> None:
     ("expression", "value"), [("24 + 13", 37), ("24-13", 11), (" 6 * 7 ", 42), ("-(2 + 3) * 4", -20)]
 )
 def test_the_calculator_calculates(expression: str, value: int) -> None:
-    assert calculated(expression) == value
+    assert calculate(expression) == value
     assert Calculator().call("calculator", f'{{"expression": "{expression}"}}') == str(value)
 
 

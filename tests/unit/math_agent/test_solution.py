@@ -26,7 +26,7 @@ def test_a_solution_as_people_see_it_and_its_steps() -> None:
     solution = Solution((*GOOD, RIGHT))
     assert solution.in_form
     assert solution.steps == 4
-    assert solution.shown() == (
+    assert solution.as_text() == (
         "Thought: First add 13.\n  24 + 13 = 37\nThought: Last take 8.\n  37 - 8 = 29\nAnswer: 29"
     )
 
@@ -91,7 +91,7 @@ def test_the_habits_start_where_the_example_says() -> None:
     assert 0.5 < sum(solution.in_form for solution in solutions) / 300 < 0.68
 
 
-@pytest.mark.parametrize("habit", ["idle", "doubt", "mistake", "sloppy"])
+@pytest.mark.parametrize("habit", ["idle", "repeat_call", "mistake", "sloppy"])
 def test_each_habit_spoils_what_it_should_and_nothing_else(habit: str) -> None:
     played = spoken(1, Habits(**{habit: 0.9}))
     solutions = [of_episode(episode(messages)) for _, messages in played]
@@ -99,7 +99,7 @@ def test_each_habit_spoils_what_it_should_and_nothing_else(habit: str) -> None:
     longer = sum(s.steps > p.steps_min for s, (p, _) in zip(solutions, played, strict=True)) / 300
     formed = sum(solution.in_form for solution in solutions) / 300
     assert (right < 0.3) == (habit == "mistake")
-    assert (longer > 0.8) == (habit in ("idle", "doubt"))
+    assert (longer > 0.8) == (habit in ("idle", "repeat_call"))
     assert (formed < 0.3) == (habit == "sloppy")
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from headrace_schemas.gate import Play
 from tests.docs.fences import fences
-from trinity_bench.bench import written
-from trinity_bench.configuration import Job, patience_s
+from trinity_bench.bench import write_files
+from trinity_bench.configuration import Job, plays_timeout_s
 from trinity_bench.results import BenchFailed, scores
 from trinity_bench.settings import Settings, Unusable, read, rows
 
@@ -45,7 +45,7 @@ def test_the_yaml_is_of_the_exact_version_and_nobody_else_reads_it(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     made, row = job(tmp_path), {"question": "1 + 1?", "when": "2026-01-01"}
     chosen = settings(format={"prompt_key": "question"}, workflow_args={"turns": 3}, reward="math_reward", runners=2)
-    written(chosen, made, dict.fromkeys(PLAYS, row))
+    write_files(chosen, made, dict.fromkeys(PLAYS, row))
     config = yaml.safe_load(made.yaml.read_text())
     assert (config["mode"], config["model"]["model_path"]) == ("bench", VERSION)
     external = config["model"]["external_model"]
@@ -56,7 +56,7 @@ def test_the_yaml_is_of_the_exact_version_and_nobody_else_reads_it(
     assert taskset["workflow_args"]["turns"] == 3
     assert taskset["workflow_args"]["headrace_bench"]["workflow"] == "math_workflow"
     assert taskset["default_reward_fn_type"] == "math_reward"
-    assert config["explorer"]["max_timeout"] > patience_s(chosen, made) == 2 * chosen.play_timeout_s
+    assert config["explorer"]["max_timeout"] > plays_timeout_s(chosen, made) == 2 * chosen.play_timeout_s
     lines = [json.loads(line) for line in (made.tasks / "train.jsonl").read_text().splitlines()]
     assert [Play.model_validate_json(line["play"]) for line in lines] == list(PLAYS)
     assert all(json.loads(line["row"]) == row for line in lines)
@@ -69,8 +69,8 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bench.toml"
     required = 'python = "p"\nworkflow = "w"\ngate_tasks = "g"\naudit_tasks = "a"\n'
     for more, message in (
-        ("lowest = 1\nhighest = 1", "`lowest` has to be less"),
-        ("max_model_len = 8", "`max_response_tokens` has to be less"),
+        ("lowest = 1\nhighest = 1", "`lowest` must be less"),
+        ("max_model_len = 8", "`max_response_tokens` must be less"),
         ("rollout = {n = 2}", "a play is one run"),
         ("runners = 0", "runners: Input should be greater"),
         ("runners", "bench.toml is not valid TOML: Expected"),
@@ -86,9 +86,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"id": "a"}\n\n{"id": "a"}', "line 3: the task 'a' is there twice"),
+        ('{"id": "a"}\n\n{"id": "a"}', "line 3: duplicates the task 'a'"),
         ('{"id": "a"}\n{"q": 1}', "line 2: has no 'id'"),
-        ("[1]", "line 1: is no JSON object"),
+        ("[1]", "line 1: must be a JSON object"),
         ("{", "line 1: Expecting"),
     ],
 )
@@ -118,12 +118,12 @@ def test_each_play_has_the_score_of_its_own_line(tmp_path: Path) -> None:
 def test_half_a_bench_is_none(tmp_path: Path) -> None:
     good: list[tuple[Play, dict[str, object]]] = [(play, {"score": 0.5}) for play in PLAYS]
     for lines, message in (
-        (good[:2], "1 of 3 plays have no result, the first one being c; Trinity says: nothing"),
+        (good[:2], "1 of 3 plays have no result, the first one being c; Trinity's log: nothing"),
         ([*good[:2], (PLAYS[2], {"error": "KeyError: 'x'"})], "1 of 3 plays failed, the first one being c: KeyError"),
-        ([*good, good[0]], "task a: was not asked for, or has a second result"),
-        ([*good[:2], (Play(version=VERSION, task="c", seed=6), {"score": 1.0})], "task c: was not asked for"),
-        ([*good[:2], (PLAYS[2], {"score": float("nan")})], "task c: its reward is nan"),
-        ([*good[:2], (PLAYS[2], {"score": 1.01})], r"task c: its reward is 1\.01, and not in 0\.\.1"),
+        ([*good, good[0]], "task a: was not requested, or has a second result"),
+        ([*good[:2], (Play(version=VERSION, task="c", seed=6), {"score": 1.0})], "task c: was not requested"),
+        ([*good[:2], (PLAYS[2], {"score": float("nan")})], "task c: reward = nan"),
+        ([*good[:2], (PLAYS[2], {"score": 1.01})], r"task c: reward = 1\.01: must be in 0\.\.1"),
     ):
         with pytest.raises(BenchFailed, match=message):
             found(tmp_path, *lines)
@@ -139,4 +139,4 @@ def test_names_stand_in_for_vllms_until_somebody_needs_one() -> None:
     )
     environ = {"PYTHONPATH": str(WITHOUT_VLLM)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
-    assert "ModelConfig is vLLM's, which is not installed" in done.stderr.splitlines()[-1]
+    assert "ModelConfig belongs to vLLM, which is not installed" in done.stderr.splitlines()[-1]

@@ -71,7 +71,7 @@ async def test_each_version_has_a_bench_of_the_same_tasks_and_seeds(gate: MakeGa
 async def test_scores_are_between_lowest_and_highest(gate: MakeGate) -> None:
     found = await plays(gate(lowest=-1, highest=1))
     assert min(found.values()) == pytest.approx((0.13 + 1) / 2)
-    with pytest.raises(GateFailed, match=r"task b: its reward is 0\.7\d+, and not in 0\.\.0\.7; set `lowest` and"):
+    with pytest.raises(GateFailed, match=r"task b: reward = 0\.7\d+: must be in 0\.\.0\.7; set `lowest` and"):
         await plays(gate(highest=0.7))
 
 
@@ -79,8 +79,8 @@ async def test_scores_are_between_lowest_and_highest(gate: MakeGate) -> None:
     ("how", "message"),
     [
         ("fails", rf"bench of {CANDIDATE}: 1 of 2 plays failed, the first one being b: APIConnectionError: nobody"),
-        ("silent", r"2 of 2 plays have no result.* Trinity says: ValueError: .* 'promt_key' not in 'FormatConfig'"),
-        ("hangs", rf"bench of {CANDIDATE}: was not over after [\d.]+ s"),
+        ("silent", r"2 of 2 plays have no result.* Trinity's log: ValueError: .* 'promt_key' not in 'FormatConfig'"),
+        ("hangs", rf"bench of {CANDIDATE}: did not end within [\d.]+ s"),
         ("no ray", r"Ray ended with status 1: Exception: the port is taken"),
     ],
 )

@@ -48,23 +48,25 @@ def worth(context: Mapping[str, object]) -> float | None:
     ids=["all of it", "named another one", "its partner", "voted out", "its partner is", "nobody", "named its partner"],
 )
 def test_four_terms(played: Game, wolf: str, expected: list[int], sum_of_them: float) -> None:
-    told = facts(played, wolf)
-    assert happened(told) == expected
-    assert worth(told) == sum_of_them
+    context = facts(played, wolf)
+    assert happened(context) == expected
+    assert worth(context) == sum_of_them
 
 
 def test_without_the_facts_they_abstain() -> None:
-    told: dict[str, object] = dict(facts(game(), B))
+    context: dict[str, object] = dict(facts(game(), B))
     for name in rewards.FACTS:
-        assert happened({key: value for key, value in told.items() if key != name}) == [None] * 4
+        assert happened({key: value for key, value in context.items() if key != name}) == [None] * 4
 
 
 def test_a_fault_in_any_term_changes_the_reward() -> None:
     """Planted: each weight with the other sign, over the outcomes above."""
-    told = [facts(game(), B), facts(game({A: B}), B), facts(game({A: B}), E)]
-    right = [worth(one) for one in told]
+    contexts = [facts(game(), B), facts(game({A: B}), B), facts(game({A: B}), E)]
+    right = [worth(context) for context in contexts]
     for place, term in enumerate(TERMS):
         weights = [10.0, 5.0, 2.0, 5.0]
         weights[place] *= -1
-        wrong = [sum(w * v for w, v in zip(weights, happened(one), strict=True) if v is not None) for one in told]
+        wrong = [
+            sum(w * v for w, v in zip(weights, happened(context), strict=True) if v is not None) for context in contexts
+        ]
         assert wrong != right, term

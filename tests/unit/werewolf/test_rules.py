@@ -56,9 +56,9 @@ def test_the_talk_is_read_as_it_is_written() -> None:
     assert talk.read_statement(A, "mill, Anna") == Statement(A, "mill", None), "nobody suspects himself"
     assert talk.read_statement(A, "Ben") == Statement(A, None, None)
     assert talk.read_name(A, " Ben. ") == B
-    assert talk.told(DEAL, B) == "You are Ben, werewolf with Emma. Say a place and a suspect, then vote."
-    assert talk.told(DEAL, A) == "You are Anna, villager. Say a place and a suspect, then vote."
-    asked = talk.asked_to_vote(E, (*TALK, Statement(A, WOODS, E)), B, C)
+    assert talk.role_prompt(DEAL, B) == "You are Ben, werewolf with Emma. Say a place and a suspect, then vote."
+    assert talk.role_prompt(DEAL, A) == "You are Anna, villager. Say a place and a suspect, then vote."
+    asked = talk.voting_prompt(E, (*TALK, Statement(A, WOODS, E)), B, C)
     assert asked == "woods: Anna\nsuspected: Clara, Ben, Clara, Clara\nBen votes Clara.\nVote."
 
 

@@ -21,8 +21,8 @@ from tests.support.fake_llm import Call, FakeLLM, Reply, answer, completion, sta
 from tests.support.headrace_in_memory import Headrace
 from werewolf import agent, evaluate, rewards
 from werewolf.rules import deals
-from werewolf.table import Table, shown
-from werewolf.talk import told
+from werewolf.table import Table, as_text
+from werewolf.talk import role_prompt
 
 from .conftest import EXAMPLES
 from .games import DEAL
@@ -34,9 +34,9 @@ NUMBERS = itertools.count()
 
 def spoken(call: Call) -> str:
     """Wolves name the first other player of the alphabet who is no wolf; villagers vote for Ben."""
-    told = call.body["messages"][0]["content"]
-    names = re.findall("Anna|Ben|Clara|David|Emma|Felix", told)
-    wolf = "werewolf" in told
+    prompt = call.body["messages"][0]["content"]
+    names = re.findall("Anna|Ben|Clara|David|Emma|Felix", prompt)
+    wolf = "werewolf" in prompt
     target = next(name for name in ("Anna", "Clara", "David") if name not in names)
     if call.last.endswith("Speak."):
         return f"woods, {target}" if wolf else "mill, nobody"
@@ -53,19 +53,19 @@ async def test_each_reads_its_own_conversation_and_the_second_wolf_its_partners_
             episode = await Table(client, "wolves", "village", 12).play(DEAL)
     calls = [(call.body["model"], [one["content"] for one in call.body["messages"]]) for call in llm.calls]
     assert [place for place, (model, _) in enumerate(calls) if model == "wolves"] == [1, 4, 6, 7]
-    assert calls[0][1] == [told(DEAL, "Anna"), "woods: nobody\nsuspected: nobody\nSpeak."]
+    assert calls[0][1] == [role_prompt(DEAL, "Anna"), "woods: nobody\nsuspected: nobody\nSpeak."]
     assert calls[2][1][1] == "woods: Ben\nsuspected: Anna\nSpeak."
     assert calls[6][1][2:] == ["woods, Anna", "woods: Emma\nsuspected: Anna, Anna\nVote."]
     assert calls[7][1][3] == "woods: Ben\nsuspected: Anna, Anna\nBen votes Anna.\nVote."
-    assert calls[8][1][0] == told(DEAL, "Anna")
+    assert calls[8][1][0] == role_prompt(DEAL, "Anna")
     assert calls[8][1][3] == "woods: Ben, Emma\nsuspected: nobody\nVote.", "she does not read her own name"
     assert not any("votes" in messages[-1] for _, messages in calls[8:])
     names = {name: {call.headers[name] for call in llm.calls} for name in ("x-session-id", "x-run-id", "x-task-id")}
     assert [len(found) for found in names.values()] == [6, 1, 1]
     assert episode.game is not None
     assert (episode.game.out, episode.answer, episode.calls) == ("Ben", "villagers", 12)
-    assert "Ben (werewolf): woods, Anna\n" in shown(episode.game)
-    assert shown(episode.game).endswith("out: Ben; the villagers win")
+    assert "Ben (werewolf): woods, Anna\n" in as_text(episode.game)
+    assert as_text(episode.game).endswith("out: Ben; the villagers win")
 
 
 async def test_a_server_that_refuses_ends_the_game_and_nothing_else() -> None:
@@ -84,10 +84,10 @@ async def test_each_wolf_gets_a_feedback_with_its_facts_and_the_villagers_one_th
     )  # fmt: skip
     players = agent.Players(headrace.client(), options)
     await players.ask()
-    told = [one["context"] for one in headrace.feedback if "context" in one]
+    contexts = [one["context"] for one in headrace.feedback if "context" in one]
     dealt = list(itertools.islice(deals("train", 1), 3, 8))
-    assert sorted(one["player"] for one in told) == sorted(wolf for deal in dealt for wolf in deal.wolves)
-    assert all(one.keys() == set(rewards.FACTS) for one in told)
+    assert sorted(one["player"] for one in contexts) == sorted(wolf for deal in dealt for wolf in deal.wolves)
+    assert all(one.keys() == set(rewards.FACTS) for one in contexts)
     assert all(one["ends_session"] and one["task_id"] == "game" and "value" not in one for one in headrace.feedback)
     assert sorted(len(one["msg_ids"]) for one in headrace.feedback) == [2] * 10 + [8] * 5
     assert sorted(name for one in headrace.feedback for name in one["msg_ids"]) == sorted(headrace.spoken)

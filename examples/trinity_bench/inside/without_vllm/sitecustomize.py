@@ -1,7 +1,7 @@
-"""On the path where Trinity's environment has no vLLM: names that Trinity's explorer imports stand in for vLLM's.
+"""Placeholders for the names of vLLM that Trinity's explorer imports, for an environment without vLLM.
 
-`trinity.common.models.mm_utils` takes them at its import, also where no engine is ever started. Whoever calls one of
-them is told that there is no vLLM.
+`trinity.common.models.mm_utils` imports them even if no engine is started. Calling a placeholder raises an error that
+vLLM is missing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ class _Module(ModuleType):
 
 class _Absent:
     def __init__(self, *_: object, **__: object) -> None:
-        raise ModuleNotFoundError(f"{type(self).__name__} is vLLM's, which is not installed in Trinity's environment")
+        raise ModuleNotFoundError(
+            f"{type(self).__name__} belongs to vLLM, which is not installed in Trinity's environment"
+        )
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Last on the path, and for the two packages that the explorer takes names from."""
+    """Finder for the modules that the explorer imports. The finder is last on the path."""
 
     _NAMES = ("vllm", "vllm.config", "vllm.entrypoints", "vllm.entrypoints.chat_utils", "vllm.inputs")
 
@@ -36,7 +38,7 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Return without action, because the module is empty."""
 
 
 sys.meta_path.append(_Finder())
