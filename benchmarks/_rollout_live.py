@@ -24,7 +24,7 @@ from benchmarks._live_lines import Line, print_now, report
 from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
-from headrace_cli.commands.rollouts import in_a_line
+from headrace_cli.commands.rollouts import status_line
 from headrace_operations.rollouts import chart
 from headrace_operations.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
@@ -135,7 +135,7 @@ class LiveRollouts:
 
     async def _print_progress(self, name: str, state: VersionState | None) -> None:
         rollout = await asyncio.to_thread(Rollouts(self.registry).newest_of, MODEL, name)
-        where = in_a_line(rollout, METRIC) if rollout else f"{name} is {state.state if state else 'on its way'}"
+        where = status_line(rollout, METRIC) if rollout else f"{name} is {state.state if state else 'on its way'}"
         print_now(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
@@ -253,7 +253,7 @@ def _ended(state: VersionState, expected_state: str) -> tuple[bool, str]:
 
 def _print_progress(rollout: RolloutState, remark: str) -> None:
     print_now(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
-    print_now("\n".join(chart.drawn(rollout, METRIC)))
+    print_now("\n".join(chart.draw_lines(rollout, METRIC)))
 
 
 def main() -> int:

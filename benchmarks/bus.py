@@ -70,7 +70,7 @@ async def rates(
             opened.append(await stack.enter_async_context(_rates.opened(address, blobs, results[name])))
         for _ in range(rounds):
             for name, bus in zip(buses, opened, strict=True):
-                progress.at(doing=f"rates of the {name} bus")
+                progress.update(doing=f"rates of the {name} bus")
                 await bus.round()
                 progress.advance()
     record = {"bytes": next(iter(results.values())).bytes_per_record}
@@ -80,7 +80,7 @@ async def rates(
 async def end_to_end(
     root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay
 ) -> _end_to_end.EndToEnd:
-    progress.at(doing=f"end to end on the {bus} bus")
+    progress.update(doing=f"end to end on the {bus} bus")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running("kafka", root / "kafka")) if bus == "kafka" else None
         result = await _end_to_end.measure(root, address, rate, seconds, seed=0)

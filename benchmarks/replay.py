@@ -30,7 +30,7 @@ from headrace.topics import Range
 from headrace_cli.progress import ProgressDisplay
 from headrace_operations.replay import copying, runner
 from headrace_operations.replay.journal import Journal
-from headrace_operations.replay.partition_merge import opened
+from headrace_operations.replay.partition_merge import open_merge
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request, make
 from headrace_operations.supervisor.overrides import Overrides
@@ -120,7 +120,7 @@ async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIt
             for first in range(0, count, 200):
                 numbers = range(first, min(first + 200, count))
                 await producer.send([Outgoing.of(event, "bench") for number in numbers for event in events(number)])
-                progress.at(numbers.stop, count, "storing")
+                progress.update(numbers.stop, count, "storing")
         yield broker.address
     finally:
         await asyncio.to_thread(broker.stop)
@@ -147,11 +147,11 @@ async def copy_events(replay_request: Request, progress: ProgressDisplay) -> tup
     seconds."""
 
     def tick(phase: str, count: int, total: int) -> None:
-        progress.at(count, total or None, phase)
+        progress.update(count, total or None, phase)
 
-    report = Report(replay_request.lineage, replay_request.of, replay_request.wanted.topic)
+    report = Report(replay_request.lineage, replay_request.of, replay_request.topic_range.topic)
     began, busy = time.perf_counter(), cpu_s()
-    async with opened(replay_request.bus, replay_request.wanted) as merge:
+    async with open_merge(replay_request.bus, replay_request.topic_range) as merge:
         await copying.create(replay_request.bus, replay_request.lineage)
         await runner.copy(replay_request, report, merge, Journal((), (), "nothing was trained"), tick)
     return report, time.perf_counter() - began, cpu_s() - busy

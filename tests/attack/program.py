@@ -32,7 +32,7 @@ def play(run: Run) -> None:
     results: dict[str, object] = {}
     with run.progress(len(run.options.only), "attacks") as progress:
         for number, name in enumerate(run.options.only):
-            progress.at(number, doing=name)
+            progress.update(number, doing=name)
             began_s = time.monotonic()
             title, lines = play_attack(name, run.seed)
             seconds = round(time.monotonic() - began_s, 1)

@@ -81,7 +81,7 @@ async def run(options: Options, progress: ProgressDisplay, keep: Path | None = N
             scratch.enter_context(small_disk(folder / "a"))
             if keep is not None:  # before the small disk goes
                 scratch.callback(_keep, folder / "a", folder / "kept-a")
-        stack = Stack(folder, options.bus, base, progress.say)
+        stack = Stack(folder, options.bus, base, progress.print_line)
         nemeses = {name: NEMESES[name](stack) for name in options.nemeses}
         stack.environ_of = lambda machine: _environ(nemeses.values(), machine)
         return await _run(options, stack, nemeses, progress)
@@ -95,14 +95,14 @@ async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], p
     ledger, facts = ClientLedger(), Facts()
     pairs = [(name, victim) for name, nemesis in nemeses.items() for victim in nemesis.victims(options.bus)]
     strikes = plan(options.seed, options.strikes, pairs, options.mean_pause_s)
-    progress.at(doing="the stack starts")
+    progress.update(doing="the stack starts")
     async with stack:
-        progress.say("the stack is ready")
+        progress.print_line("the stack is ready")
         async with _users(options, stack, ledger) as (load, balancer):
             await asyncio.sleep(WARM_UP_S)
             struck = await _break(strikes, nemeses, balancer, ledger, progress)
             load.stop.set()
-        progress.say("the last users have left; waiting for everything to come back and catch up")
+        progress.print_line("the last users have left; waiting for everything to come back and catch up")
         for nemesis in nemeses.values():
             await nemesis.heal()
         await stack.all_ready()
@@ -165,8 +165,8 @@ async def _break(
         struck[strike.nemesis] += 1
         at = time.monotonic() - began
         counts = f"{len(ledger.acked)} turns acked, {len(ledger.failures)} requests failed"
-        progress.at(number, doing=counts)
-        progress.say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {description}; {counts}")
+        progress.update(number, doing=counts)
+        progress.print_line(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {description}; {counts}")
     return struck
 
 
@@ -183,7 +183,7 @@ async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress
 
     began = quiet = time.monotonic()
     while time.monotonic() - began < _DRAIN_S_MAX:
-        progress.at(doing=f"catching up, {len(ledger.acked.keys() - facts.turns.keys())} turns still come")
+        progress.update(doing=f"catching up, {len(ledger.acked.keys() - facts.turns.keys())} turns still come")
         if await reader.read(facts):
             quiet = time.monotonic()
         elif time.monotonic() - quiet >= (_STALLED_S if pending() else _QUIET_S):

@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError
 from headrace_cli.commands.shared import console
 from headrace_cli.demo import recipe as demo
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.performance import Options, Place
+from headrace_cli.demo.performance import Options, StackAddress
 from headrace_cli.demo.report import Report
 from headrace_cli.demo.runner import perform
 from tests.compose.engine import Engine, EngineFailed, Project
@@ -141,13 +141,13 @@ async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -
     """The agent of the demo, at work through the published ports. The agent must have become better, if by little."""
     played = demo.read(ROOT / "examples/email_agent").model_copy(update={"environment": ("OPENAI_API_KEY",)})
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
-    addresses = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
+    addresses = StackAddress(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())
     report = await perform(played, Options(options.demo_seed, goal, out, out, out, {}), addresses, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
-    reporter.ended(report, [])
+    reporter.print_summary(report, [])
     return report, problems
 
 

@@ -32,7 +32,7 @@ def play(run: Run) -> None:
         run.add(no_problems("sums end as the oracle expects", problems))
         run.add(no_problems("a replay of the events ends the same", asyncio.run(replayed(seed, events))))
         for number, fault in enumerate(FAULTS):
-            progress.at(doing=f"planting: {fault.name}")
+            progress.update(doing=f"planting: {fault.name}")
             with fault.planted():
                 problems = asyncio.run(differing(database, run.folder / str(number), seed, _PLANTED_EVENTS))
             run.add(caught(fault.name, by_the_suite=bool(problems)))

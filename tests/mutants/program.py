@@ -150,9 +150,9 @@ def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: in
     """Report a surviving mutant at once."""
     progress.advance(doing=f"{lived} live")
     if not verdict.killed and not mutant.control:
-        progress.say(f"{verdict.outcome}: {mutant.name}")
+        progress.print_line(f"{verdict.outcome}: {mutant.name}")
         if verdict.outcome == "not run":
-            progress.say(verdict.output)
+            progress.print_line(verdict.output)
 
 
 def _report(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_operations.settings_reference import Described, as_toml, ask
+from headrace_operations.settings_reference import Described, as_toml, describe_settings
 from headrace_operations.supervisor.plan import installed
 from tests.repo.compose_files import ROOT
 
@@ -19,7 +19,7 @@ HEADRACE = str(Path(sys.executable).with_name("headrace"))
 
 @pytest.fixture(scope="module")
 def described() -> Described:
-    return ask(installed())
+    return describe_settings(installed())
 
 
 def test_few_settings_are_common(described: Described) -> None:

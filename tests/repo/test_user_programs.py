@@ -15,7 +15,7 @@ import pytest
 from headrace_cli.demo import checks, performance
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
-from headrace_operations.jobs.held_out import tasks_of_gate
+from headrace_operations.jobs.held_out import list_gate_tasks
 from headrace_registry.gate import Gate
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_registry.shadow.settings import ShadowSettings
@@ -77,7 +77,7 @@ async def _start_copy_of_gate(folder: Path, out: Path) -> None:
 
 async def _read_tasks_of_gate(folder: Path, out: Path) -> None:
     command = [sys.executable, str(_program(folder, out, NAMED))]
-    tasks_of_gate(command, "http://g/v1", program_environment((PASSED,)))
+    list_gate_tasks(command, "http://g/v1", program_environment((PASSED,)))
 
 
 async def _start_tools(folder: Path, out: Path) -> None:
@@ -119,7 +119,7 @@ def _recipe(folder: Path, out: Path, rest: str) -> Recipe:
 
 async def _start_demo_checks(folder: Path, out: Path) -> None:
     recipe = _recipe(folder, out, "")
-    assert not checks.run(recipe.command("checks", {}), performance.environ_of_commands(recipe))
+    assert not checks.run(recipe.command("checks", {}), performance.command_environment(recipe))
 
 
 async def _build_demo_base(folder: Path, out: Path) -> None:

@@ -108,13 +108,13 @@ def play(run: Run) -> None:
         if not only or INJECTED in only:
             from tests.rollouts import faults  # imports torch
 
-            progress.at(0, doing="faults between the store and a replica")
+            progress.update(0, doing="faults between the store and a replica")
             run.add(*asyncio.run(faults.lines(run.folder / "faults", run.options.faults, run.draw)))
         base = None
         if any(cell.victim == "trainer" for group in selected for cell in group.cells):
             base = tiny_model.build(run.folder / "base", layers=1)
         for number, group in enumerate(selected):
-            progress.at(number + 1, doing=group.fault or group.database)
+            progress.update(number + 1, doing=group.fault or group.database)
             if group.database == "postgres" and (reason := missing()):
                 run.skip(f"{len(group.cells)} cells on {group.database}", reason)
                 continue

@@ -103,7 +103,7 @@ def _report_failures(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> 
         failed += bool(outcome.broken)
         progress.advance(doing=f"{failed} failed")
         if outcome.broken:
-            progress.say(f"seed {outcome.seed}: {outcome.broken[0]}")
+            progress.print_line(f"seed {outcome.seed}: {outcome.broken[0]}")
         yield outcome
 
 

@@ -37,7 +37,7 @@ class Heartbeat:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[Any]) -> None:
         """Each worker finds all of them."""
-        self._progress.at(total=len(ids))
+        self._progress.update(total=len(ids))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running[nodeid] = None
@@ -49,7 +49,7 @@ class Heartbeat:
         self._tell()
 
     def _tell(self) -> None:
-        self._progress.at(doing="running " + ", ".join(name.rpartition("::")[2] for name in self._running))
+        self._progress.update(doing="running " + ", ".join(name.rpartition("::")[2] for name in self._running))
 
 
 def _write(reporter: pytest.TerminalReporter, line: str) -> None:

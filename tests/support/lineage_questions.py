@@ -1,4 +1,4 @@
-"""Asks `models why` and `sessions where` about a made-up history, and compares with what it says of itself."""
+"""Comparison of `models why` and `sessions where` with a generated training history."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from headrace.topics import Entry, Range
-from headrace_operations.lineage.sessions import where
-from headrace_operations.lineage.versions import Why, why
+from headrace_operations.lineage.sessions import trace_session
+from headrace_operations.lineage.versions import VersionTrace, trace_version
 from headrace_schemas import Checkpoint, Event, Experience, TrainingMetrics, Trajectory
 from tests.support.account_events import START
-from tests.support.training_history import History, Name, fate
+from tests.support.training_history import History, fate
 
 TOPICS = (Checkpoint.topic, TrainingMetrics.topic, Experience.topic, Trajectory.topic)
 
 
 @dataclass
 class Recorded:
-    """What was read from the bus once, by topic and by key: a thousand questions need not read it a thousand times."""
+    """Entries that were read from the bus once, by topic and by key, so that a thousand queries need not read them."""
 
     entries: dict[str, list[Entry]]
     keyed: dict[tuple[str, str], list[Entry]]
 
-    async def read(self, wanted: Range) -> AsyncIterator[Entry]:
-        found = [one for key in wanted.keys for one in self.keyed.get((wanted.topic, key), [])]
-        for entry in found if wanted.keys else self.entries[wanted.topic]:
+    async def read(self, entries: Range) -> AsyncIterator[Entry]:
+        with_keys = [entry for key in entries.keys for entry in self.keyed.get((entries.topic, key), [])]
+        for entry in with_keys if entries.keys else self.entries[entries.topic]:
             yield entry
 
 
@@ -58,31 +58,33 @@ def in_memory(events: list[Event]) -> Recorded:
     return recorded(entries)
 
 
-async def everything(topics: Recorded, version: str, *, whole: bool) -> Why:
-    """All pages, which together are what one page of all would be."""
-    first = await why(topics, version, whole=whole, after=0, limit=7)
+async def trace_in_pages(topics: Recorded, version: str, *, everything: bool) -> VersionTrace:
+    """Read the trace of a version in several pages and join them."""
+    first = await trace_version(topics, version, everything=everything, after=0, limit=7)
     entries = list(first.entries)
     while len(entries) < first.total:
-        entries += (await why(topics, version, whole=whole, after=len(entries), limit=1000)).entries
+        page = await trace_version(topics, version, everything=everything, after=len(entries), limit=1000)
+        entries += page.entries
     return dataclasses.replace(first, entries=tuple(entries))
 
 
-async def agrees(topics: Recorded, history: History) -> None:
-    for version, held in history.contents.items():
-        before = history.contents.get(history.parents[version] or "", {})
-        for whole, expected in ((True, held), (False, {n: a for n, a in held.items() if n not in before})):
-            found = await everything(topics, version, whole=whole)
-            assert {(one.experience_id, one.revision): one.account for one in found.entries} == expected
-            for one in found.entries:
-                experience = history.experiences[one.experience_id, one.revision]
-                assert (one.session_id, one.reward) == (experience.session_id, experience.reward)
+async def assert_traces_agree(topics: Recorded, history: History) -> None:
+    """Assert that the traces of all versions and sessions agree with the history."""
+    for version, contents in history.contents.items():
+        parent = history.contents.get(history.parents[version] or "", {})
+        since_parent = {name: account for name, account in contents.items() if name not in parent}
+        for everything, expected in ((True, contents), (False, since_parent)):
+            trace = await trace_in_pages(topics, version, everything=everything)
+            assert {(entry.experience_id, entry.revision): entry.account for entry in trace.entries} == expected
+            for entry in trace.entries:
+                experience = history.experiences[entry.experience_id, entry.revision]
+                assert (entry.session_id, entry.reward) == (experience.session_id, experience.reward)
     for session, names in history.sessions.items():
         if not names and not any(e.session_id == session for e in history.events if isinstance(e, Trajectory)):
             continue
-        found_where = await where(topics, session, tenant="default", after=0, limit=1000)
-        shown: dict[Name, object] = {(one.experience_id, one.revision): one for one in found_where.entries}
-        assert set(shown) == set(names)
-        for shown_one in found_where.entries:
-            told = [(told.outcome, told.version) for told in shown_one.fates]
-            expected_fate = fate(history, (shown_one.experience_id, shown_one.revision))
-            assert told == ([expected_fate] if expected_fate else []), (session, shown_one)
+        session_trace = await trace_session(topics, session, tenant="default", after=0, limit=1000)
+        assert {(entry.experience_id, entry.revision) for entry in session_trace.entries} == set(names)
+        for revision in session_trace.entries:
+            statuses = [(status.outcome, status.version) for status in revision.fates]
+            expected_fate = fate(history, (revision.experience_id, revision.revision))
+            assert statuses == ([expected_fate] if expected_fate else []), (session, revision)

@@ -140,7 +140,7 @@ async def test_what_cannot_be_put_back_is_held_back_and_said(desk: Desk) -> None
     binary = await desk.refuse(Record("turns", 1, 8, b"\xff\xfe", b"{}"))
     printed = await desk.ask("retry", "--service", desk.service, status=1)
     assert "0 dead letters put back" in printed
-    for words in ("routing is a table", "would be refused again: headrace.turn.v1", "its key was no text"):
+    for words in ("routing is a table", "would be refused again: headrace.turn.v1", "its key is not text"):
         assert words in printed
     ends = len(await desk.last("turns", 1))
     await desk.ask("retry", "--service", desk.service, "--force", status=1)

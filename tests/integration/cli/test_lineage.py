@@ -10,13 +10,13 @@ import pytest
 
 from headrace.producing import Outgoing, producing
 from headrace.topics import Entry, Range, connected
-from headrace_operations.lineage.sessions import where
-from headrace_operations.lineage.versions import why
+from headrace_operations.lineage.sessions import trace_session
+from headrace_operations.lineage.versions import trace_version
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.topics import ensure
 from headrace_schemas import Experience
 from tests.support.broker_process import BrokerProcess
-from tests.support.lineage_questions import TOPICS, agrees, made_up, recorded
+from tests.support.lineage_questions import TOPICS, assert_traces_agree, made_up, recorded
 
 SESSIONS = 1000
 
@@ -41,12 +41,12 @@ async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
         for topic in TOPICS:
             entries[topic] = [entry async for entry in topics.read(Range(topic))]
         read_once = recorded(entries)
-        await agrees(read_once, history)
+        await assert_traces_agree(read_once, history)
         for session in history.chance.sample(sorted(history.sessions), 5):
-            trace = await where(topics, session, tenant="default", after=0, limit=1000)
-            assert trace == await where(read_once, session, tenant="default", after=0, limit=1000)
+            trace = await trace_session(topics, session, tenant="default", after=0, limit=1000)
+            assert trace == await trace_session(read_once, session, tenant="default", after=0, limit=1000)
         version = history.chance.choice(sorted(history.contents))
-        asked_why = await why(topics, version, whole=True, after=0, limit=1000)
+        asked_why = await trace_version(topics, version, everything=True, after=0, limit=1000)
         for change in asked_why.entries:
             assert change.partition is not None
             history_entry = next(

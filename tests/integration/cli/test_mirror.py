@@ -16,9 +16,9 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from headrace.errors import UsageError
-from headrace_operations.mirror import Mirrored, mirror
+from headrace_operations.mirror import MirrorResult, mirror
 from headrace_operations.mirror.logs import PADDING
-from headrace_operations.mirror.side import NotACopy
+from headrace_operations.mirror.side import MirrorConflict
 from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
@@ -247,7 +247,7 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
     assert len(await records(target, "replicas")) == 6
     async with producing(target) as producer:
         await producer.send_and_wait("replicas", b"newer", b"r1", 0, NOW_MS + 200)
-    with pytest.raises(NotACopy, match="in use already"):
+    with pytest.raises(MirrorConflict, match="in use already"):
         await mirror(source, target)
 
 
@@ -309,9 +309,9 @@ async def test_other_data_on_the_target_is_refused_with_a_remedy(source: str, ta
 
     await create(target, "turns", 1, LOG)
     await fill(target, "turns", 5, partitions=1, name="other")
-    await refused(NotACopy, r"turns\[0\] at 0: .* holds other data .* delete the topic there")
+    await refused(MirrorConflict, r"turns\[0\] at 0: .* holds other data .* delete the topic there")
     await fill(target, "turns", 30, partitions=1, name="more")
-    await refused(NotACopy, r"ends at 35 .* in use already")
+    await refused(MirrorConflict, r"ends at 35 .* in use already")
     async with administering(target) as admin:
         await admin.delete_topics(["turns"])
 
@@ -332,7 +332,7 @@ async def test_a_source_in_use_is_said_so_and_the_rest_follows(source: str, targ
     async with consuming(source, "turns", group_id="headrace-collector") as reader:
         await reader.getone()
         await reader.commit()
-        mirrored: Mirrored = await mirror(source, target)
+        mirrored: MirrorResult = await mirror(source, target)
         assert mirrored.moving == ["group headrace-collector has members"]
         await fill(source, "turns", 10, partitions=1, name="later")
         await reader.seek_to_end()
@@ -342,5 +342,5 @@ async def test_a_source_in_use_is_said_so_and_the_rest_follows(source: str, targ
     assert [log.records for log in mirrored.checked] == [30]
     assert (await next_of(target, "headrace-collector", "turns")).key == b"later5"
     await commit(target, "headrace-collector", {("turns", 0): 28})
-    with pytest.raises(NotACopy, match=r"group headrace-collector is at 28 .*in use already"):
+    with pytest.raises(MirrorConflict, match=r"group headrace-collector is at 28 .*in use already"):
         await mirror(source, target)

@@ -65,5 +65,5 @@ def test_a_preview_shows_what_is_trained_and_a_job_with_bad_rows_stops(folder: P
     assert "<|im_start|>assistant\n⟦the agent<|im_end|>⟧" in process.stdout
     process = train(folder, "--skip-bad", "5")
     assert process.returncode == 2
-    assert "6 of 10 rows cannot be trained, and --skip-bad is 5" in process.stderr
-    assert "rows.jsonl, row 3: message 2, which the assistant says, is empty" in process.stderr
+    assert "6 of 10 rows cannot be trained, but --skip-bad allows 5" in process.stderr
+    assert "rows.jsonl, row 3: message 2 with role assistant is empty" in process.stderr

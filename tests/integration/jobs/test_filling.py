@@ -14,7 +14,7 @@ from headrace.errors import HeadraceError
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range, connected
 from headrace_operations.jobs.checking import CheckedRow
-from headrace_operations.jobs.filling import PLACE_HEADER, fill
+from headrace_operations.jobs.filling import POSITION_HEADER, fill_topic
 from headrace_operations.jobs.job import Job, PreparedJob, prepare
 from headrace_operations.jobs.journal import JobJournal
 from headrace_operations.replay import copying
@@ -42,7 +42,7 @@ def prepared(tmp_path: Path) -> PreparedJob:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     job = Job("reinforce++", tmp_path / "rows.jsonl", base=tmp_path / "base", data_dir=tmp_path / "data", epochs=EPOCHS)
     job_prepared = prepare(job, {})
-    path = job_prepared.place(".rows")
+    path = job_prepared.file_path(".rows")
     path.parent.mkdir(parents=True)
     branch = WrittenBranch(token_ids=(1, 2, 3), spans=(WrittenSpan(start=1, length=2, message=1),))
     rows = [CheckedRow(file="a" * 64, row=n + 1, prompt=f"{n:064x}", answers=((branch,),)) for n in range(ROWS)]
@@ -58,7 +58,7 @@ async def records(bus: str, topic: str) -> Records:
     async with connected(bus) as topics:
         all_records = [record async for record in topics.records(Range(topic))]
     return [
-        (kafka_record.key, kafka_record.value, dict(kafka_record.headers).get(PLACE_HEADER))
+        (kafka_record.key, kafka_record.value, dict(kafka_record.headers).get(POSITION_HEADER))
         for kafka_record in all_records
     ]
 
@@ -71,12 +71,16 @@ async def filled(
     topic = f"replay-{lineage}-experiences"
     draw = random.Random(lineage)
     for _ in range(interruptions):
-        work = asyncio.create_task(fill(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None))
+        work = asyncio.create_task(
+            fill_topic(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None)
+        )
         await asyncio.wait([work], timeout=draw.random())
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
-    assert await fill(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None) == ROWS * EPOCHS
+    assert (
+        await fill_topic(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None) == ROWS * EPOCHS
+    )
     return await records(bus, topic)
 
 

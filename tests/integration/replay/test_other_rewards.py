@@ -119,5 +119,5 @@ async def test_refusals_leave_nothing_behind(rig: ReplayRig, version: str, tmp_p
     assert "--cut recorded: rewards are made again" in await rig.headrace(
         "plan", "--rescore", "--cut", "recorded", status=2
     )
-    assert "was copied to its end from here" in await rig.headrace("resume", "broken", status=2)
+    assert "has no complete copy of the replay" in await rig.headrace("resume", "broken", status=2)
     assert "'main' is the one that is trained live" in await rig.headrace("run", "main", status=2)

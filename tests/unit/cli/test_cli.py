@@ -132,7 +132,7 @@ def test_what_needs_a_running_headrace_says_so_in_one_line(data_dir: Path) -> No
         status, text = headrace(*command, data_dir=data_dir)
         assert (status, text.strip()) == (
             1,
-            f"headrace: Headrace is not up in {data_dir}; start it with `headrace up`, or name its --data-dir",
+            f"headrace: Headrace is not up in {data_dir}; start it with `headrace up`, or name another --data-dir",
         )
 
 

@@ -14,7 +14,7 @@ DEMO = """
 import asyncio, sys
 from headrace_cli.demo import agent
 async def main():
-    async with agent.at_work([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
+    async with agent.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
         print(process.pid, flush=True)
         await process.wait()
 asyncio.run(main())
@@ -22,7 +22,7 @@ asyncio.run(main())
 
 
 async def test_it_is_asked_to_end_when_the_demo_has_seen_enough() -> None:
-    async with agent.at_work(FOR_EVER, {}) as process:
+    async with agent.running_agent(FOR_EVER, {}) as process:
         assert alive(process.pid)
     assert process.returncode == -15
 
@@ -31,7 +31,7 @@ async def test_it_ends_with_a_demo_that_is_cancelled() -> None:
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def demo() -> None:
-        async with agent.at_work(FOR_EVER, {}) as process:
+        async with agent.running_agent(FOR_EVER, {}) as process:
             started.set_result(process.pid)
             await process.wait()
 

@@ -21,7 +21,7 @@ from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import DemoMeasure, MeasuredPlays, PromisedLine
 from headrace_cli.demo.rows import Row, RowsRecipe, row_lines
 from headrace_cli.demo.seeds import SeedsReport
-from headrace_cli.demo.settled import Settling
+from headrace_cli.demo.settled import TrainingWait
 from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed
 from headrace_schemas import Experience, TrainingMetrics
@@ -136,7 +136,7 @@ async def looks_until_settled(
     monkeypatch.setattr(settled, "connected", connected)
     monkeypatch.setattr(settled, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(settled, "asyncio", SimpleNamespace(sleep=sleep))
-    settling = Settling("bus", "m")
+    settling = TrainingWait("bus", "m")
     monkeypatch.setattr(settling, "_follow", Bus(*looks))
     await settling.until_settled(Watch("bus", "m", champions=list(champions)), 60.0)
     return int(clock.now)

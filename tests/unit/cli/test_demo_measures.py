@@ -16,7 +16,7 @@ from headrace_cli.demo import recipe
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredPlays, lines
 from headrace_cli.demo.report import Report, ShownTask
-from headrace_cli.demo.runner import _shown
+from headrace_cli.demo.runner import _example
 from headrace_cli.demo.seeds import SeedsReport
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "math_agent"
@@ -76,17 +76,19 @@ def test_means_of_what_was_printed() -> None:
     with pytest.raises(UsageError, match="2 of 2 measured plays have no number 'steps'"):
         played.mean("steps")
     recipe = MATHS.model_copy(update={"shown": "text"})
-    assert _shown(recipe, played, played) == ShownTask("a", "A", "A")
-    assert _shown(MATHS, played, played) is None
-    assert _shown(recipe.model_copy(update={"shown": None}), played, played) is None
+    assert _example(recipe, played, played) == ShownTask("a", "A", "A")
+    assert _example(MATHS, played, played) is None
+    assert _example(recipe.model_copy(update={"shown": None}), played, played) is None
 
 
 def test_the_table_and_the_solutions_are_printed_as_they_are() -> None:
     said = io.StringIO()
     reporter = ConsoleReporter(Console(file=said, width=100))
-    reporter.measured(MATHS.measures, [GOOD])
-    reporter.showed(ShownTask("task", "[b]24 + 13[/b]", "Answer: 37"))
-    reporter.held(SeedsReport.of(MATHS, MATHS.goal, [report(measures={**GOOD, "steps": BeforeAfter(8.0, 7.0)})]))
+    reporter.print_measures(MATHS.measures, [GOOD])
+    reporter.print_example(ShownTask("task", "[b]24 + 13[/b]", "Answer: 37"))
+    reporter.print_promises(
+        SeedsReport.of(MATHS, MATHS.goal, [report(measures={**GOOD, "steps": BeforeAfter(8.0, 7.0)})])
+    )
     text = " ".join(said.getvalue().split())
     assert (
         "before after change accuracy 70.0% 90.0% +20.0 points steps 8.50 5.90 -2.60 format 60.0% 95.0% +35.0 points"

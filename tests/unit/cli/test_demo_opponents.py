@@ -22,7 +22,7 @@ class Registry:
         self._loads = loads
         self._clock = 0.0
         patch.setattr(opponents, "ModelRegistry", lambda _url, who: self)
-        patch.setattr(importing, "stored", self._stored)
+        patch.setattr(importing, "store_folder", self._stored)
         patch.setattr(importing, "register", self._register)
         patch.setattr(opponents, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
 

@@ -53,5 +53,5 @@ def test_of_several_seeds_each_row_is_the_median() -> None:
 def test_rows_that_do_not_ascend_from_0_are_refused(at: str, tmp_path: Path) -> None:
     text = (EXAMPLES / "email_search" / "demo.toml").read_text(encoding="utf-8")
     (tmp_path / "demo.toml").write_text(text.replace("at = [0, 5, 10]", f"at = {at}"), encoding="utf-8")
-    with pytest.raises(UsageError, match=r"rows\.at|rows ascend from 0"):
+    with pytest.raises(UsageError, match=r"rows\.at|must ascend from 0"):
         recipe.read(tmp_path)

@@ -17,13 +17,13 @@ from headrace_operations.guard import (
     GAIN,
     WINDOW,
     Finding,
+    FindingReporter,
     Point,
-    Record,
-    Warner,
+    ScoreHistory,
     findings,
-    gained,
+    half_window_gain,
     judge,
-    rising,
+    mann_kendall_p_value,
 )
 from headrace_schemas import Event, ModelEvent, TrainingMetrics
 
@@ -32,21 +32,21 @@ TASKS = 100
 
 def test_the_p_value_of_a_trend_by_hand() -> None:
     """Of 24 orders of four values one has no inversion and three have one."""
-    assert rising([1, 2, 3, 4]) == pytest.approx(1 / 24)
-    assert rising([1, 3, 2, 4]) == pytest.approx(4 / 24)
-    assert rising([4, 3, 2, 1]) == 1.0
-    assert rising([1, 1, 1, 1]) > 0.5, "ties are no trend"
+    assert mann_kendall_p_value([1, 2, 3, 4]) == pytest.approx(1 / 24)
+    assert mann_kendall_p_value([1, 3, 2, 4]) == pytest.approx(4 / 24)
+    assert mann_kendall_p_value([4, 3, 2, 1]) == 1.0
+    assert mann_kendall_p_value([1, 1, 1, 1]) > 0.5, "ties are no trend"
 
 
 def test_the_p_value_is_exact_for_values_in_random_order() -> None:
-    found = [rising(order) for order in permutations(range(6))]
+    found = [mann_kendall_p_value(order) for order in permutations(range(6))]
     for level in (0.01, 0.05, 0.2):
         assert sum(p <= level for p in found) / len(found) <= level
 
 
 def test_a_gain_by_hand() -> None:
     points = [Point(None, 0.2, 0.03), Point(None, 0.4, 0.04), Point(None, 0.5, 0.0), Point(None, 0.7, 0.0)]
-    assert gained(points) == pytest.approx((0.3, 0.025))
+    assert half_window_gain(points) == pytest.approx((0.3, 0.025))
 
 
 def points(rewards: list[float], scores: list[float], error: float = 0.01) -> list[Point]:
@@ -176,7 +176,7 @@ def measured(number: int, score: float, **numbers: float) -> ModelEvent:
 
 
 def test_points_are_made_of_accounts_and_of_the_last_score_of_each_version() -> None:
-    record = Record()
+    record = ScoreHistory()
     events: list[Event] = [account(0, None), account(1, 0.2, version=False), account(2, 0.4), account(3, 0.9)]
     events += [measured(2, 0.1), measured(2, 0.5, tasks=98, score_standard_error=0.0), measured(9, 0.5)]
     for event in [*events, *events]:
@@ -203,7 +203,7 @@ async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("headrace_operations.guard.read", read)
     said: list[str] = []
-    warner = Warner(said.append)
+    reporter = FindingReporter(said.append)
     for _ in range(4):
-        await warner(cast(Topics, None))
+        await reporter(cast(Topics, None))
     assert said == ["it is hacked", "it is flat", "it is hacked"]

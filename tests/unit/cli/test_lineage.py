@@ -7,10 +7,10 @@ import random
 import pytest
 
 from headrace.errors import UsageError
-from headrace_operations.lineage.sessions import where
-from headrace_operations.lineage.versions import why
+from headrace_operations.lineage.sessions import trace_session
+from headrace_operations.lineage.versions import trace_version
 from headrace_schemas import Trajectory
-from tests.support.lineage_questions import agrees, in_memory, made_up
+from tests.support.lineage_questions import assert_traces_agree, in_memory, made_up
 from tests.support.training_history import History
 
 
@@ -19,7 +19,7 @@ async def test_short_histories_with_much_going_back_and_forth(repetition: int) -
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     history = made_up(seed, 30, 25)
-    await agrees(in_memory(history.events), history)
+    await assert_traces_agree(in_memory(history.events), history)
 
 
 async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
@@ -30,7 +30,7 @@ async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
     topics = in_memory(history.events)
     for event in history.events:
         if isinstance(event, Trajectory):
-            found = await where(topics, event.session_id, tenant="default", after=0, limit=10)
+            found = await trace_session(topics, event.session_id, tenant="default", after=0, limit=10)
             (run,) = (run for run in found.runs if run.trajectory_id == event.trajectory_id)
             assert run.held_out == ("eval" if event.purpose == "eval" else event.untrained)
             assert run.left_out == {item.turn_id: item.reason for item in event.left_out}
@@ -38,7 +38,7 @@ async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
 
 async def test_what_nobody_knows_is_said() -> None:
     topics = in_memory([])
-    with pytest.raises(UsageError, match="no trainer has reported it"):
-        await why(topics, "m@0123456789ab", whole=False, after=0, limit=1)
+    with pytest.raises(UsageError, match="no trainer has reported this version"):
+        await trace_version(topics, "m@0123456789ab", everything=False, after=0, limit=1)
     with pytest.raises(UsageError, match="session 'nobody' of tenant 'acme'"):
-        await where(topics, "nobody", tenant="acme", after=0, limit=1)
+        await trace_session(topics, "nobody", tenant="acme", after=0, limit=1)

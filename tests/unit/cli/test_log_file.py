@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from unittest import mock
 
-from headrace_operations.supervisor.health import lacking
+from headrace_operations.supervisor.health import failed_checks
 from headrace_operations.supervisor.log_file import LogFile
 
 
@@ -21,7 +21,7 @@ def test_what_a_full_disk_did_not_take_is_counted(tmp_path: Path) -> None:
     log.write(b"four\n")
     assert log.path.read_text().splitlines() == [
         "one",
-        f"headrace: 2 lines are missing here: disk: no space left on device on {tmp_path}/logs",
+        f"headrace: 2 lines were lost here: disk: no space left on device on {tmp_path}/logs",
         "four",
     ]
 
@@ -53,6 +53,6 @@ def test_files_and_folders_are_for_their_owner(tmp_path: Path) -> None:
 
 def test_a_reason_says_more_than_the_name_of_a_check() -> None:
     page = b'{"checks": {"bus": true, "capture": false, "routing": false}, "reasons": {"capture": "disk: full"}}'
-    assert lacking(page) == ("routing", "disk: full")
-    assert lacking(b'{"checks": {"bus": false}}') == ("bus",)
-    assert lacking(b"nonsense") == ()
+    assert failed_checks(page) == ("routing", "disk: full")
+    assert failed_checks(b'{"checks": {"bus": false}}') == ("bus",)
+    assert failed_checks(b"nonsense") == ()

@@ -88,7 +88,7 @@ def test_a_folder_is_registered(
         asked.append((folder, name, base))
         return StoredLine(version=manifest.version, manifest=ref)
 
-    monkeypatch.setattr(importing, "stored", take)
+    monkeypatch.setattr(importing, "store_folder", take)
     folder = str(tmp_path / "model")
     status, text = models(http, "register", folder, "--name", "m", "--version-label", "v1.0", "--why", "to play")
     assert (status, manifest.version in text) == (0, True)
@@ -177,7 +177,7 @@ def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
 def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
     (one, _), (other, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
     changes = {
-        change.what: (change.before, change.after) for change in comparing.settings(one, other, exporting.file_of)
+        change.what: (change.before, change.after) for change in comparing.settings(one, other, exporting.fetch_file)
     }
     assert changes["config.json: a.b"] == ("1", "2")
     assert changes["config.json: c"] == (None, "[1]")

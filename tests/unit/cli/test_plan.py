@@ -52,7 +52,7 @@ def test_no_broker_when_the_bus_is_elsewhere(tmp_path: Path, by: str) -> None:
         settings={"bus.address": "kafka:9092"} if by == "settings" else {},
     )
     assert "broker" not in names(plan)
-    assert plan.left_out["broker"] == "bus.address is kafka:9092"
+    assert plan.left_out["broker"] == "bus.address = kafka:9092"
     assert plan.bus == "kafka:9092"
 
 
@@ -61,7 +61,9 @@ def test_only_and_without(tmp_path: Path) -> None:
     assert names(plan) == {"gateway", "trainer"}, "named on purpose: the service itself says what it lacks"
     assert plan.left_out["broker"] == "--only"
     assert "inference" not in names(make(tmp_path, without=("inference",)))
-    with pytest.raises(UsageError, match=r"no service 'gatway' is installed; there are broker, collector"):
+    with pytest.raises(
+        UsageError, match=r"service 'gatway' is not installed; the installed services are broker, collector"
+    ):
         make(tmp_path, without=("gatway",))
 
 
@@ -193,7 +195,7 @@ def test_whoever_is_the_bus_is_the_bus_and_whoever_asks_the_gateway_is_told_wher
         "echo": ServiceInfo(module="m", summary="", gateway_setting="echo.url", needs_setting="echo.word"),
     }
     plan = planning.make(tmp_path, Overrides(None, {}, {}), services, auto_ports=True)
-    assert {one.name: one.held for one in plan.services} == {"log": False, "front": True}
+    assert {one.name: one.keeps_socket for one in plan.services} == {"log": False, "front": True}
     assert plan.left_out == {"echo": "echo.word is not set"}
     assert plan.bus == f"127.0.0.1:{plan.environ['HEADRACE_LOG__KAFKA_PORT']}"
     plan = planning.make(tmp_path, Overrides(None, {"echo.word": "x"}, {}), services, auto_ports=True)
@@ -224,9 +226,9 @@ def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
     [
         ("inference", "SERVICE=PATH"),
         ("=python", "SERVICE=PATH"),
-        ("inference=nowhere/python", "there is no interpreter"),
-        ("inference=.", "there is no interpreter"),
-        (f"inferrence={sys.executable}", "no service 'inferrence' is installed"),
+        ("inference=nowhere/python", "is not an executable file"),
+        ("inference=.", "is not an executable file"),
+        (f"inferrence={sys.executable}", "service 'inferrence' is not installed"),
     ],
 )
 def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, given: str, said: str) -> None:
@@ -235,5 +237,5 @@ def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, g
 
 
 def test_up_without_any_service_names_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no service of Headrace is installed .* install headrace-gateway"):
+    with pytest.raises(UsageError, match=r"no Headrace service is installed .* install headrace-gateway"):
         planning.make(tmp_path, Overrides(None, {}, {}), {})

@@ -14,33 +14,33 @@ from tests.support.processes import wait_until
 def test_a_line_says_how_far_it_is_and_how_long_it_will_take() -> None:
     with ProgressDisplay("simulate", 1000, unit="seeds", log=lambda line: None) as progress:
         progress.advance(250, doing="0 failed")
-        progress._began_s -= 10
+        progress._started_s -= 10
         assert progress.line == "simulate: 250 of 1,000 seeds, 0 failed, 10 s, about 30 s left"
 
 
 def test_what_is_not_known_is_not_said() -> None:
     with ProgressDisplay("demo", doing="starting", log=lambda line: None) as progress:
         assert progress.line == "demo: starting, 0 s"
-        progress.at(3)
+        progress.update(3)
         assert progress.line == "demo: 3, starting, 0 s"
     with ProgressDisplay("work", 60, unit="s at most", estimate=False, log=lambda line: None) as progress:
-        progress.at(20)
+        progress.update(20)
         assert progress.line == "work: 20 of 60 s at most, 0 s"
 
 
 def test_a_log_has_a_line_now_and_then_also_when_nothing_moves() -> None:
     lines: list[str] = []
-    with ProgressDisplay("attack", 3, unit="attacks", log=lines.append, every_s=0.01) as progress:
-        progress.at(doing="silent_connections")
+    with ProgressDisplay("attack", 3, unit="attacks", log=lines.append, interval_s=0.01) as progress:
+        progress.update(doing="silent_connections")
         wait_until(lambda: len(lines) > 2, 20, "three lines")
-        progress.say("one of them is broken")
+        progress.print_line("one of them is broken")
     assert lines.count("one of them is broken") == 1
     assert {line for line in lines if line.startswith("attack")} <= {
         f"attack: 0 of 3 attacks, {doing}0 s" for doing in ("", "silent_connections, ")
     }
     ended = len(lines)
-    assert progress._lines is not None
-    assert not progress._lines.is_alive(), "no line comes after the end"
+    assert progress._log_thread is not None
+    assert not progress._log_thread.is_alive(), "no line comes after the end"
     assert len(lines) == ended
 
 
@@ -49,8 +49,8 @@ def test_a_terminal_has_a_bar_and_lines_above_it() -> None:
     console = Console(file=screen, force_terminal=True, width=120)
     with ProgressDisplay("mutants", 4, unit="mutants", console=console) as progress:
         progress.advance(doing="1 live")
-        progress.say("survived: [bold]a[1][/]")
+        progress.print_line("survived: [bold]a[1][/]")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "survived: [bold]a[1][/]" in shown
     assert re.search(r"mutants .*1/4 mutants .*1 live", shown)
-    assert progress._lines is None
+    assert progress._log_thread is None

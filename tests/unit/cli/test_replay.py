@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import UsageError
 from headrace.topics import Entry
-from headrace_cli.commands.replay import line_of
+from headrace_cli.commands.replay import entry_as_json
 from headrace_cli.commands.times import parse_time
 from tests.support.account_events import START, trajectory
 
@@ -43,7 +43,7 @@ def test_nonsense_is_no_time() -> None:
 
 def test_a_line_holds_where_the_record_was_and_the_whole_event() -> None:
     event = trajectory("T", ("ü",))
-    line = line_of(Entry("trajectories", 1, 7, START, event.key, event))
+    line = entry_as_json(Entry("trajectories", 1, 7, START, event.key, event))
     assert "\n" not in line
     found = json.loads(line)
     assert found.pop("event") == json.loads(event.to_json())
@@ -54,6 +54,6 @@ def test_a_line_holds_where_the_record_was_and_the_whole_event() -> None:
 
 
 def test_a_line_about_a_record_that_is_no_event() -> None:
-    found = json.loads(line_of(Entry("turns", 0, 1, START, "k", None, "value: Invalid JSON")))
+    found = json.loads(entry_as_json(Entry("turns", 0, 1, START, "k", None, "value: Invalid JSON")))
     assert found["problem"] == "value: Invalid JSON"
     assert "event" not in found

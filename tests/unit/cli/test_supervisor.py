@@ -16,7 +16,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace_operations.errors import NotRunning
 from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
-from headrace_operations.supervisor.state import unwatched_s
+from headrace_operations.supervisor.state import supervisor_silence_s
 from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
 from tests.unit.cli.dummies import Dummies
@@ -163,7 +163,9 @@ def test_who_waits_for_the_bus_is_no_suspect(make: Make, dummies: Dummies) -> No
     supervisor.start()
     wait_until(lambda: supervisor._processes["broker"].log.tail, 20, "its last words")
     supervisor._processes["broker"].log.tail.append('{"event": "disk_full", "error": "disk: no space left on /data"}')
-    said = r"after 0\.1 s broker does not answer \(disk: no space left on /data\); alpha, beta waited for that$"
+    said = (
+        r"after 0\.1 s broker does not answer \(disk: no space left on /data\); alpha, beta did not start before that$"
+    )
     with pytest.raises(StartFailed, match=said):
         supervisor.wait_up(0.1)
 
@@ -232,7 +234,7 @@ def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: 
     (data_dir / "run" / "state.json").rmdir()
     wait_until(lambda: (data_dir / "run" / "state.json").is_file(), 10, "the next attempt")
     assert len(said) == 1
-    assert "cannot say what runs" in said[0]
+    assert "cannot write the state file" in said[0]
 
 
 # hung is not dead
@@ -259,7 +261,7 @@ def test_a_stopped_service_is_hung_then_killed_and_started_again(make: Make, dum
     assert (after.port, after.pid != before.pid, alive(before.pid)) == (before.port, True, False)
     words = [line.split(" for ")[0] for line in said]
     assert words[:2] == ["alpha hangs: no sign of life"] * 2
-    assert "killing it" in said[1]
+    assert "killing process" in said[1]
     assert said[2] == "alpha ended (signal 9); starting it again in 0.05 s"
     assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
 
@@ -295,8 +297,8 @@ def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> No
     supervisor.wait_ready(20)
     state = data_dir / "run" / "state.json"
     os.utime(state, (0, 0))
-    assert unwatched_s(data_dir) > 1e6
-    wait_until(lambda: unwatched_s(data_dir) < 1e6, 20, "the next look")
+    assert supervisor_silence_s(data_dir) > 1e6
+    wait_until(lambda: supervisor_silence_s(data_dir) < 1e6, 20, "the next look")
 
 
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:

@@ -80,8 +80,8 @@ def test_progress_is_clean(text: str) -> None:
     console = terminal.CleanConsole(file=stream, width=200, color_system=None)
     with ProgressDisplay("work", 2, doing=printable(text), console=console) as progress:
         progress.advance(1, text)
-        progress.say(text)
-        progress.say(progress.line)
+        progress.print_line(text)
+        progress.print_line(progress.line)
     with Progress(TextColumn("{task.fields[doing]}", markup=False), console=console) as bar:
         bar.update(bar.add_task("x", doing=text), completed=1)
     assert not hidden(stream.getvalue())

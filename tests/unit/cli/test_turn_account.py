@@ -225,20 +225,20 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
     ),
     "undone and never trained": (
         (*READY, report(verdict("E", "a", "b", dropped="stale")), undoes("E")),
-        "took back experience E revision 0, which it had not trained",
+        "undid experience E revision 0, which it had not trained",
     ),
-    "undone out of nothing": ((*READY, undoes("E", queued=True)), "took back experience E revision 0"),
+    "undone out of nothing": ((*READY, undoes("E", queued=True)), "undid experience E revision 0"),
     "queued twice": (
         (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True), undoes("E", queued=True, save=2)),
-        "took back experience E revision 0",
+        "undid experience E revision 0",
     ),
     "restored and never undone": (
         (*READY, report(verdict("E", "a", "b")), restores("E")),
-        "holds experience E revision 0 again, which it had not taken back",
+        "restored experience E revision 0, which it had not undone",
     ),
-    "a verdict about nothing": ((*CLOSED, report(verdict("E", "a", "b"))), "which nobody published"),
-    "a verdict about other turns": ((*READY, report(verdict("E", "a"))), "judged other turns of experience E"),
-    "an experience of nothing": ((*TWO, experience("E", "a")), "of trajectory T, which nobody published"),
+    "a verdict about nothing": ((*CLOSED, report(verdict("E", "a", "b"))), "which was not published"),
+    "a verdict about other turns": ((*READY, report(verdict("E", "a"))), "on experience E that names other turns"),
+    "an experience of nothing": ((*TWO, experience("E", "a")), "of trajectory T, which was not published"),
     "an experience of somebody else's turns": (
         (*TWO, turn("c"), trajectory("T", ("a", "b")), trajectory("U", ("c",)), experience("E", "a", "c")),
         "names turns that are not of its trajectory: ['c']",
@@ -247,7 +247,7 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
         (*READY, experience("E", "a", revision=1)),
         "its revisions are about different turns",
     ),
-    "never captured": ((turn("a"), trajectory("T", ("a", "b"))), "turn b went on without having been captured"),
+    "never captured": ((turn("a"), trajectory("T", ("a", "b"))), "turn b was used without having been captured"),
 }
 
 

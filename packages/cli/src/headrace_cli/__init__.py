@@ -1,1 +1,1 @@
-"""The `headrace` command. `headrace_operations` does the work; commands parse options and print."""
+"""The `headrace` command. Commands parse options and print; `headrace_operations` does the work."""

@@ -1,4 +1,4 @@
-"""The `headrace` command. What a command needs is imported when it runs, so that `--help` and completion are quick."""
+"""The `headrace` command. A command imports its dependencies when it runs, so `--help` and completion stay fast."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Headrace makes an agent get better from its own traffic.\n\n"
-    "Start it with [bold]headrace up[/], point your agent's OpenAI base_url at it, and say how it went with feedback.",
+    help="Improve an agent from its own traffic.\n\n"
+    "Start the services with [bold]headrace up[/], point your agent's OpenAI base_url at them, and send feedback.",
     epilog="Settings: [bold]headrace config reference[/]. Each command has examples in its own --help.",
 )
 up.add_to(app)
@@ -55,6 +55,6 @@ config.add_to(app)
 
 
 def main() -> None:
-    """The entry point of the console script."""
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a bus that is away is an error with a message of ours
+    """Run the `headrace` command; the console script calls this function."""
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # commands report an unreachable bus themselves
     app()

@@ -1,4 +1,4 @@
-"""The one way to a person's terminal: nothing that came from outside steers it, hides in it or breaks its markup."""
+"""Output to a terminal. Text from outside cannot control the terminal, hide characters or break the markup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_schemas.text import printable_lines
 
 _LOG_WIDTH = 200
 _LENGTH_MAX = 1_000_000
-"""Characters of one piece of output."""
+"""Maximum number of characters of one piece of output."""
 _TAG = re.compile(r"(?<!\\)(\\*+)\[([^\[\]]*)\]")
 _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 _STYLES = frozenset(
@@ -29,20 +29,20 @@ _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that cleans all text on its way and understands the markup of our own styles alone."""
+    """Return a console that cleans all text and interprets only the markup of Headrace's own styles."""
     terminal = CleanConsole(stderr=stderr, soft_wrap=True, highlight=False)
     if not terminal.is_terminal and "COLUMNS" not in os.environ:
-        terminal.width = _LOG_WIDTH  # a path that is folded cannot be copied out of a log
+        terminal.width = _LOG_WIDTH  # a folded path cannot be copied out of a log
     return terminal
 
 
 def echo(text: str, *, end: str = "\n", error: bool = False) -> None:
     """Write plain text of one or more lines, cleaned; an `error` goes to standard error, in red on a terminal."""
-    shown = printable_lines(text, _LENGTH_MAX)
+    printable = printable_lines(text, _LENGTH_MAX)
     if error:
-        typer.secho(shown, err=True, fg=typer.colors.RED, nl=end == "\n")
+        typer.secho(printable, err=True, fg=typer.colors.RED, nl=end == "\n")
     else:
-        typer.echo(shown, nl=end == "\n")
+        typer.echo(printable, nl=end == "\n")
 
 
 def echo_json(text: str) -> None:
@@ -51,12 +51,12 @@ def echo_json(text: str) -> None:
 
 
 def ascii_json(text: str) -> str:
-    """Return the same JSON with all but ASCII characters escaped; outside of its strings JSON has no others."""
-    return _NOT_ASCII.sub(lambda match: _escaped(match[0]), text)
+    """Escape all characters of a JSON text that are not ASCII; outside of strings JSON has none."""
+    return _NOT_ASCII.sub(lambda match: _escape(match[0]), text)
 
 
 def write_raw(value: bytes) -> None:
-    """Write bytes as they are, for a program; a terminal gets them cleaned."""
+    """Write bytes unchanged to a pipe or a file; clean them for a terminal."""
     if sys.stdout.isatty():
         echo(value.decode("utf-8", "replace"))
     else:
@@ -64,10 +64,10 @@ def write_raw(value: bytes) -> None:
 
 
 class CleanConsole(Console):
-    """Rich's console for text that may come from anywhere."""
+    """Rich console for text of unknown origin."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render `text` with our styles as markup; other brackets, links among them, are text.
+        """Render `text` with Headrace's own styles as markup; other brackets, including links, are plain text.
 
         With `markup=False` all brackets are text.
         """
@@ -75,21 +75,21 @@ class CleanConsole(Console):
         if options.get("markup") is False:
             return super().render_str(plain, **options)
         try:
-            return super().render_str(_TAG.sub(_our_tag, plain), **options)
+            return super().render_str(_TAG.sub(_keep_own_tag, plain), **options)
         except MarkupError:
             return super().render_str(plain, **{**options, "markup": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Clean every piece of text, of tables, bars and progress as well."""
+        """Clean every text segment, including those of tables, bars and progress displays."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable_lines(segment.text, _LENGTH_MAX), segment.style)
 
 
-def _our_tag(match: re.Match[str]) -> str:
+def _keep_own_tag(match: re.Match[str]) -> str:
     words = match[2].removeprefix("/").split(" ")
-    ours = match[2] == "/" or (all(words) and set(words) <= _STYLES)
-    return match[0] if ours or match[1] else rf"\{match[0]}"
+    is_own_style = match[2] == "/" or (all(words) and set(words) <= _STYLES)
+    return match[0] if is_own_style or match[1] else rf"\{match[0]}"
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return r"\u007f" if character == "\x7f" else json.dumps(character)[1:-1]

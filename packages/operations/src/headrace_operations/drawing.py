@@ -1,4 +1,4 @@
-"""What all pictures share: colours, how matplotlib is opened, how a figure becomes a file."""
+"""Shared helpers of all charts: colours, opening matplotlib, saving a figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _LABEL_LENGTH_MAX = 2_000
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot` without a window. Raises `ImportError` when matplotlib is not installed."""
+    """Return `matplotlib.pyplot` with a backend that opens no window.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -23,10 +27,10 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG, without the frame's upper and right sides, and close the figure."""
+    """Save the figure as PNG without its upper and right frame lines, and close it."""
     from matplotlib.text import Text
 
-    for text in figure.findobj(Text):  # names of versions and metrics: no formulas, nothing invisible
+    for text in figure.findobj(Text):  # names may come from users: render no formulas, no invisible characters
         text.set_parse_math(False)
         text.set_text(printable_lines(text.get_text(), _LABEL_LENGTH_MAX))
     for axes in figure.axes:

@@ -1,4 +1,4 @@
-"""Errors that only the command and its supervisor raise."""
+"""Errors that only the `headrace` command and its supervisor raise."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class NotRunning(HeadraceError):
 
 
 class StartFailed(HeadraceError):
-    """A service cannot run as it is configured, or is not ready in time. Everything was stopped."""
+    """A service has invalid settings or was not ready in time. All services were stopped."""

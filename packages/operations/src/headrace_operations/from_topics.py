@@ -1,4 +1,4 @@
-"""What the topics of a running system say: what became of each turn, and how reward and score move."""
+"""Turn account and reward findings, read from the topics of a running system."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace_operations.turn_account import TOPICS, TurnAccount, TurnAccountBui
 _REPORT_EVERY = 100
 
 
-async def findings_of(bus: str) -> tuple[guard.Finding, ...]:
-    """What the rewards and scores at `bus` show together; see `headrace_operations.guard`."""
+async def read_findings(bus: str) -> tuple[guard.Finding, ...]:
+    """Return the reward hacking and plateau findings of all models at `bus`; see `headrace_operations.guard`."""
     async with connected(bus) as topics:
         return await guard.read(topics)
 
@@ -20,10 +20,15 @@ async def findings_of(bus: str) -> tuple[guard.Finding, ...]:
 async def read_turn_account(
     bus: str, lineages: Mapping[str, str] | None = None, report: Callable[[int, int], None] | None = None
 ) -> TurnAccount:
-    """Account for everything that the topics at `bus` hold now. `report` hears (records read, records in all).
+    """Account for every record that the topics at `bus` hold now.
 
-    End offsets are taken effects first, so that each effect that is read has its cause in what is read. Records that
-    are no events (a service has dead-lettered them) were never captured and are passed over.
+    End offsets of effects are read before those of their causes, so every effect in the range has its cause in the
+    range. Records that cannot be parsed are skipped: they were never captured, and a service has dead-lettered them.
+
+    Args:
+        bus: bootstrap servers.
+        lineages: model to the lineage to count; by default the lineage that reported last.
+        report: called with (records read, records in total).
     """
     builder, complete, read = TurnAccountBuilder(lineages), True, 0
     async with connected(bus) as topics:

@@ -1,5 +1,4 @@
-"""What `headrace.stack` needs of this package: a private Headrace, the addresses of one that runs, files of
-versions."""
+"""Private Headrace processes, addresses of a running Headrace and export of versions, for `headrace.stack`."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ _READY_S = 300.0
 
 
 class PrivateStack:
-    """The services of one program, on free ports. Settings of the program's environment are not theirs."""
+    """The services of one program on free ports. Headrace variables of the program's environment do not affect them."""
 
     def __init__(self, settings: Mapping[str, object], data_dir: Path | None) -> None:
-        self._kept = data_dir is not None
+        self._keeps_data_dir = data_dir is not None
         self.data_dir = data_dir.absolute() if data_dir else Path(tempfile.mkdtemp(prefix="headrace-"))
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         try:
@@ -38,50 +37,68 @@ class PrivateStack:
             raise
 
     def stop(self) -> None:
-        """Everything has stopped when this returns, and the folder is gone unless it was named."""
+        """Stop all services and wait for them. Remove the data directory unless the caller chose it."""
         self._supervisor.stop()
         self._remove()
 
     def _remove(self) -> None:
-        if not self._kept:
+        if not self._keeps_data_dir:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
 
 def start(settings: Mapping[str, object], data_dir: Path | None) -> PrivateStack:
-    """Returns when a first version is served. Raises `StartFailed` and `UsageError`, and then nothing is left."""
+    """Start a private Headrace and return when a first version is served.
+
+    Raises:
+        StartFailed: a service did not start. All services were stopped and a temporary data directory was removed.
+        UsageError: a setting is invalid.
+    """
     return PrivateStack(settings, data_dir)
 
 
 def addresses(data_dir: Path) -> dict[str, str]:
-    """Where the parts of a `headrace up` are. Raises `NotRunning`."""
+    """Return the URLs of gateway, registry and trainer and the bus address of a running `headrace up`.
+
+    Raises:
+        NotRunning: no `headrace up` runs on `data_dir`.
+    """
     return _addresses(read(data_dir))
 
 
 def export(registry: ModelRegistry, version: str, folder: Path, merge: bool, data_dir: Path | None) -> None:
-    """Write a version's files, of an adapter with `merge` those of base and adapter in one. Raises `UsageError`.
+    """Write the files of a version into `folder`.
 
-    `data_dir` is that of a private Headrace; for another one the environment has its settings."""
+    Args:
+        registry: client of the registry that has the version.
+        version: version id, `name@digest`.
+        folder: an empty or missing folder.
+        merge: merge an adapter into its base and write the merged weights.
+        data_dir: data directory of a private Headrace; None reads the blob settings from the environment.
+
+    Raises:
+        UsageError: the folder is not empty or the registry has no files of the version.
+    """
     exporting.check_empty(folder)
-    found = _version(registry, version)
-    assert found.manifest is not None
-    if merge and found.base is not None:
-        below = _version(registry, found.base).manifest
-        assert below is not None
+    state = _version(registry, version)
+    assert state.manifest is not None
+    if merge and state.base is not None:
+        base_manifest = _version(registry, state.base).manifest
+        assert base_manifest is not None
         environ = Overrides(None, {"data_dir": data_dir} if data_dir else {}, os.environ).environ
-        asyncio.run(importing.merged(found.manifest, below, folder.absolute(), environ))
+        asyncio.run(importing.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
     else:
-        exporting.export(exporting.manifest_of(found.manifest), folder)
+        exporting.export(exporting.fetch_manifest(state.manifest), folder)
 
 
 def _version(registry: ModelRegistry, version: str) -> VersionState:
-    known = registry.versions(version.partition("@")[0], limit=1000)
-    found = next((one for one in known if one.id == version), None)
-    if found is None or found.manifest is None or found.collected:
-        raise UsageError(f"{version}: the registry has no files of it; `headrace models` lists what it has")
-    return found
+    versions = registry.versions(version.partition("@")[0], limit=1000)
+    state = next((candidate for candidate in versions if candidate.id == version), None)
+    if state is None or state.manifest is None or state.collected:
+        raise UsageError(f"{version}: the registry has no files of this version; `headrace models` lists all versions")
+    return state
 
 
 def _addresses(state: RunState) -> dict[str, str]:
     names = ("gateway", "registry", "trainer")
-    found: dict[str, str] = {name: state.services[name].url for name in names if name in state.services}
-    return {**found, "bus": state.bus}
+    urls: dict[str, str] = {name: state.services[name].url for name in names if name in state.services}
+    return {**urls, "bus": state.bus}

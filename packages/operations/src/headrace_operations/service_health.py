@@ -1,6 +1,6 @@
-"""What the services themselves say right now: whether they answer, and how the sources of rewards fare.
+"""Current health of the services and state of their reward sources, requested over HTTP.
 
-The supervisor's file says what it saw last; a supervisor that is stopped saw it long ago.
+The state file of the supervisor has the last observation; if the supervisor is suspended, that is an old one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace_operations.supervisor.health import get, lacking
+from headrace_operations.supervisor.health import failed_checks, get
 from headrace_operations.supervisor.state import RunState, ServiceState, Status
 from headrace_schemas.source_api import SourceList, SourceState
 from headrace_schemas.stack_access import key_for
@@ -24,47 +24,55 @@ _READY, _UNREADY = 200, 503
 T = TypeVar("T")
 
 
-def asked(state: RunState) -> tuple[RunState, dict[str, str]]:
-    """Each service asked at the same time: `state` with what they lack now, and whether they are alive: `yes` (it
-    answered, whatever it said), or what it did instead.
+def check_health(state: RunState) -> tuple[RunState, dict[str, str]]:
+    """Check all services in parallel.
+
+    Returns:
+        `state` with the current status of each service and the components that it lacks, and for each service `yes` if
+        it answered at all, otherwise the kind of failure.
     """
-    found = _each(state.services, _health)
-    services = {name: service for name, (service, _) in found.items()}
-    return state.model_copy(update={"services": services}), {name: alive for name, (_, alive) in found.items()}
+    results = _request_all(state.services, _check_health)
+    services = {name: service for name, (service, _) in results.items()}
+    return state.model_copy(update={"services": services}), {name: alive for name, (_, alive) in results.items()}
 
 
 def sources(state: RunState, alive: Mapping[str, str], key: str | None) -> tuple[SourceState, ...]:
-    """How reward functions and rubrics fare, of every service that says so. Those that did not answer a moment ago
-    (`alive`, as `asked` returned it) are not waited for once more. `key` is `security.internal_key`."""
+    """Return the state of the reward functions and rubrics of every service that publishes it.
+
+    Args:
+        state: the services.
+        alive: second value of `check_health`. Services that did not answer there are not requested again.
+        key: `security.internal_key`; by default the key that `headrace up` stored for the service.
+    """
     answering = {name: service for name, service in state.services.items() if alive.get(name) == ALIVE}
-    found = _each(answering, lambda service: _sources(service, key))
-    return tuple(one for said in found.values() for one in said)
+    states_by_service = _request_all(answering, lambda service: _read_source_states(service, key))
+    return tuple(source for states in states_by_service.values() for source in states)
 
 
-def _each(services: Mapping[str, ServiceState], ask: Callable[[ServiceState], T]) -> dict[str, T]:
+def _request_all(services: Mapping[str, ServiceState], request: Callable[[ServiceState], T]) -> dict[str, T]:
     if not services:
         return {}
     with ThreadPoolExecutor(max_workers=len(services)) as pool:
-        asked = {name: pool.submit(ask, service) for name, service in services.items()}
-        return {name: future.result() for name, future in asked.items()}
+        futures = {name: pool.submit(request, service) for name, service in services.items()}
+        return {name: future.result() for name, future in futures.items()}
 
 
-def _health(service: ServiceState) -> tuple[ServiceState, str]:
+def _check_health(service: ServiceState) -> tuple[ServiceState, str]:
     try:
         status, body = _get(service, "/health", {})
     except TimeoutError:
         return service, f"no answer in {TIMEOUT_S:g} s"
     except ConnectionRefusedError:
-        return service, "nobody listens"
+        return service, "connection refused"
     except (OSError, http.client.HTTPException) as error:
         return service, type(error).__name__
-    if status not in (_READY, _UNREADY):  # somebody else's page
+    if status not in (_READY, _UNREADY):  # another program answered on this port
         return service, ALIVE
-    said: Status = "ready" if status == _READY else "unready"
-    return service.model_copy(update={"status": said, "lacks": lacking(body)}), ALIVE
+    observed: Status = "ready" if status == _READY else "unready"
+    return service.model_copy(update={"status": observed, "lacks": failed_checks(body)}), ALIVE
 
 
-def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:
+def _read_source_states(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:
     key = key or key_for(service.url)
     try:
         status, body = _get(service, "/sources", {"Authorization": f"Bearer {key}"} if key else {})

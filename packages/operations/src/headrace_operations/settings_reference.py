@@ -1,4 +1,4 @@
-"""The settings of every installed service, asked from the services: each is a program that can describe its own."""
+"""The settings of every installed service. Each service program describes its own settings in a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_runtime.services import ServiceInfo
 _WIDTH = 120
 _TIMEOUT_S = 60.0
 _CHECK_TIMEOUT_S = 240.0
-"""A gate may take its minute in a check, and reward functions may import much."""
+"""A check may run a gate program for a minute, and reward functions may import large packages."""
 _HEADER = """# Headrace settings. Everything is optional: what is commented out shows the default.
 #
 # `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so
@@ -27,7 +27,7 @@ _HEADER = """# Headrace settings. Everything is optional: what is commented out 
 # In each table the first settings are those that users set, then follows what tunes, then what limits.
 # This file is the output of `headrace config reference`.
 """
-_BEGINNING = """# Headrace settings: those that users set. What is commented out shows the default.
+_STARTER_HEADER = """# Headrace settings: those that users set. What is commented out shows the default.
 # `headrace config reference` has all settings.
 """
 TIERS = get_args(Tier)
@@ -35,47 +35,59 @@ Described = dict[str, list[SettingDoc]]
 _DESCRIBED = TypeAdapter(Described)
 
 
-def ask(services: Mapping[str, ServiceInfo]) -> Described:
-    """Section to settings: those that all services share under `common`, then one section for each service."""
-    found: Described = {}
-    for name, done in _run_all(services, dict.fromkeys(services, "--describe-settings")).items():
-        if done.returncode:
-            raise HeadraceError(f"{name} cannot describe its settings: {done.stderr.strip()[-500:]}")
-        found |= _DESCRIBED.validate_json(done.stdout)
-    return found
+def describe_settings(services: Mapping[str, ServiceInfo]) -> Described:
+    """Return the settings by section: shared settings under `common`, then one section for each service.
+
+    Raises:
+        HeadraceError: a service cannot describe its settings.
+    """
+    sections: Described = {}
+    for name, result in _run_all(services, dict.fromkeys(services, "--describe-settings")).items():
+        if result.returncode:
+            raise HeadraceError(f"{name} cannot describe its settings: {result.stderr.strip()[-500:]}")
+        sections |= _DESCRIBED.validate_json(result.stdout)
+    return sections
 
 
-def refusals(services: Mapping[str, ServiceInfo], environ: Mapping[str, str], *, bus: bool) -> dict[str, list[str]]:
-    """Service to what it found wrong when it tried what its start would; one of them looks at the `bus` as well."""
-    asked = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
-    done = _run_all(services, asked, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
-    return {name: _sentences(name, result) for name, result in done.items()}
+def check_services(
+    services: Mapping[str, ServiceInfo], environ: Mapping[str, str], *, bus: bool
+) -> dict[str, list[str]]:
+    """Let each service check its settings and dependencies as at its start. Return the problems by service.
+
+    Args:
+        services: the services to check.
+        environ: environment variables of the check.
+        bus: whether one of the services also checks the bus.
+    """
+    arguments = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
+    results = _run_all(services, arguments, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
+    return {name: _problems(name, result) for name, result in results.items()}
 
 
-def _sentences(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is wrong stands on standard output; what stopped the attempt itself is the end of standard error."""
+def _problems(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the reported problems: standard output, or the last line of standard error if the check itself failed."""
     if not result.returncode:
         return []
-    said = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or [f"exit status {result.returncode}"]
-    return [line.removeprefix(f"headrace {name}: ") for line in said]
+    lines = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or [f"exit status {result.returncode}"]
+    return [line.removeprefix(f"headrace {name}: ") for line in lines]
 
 
 def as_toml(described: Described, *, only: str | None = None, tier: str | None = None) -> str:
-    """A settings file in which every setting (of a tier) stands with its meaning, commented out, with its default."""
+    """Render a settings file in which every setting (of `tier`) is commented out, with description and default."""
     sections = [name for name in described if only is None or name == only]
     parts = [_HEADER] if only is None and tier is None else []
     parts += filter(None, (_section(described[section], tier) for section in sections))
     return "\n".join(parts)
 
 
-def to_begin_with(described: Described, given: Mapping[str, JsonValue]) -> str:
-    """A file with the common settings: those that are `given` are set, the others commented out."""
-    sections = [_section(settings, "common", given) for settings in described.values()]
-    return "\n".join([_BEGINNING, *filter(None, sections)])
+def starter_file(described: Described, values: Mapping[str, JsonValue]) -> str:
+    """Render a settings file with the common settings. Those in `values` are set, all others are commented out."""
+    sections = [_section(settings, "common", values) for settings in described.values()]
+    return "\n".join([_STARTER_HEADER, *filter(None, sections)])
 
 
-def _section(settings: Sequence[SettingDoc], tier: str | None, given: Mapping[str, JsonValue] | None = None) -> str:
-    """Its tables, in each the tiers in their order."""
+def _section(settings: Sequence[SettingDoc], tier: str | None, values: Mapping[str, JsonValue] | None = None) -> str:
+    """Render the tables of one section; in each table the tiers follow each other."""
     tables: dict[str, list[SettingDoc]] = {}
     for setting in settings:
         if tier in (None, setting.tier):
@@ -83,21 +95,21 @@ def _section(settings: Sequence[SettingDoc], tier: str | None, given: Mapping[st
     lines: list[str] = []
     for table, inside in tables.items():
         lines += [f"\n[{table}]"] if table else []
-        for each in TIERS:
-            found = [setting for setting in inside if setting.tier == each]
-            lines += [f"# --- {each}"] if found and tier is None else []
-            for setting in found:
-                lines += _lines(setting, given or {})
+        for tier_name in TIERS:
+            group = [setting for setting in inside if setting.tier == tier_name]
+            lines += [f"# --- {tier_name}"] if group and tier is None else []
+            for setting in group:
+                lines += _lines(setting, values or {})
     return "\n".join(lines).lstrip("\n") + "\n" if lines else ""
 
 
-def _lines(setting: SettingDoc, given: Mapping[str, JsonValue]) -> list[str]:
+def _lines(setting: SettingDoc, values: Mapping[str, JsonValue]) -> list[str]:
     key = setting.name.rpartition(".")[2]
     text = f"{setting.description} ({setting.kind})" if setting.description else f"({setting.kind})"
     wrapped = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     comment = [f"# {line}" for line in wrapped]
-    if setting.name in given:
-        return [*comment, f"{key} = {toml(given[setting.name])}"]
+    if setting.name in values:
+        return [*comment, f"{key} = {toml(values[setting.name])}"]
     value = "..." if setting.required or setting.default is None else toml(setting.default)
     return [*comment, f"#{key} = {value}"]
 
@@ -110,10 +122,10 @@ def _run_all(
     timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, subprocess.CompletedProcess[str]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
-        done = {
+        futures = {
             name: pool.submit(_run, info.module, arguments[name], environ, timeout_s) for name, info in services.items()
         }
-    return {name: future.result() for name, future in done.items()}
+    return {name: future.result() for name, future in futures.items()}
 
 
 def _run(
@@ -125,4 +137,4 @@ def _run(
             command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ and dict(environ)
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"is not done after {timeout_s:g} s")
+        return subprocess.CompletedProcess(command, 1, "", f"the check did not finish within {timeout_s:g} s")

@@ -1,4 +1,4 @@
-"""Values as TOML, for a settings file, the environment and figures; the standard library only reads it."""
+"""Rendering of values as TOML, for settings files, the environment and figures; the standard library only parses it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml(value: object) -> str:
-    """A value as TOML on one line. TOML has no null: a table leaves out what is None. Raises `TypeError` for what TOML
-    cannot say."""
+    """Return `value` as TOML on one line. Entries of a table that are None are left out, because TOML has no null.
+
+    Raises:
+        TypeError: TOML has no representation of the value.
+    """
     if isinstance(value, Mapping):
-        given = {str(name): item for name, item in value.items() if item is not None}
-        items = (f"{key(name)} = {toml(item)}" for name, item in given.items())
+        entries = {str(name): item for name, item in value.items() if item is not None}
+        items = (f"{key(name)} = {toml(item)}" for name, item in entries.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
@@ -30,16 +33,16 @@ def toml(value: object) -> str:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, str | os.PathLike):
-        return _quoted(os.fspath(value))
+        return _quote(os.fspath(value))
     raise TypeError(f"{value!r}: TOML has no {type(value).__name__}")
 
 
 def key(name: str) -> str:
-    """A name in front of `=`, in quotes where it has to be."""
-    return name if _BARE.fullmatch(name) else _quoted(name)
+    """Return a TOML key, quoted where necessary."""
+    return name if _BARE.fullmatch(name) else _quote(name)
 
 
-def _quoted(text: str | bytes) -> str:
-    """A basic string: what JSON escapes, and DEL, which TOML allows no more than the other control characters."""
+def _quote(text: str | bytes) -> str:
+    """Return a basic TOML string, with the escapes of JSON and one for DEL, which TOML forbids as well."""
     decoded = text if isinstance(text, str) else os.fsdecode(text)
     return json.dumps(decoded, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,10 +1,10 @@
-"""The account: what became of every captured turn, from topics alone (ARCHITECTURE.md, "The account").
+"""The account: the state of every captured turn, derived from topics alone (ARCHITECTURE.md, "The account").
 
-Each turn is followed through the facts about it to where it is now; nothing is computed as what is left over. Facts
-that contradict each other are problems: a turn that was trained and dropped, an effect without its cause.
+Each turn is followed through its events to its present state; no count is computed as a remainder. Events that
+contradict each other are reported as problems: a turn that was trained and dropped, an effect without its cause.
 
-Standings are per lineage: a replay trains the same turns again, and that is another account. Each model is accounted in
-the lineage that reported last, unless one is named.
+The account is per lineage, because a replay trains the same turns again in another lineage. By default the lineage that
+reported last is counted for each model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from headrace_operations.untaught_feedback import CapturedTurn, UntaughtFeedback
+from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
     DeadLetter,
     Event,
@@ -30,31 +30,34 @@ from headrace_schemas import (
 )
 
 TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Feedback, Turn))
-"""What the account reads, effects before their causes: end offsets taken in this order make a consistent cut."""
+"""Topics that the account reads, effects before causes: end offsets read in this order are a consistent cut."""
 
 PROBLEMS_MAX = 100
-"""How many problems are spelt out; all are counted."""
+"""Number of problems that are listed; all problems are counted."""
 
-_ENDS_HERE = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
-"""A dead letter of this service about this topic ends the turn. A judge that refuses a trajectory only abstains."""
+_TURN_ENDING_SOURCES = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
+"""Service and source topic of dead letters that end a turn. A judge that refuses a trajectory only abstains."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAccount:
-    """`captured` is the sum of `trained`, `waiting` and `dropped`; without `problems`, no turn is in two of them."""
+    """Number of captured turns by state. `captured` is the sum of `trained`, `waiting` and `dropped`.
+
+    Without `problems`, every turn has exactly one state.
+    """
 
     captured: int
     trained: int
     waiting: Mapping[str, int]
-    """By what they wait for: the end of their `session`, a `reward`, `training`."""
+    """Turns by the event that they wait for: the end of their `session`, a `reward`, `training`."""
     dropped: Mapping[str, int]
-    """By reason."""
+    """Turns by the reason why they were dropped."""
     problems: tuple[str, ...]
     problems_total: int
     lineages: Mapping[str, str]
-    """Model to the lineage that was counted. A model that no trainer trains has none."""
+    """Model to the lineage that was counted. A model without a trainer has no entry."""
     untaught: Mapping[str, int] = field(default_factory=dict)
-    """Feedback that trained nothing, because its turns cannot be trained: by the reasons of those turns."""
+    """Number of feedbacks that trained nothing because their turns cannot be trained, by the reasons of those turns."""
 
     @property
     def consistent(self) -> bool:
@@ -63,7 +66,7 @@ class TurnAccount:
 
 @dataclass(slots=True)
 class _Turn:
-    """What the topics say about one turn."""
+    """State of one turn, collected from all topics."""
 
     model: str = ""
     session_key: str = ""
@@ -72,17 +75,17 @@ class _Turn:
     trajectory: str | None = None
     left_out: str | None = None
     untrained: str | None = None
-    """Why no version is trained on it, although it was no evaluation."""
+    """Why no version is trained on the turn, although it is not an evaluation."""
     experiences: list[str] = field(default_factory=list)
 
 
-_Name = tuple[str, str]
-"""Tenant and id: ids of one tenant's own calls say nothing about another's."""
+_TurnKey = tuple[str, str]
+"""Tenant and turn id: turn ids of different tenants are unrelated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trajectory:
-    """What a trajectory says of its turns, until it is known whether it was taken or refused."""
+    """The parts of a trajectory that the account needs, kept until it is known whether the trajectory was refused."""
 
     event_id: str
     tenant: str
@@ -97,7 +100,7 @@ class _Trajectory:
 
 @dataclass(slots=True)
 class _Experience:
-    """A branch on its way to training: its newest revision, and what each lineage made of each revision."""
+    """A branch on its way to training: its newest revision and the event id of each revision."""
 
     model: str
     tenant: str
@@ -109,7 +112,7 @@ class _Experience:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a lineage said with one of its saves."""
+    """The part of a lineage's report about one save that the account needs."""
 
     lineage: str
     account: int
@@ -119,29 +122,29 @@ class _Report:
 
 
 class TurnAccountBuilder:
-    """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
+    """Builder of a `TurnAccount`. `add` every event of `TOPICS` at least once, in any order, then call `close`."""
 
     def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
-        self._named = dict(lineages or {})
+        self._chosen_lineages = dict(lineages or {})
         self._complete = True
-        self._turns: dict[_Name, _Turn] = defaultdict(_Turn)
+        self._turns: dict[_TurnKey, _Turn] = defaultdict(_Turn)
         self._trajectories: dict[str, str] = {}
-        self._arrived: dict[str, _Trajectory] = {}
+        self._published_trajectories: dict[str, _Trajectory] = {}
         self._experiences: dict[str, _Experience] = {}
         self._reports: dict[str, _Report] = {}
         self._verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
         self._undone: dict[tuple[str, str], dict[int, bool]] = defaultdict(dict)
-        """Revision to whether it waits to be trained again."""
-        self._taken_back: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
-        """The last verdict that was, by revision."""
-        self._latest: dict[str, tuple[datetime, str]] = {}
+        """Revision to whether it is queued for training again."""
+        self._undone_verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
+        """Verdicts that were undone, by revision."""
+        self._latest_lineages: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
-        self._feedback = UntaughtFeedback()
+        self._feedback = UnusedFeedback()
         self._problems: list[str] = []
         self._problems_total = 0
 
     def add(self, event: Event) -> None:
-        """Other events than those of `TOPICS` are passed over."""
+        """Add one event. Events of other topics than `TOPICS` are ignored."""
         match event:
             case Turn():
                 turn = self._turns[event.tenant, event.turn_id]
@@ -157,17 +160,17 @@ class TurnAccountBuilder:
             case Feedback():
                 self._feedback.add(event)
             case DeadLetter():
-                if (event.service, event.source_topic) in _ENDS_HERE:
+                if (event.service, event.source_topic) in _TURN_ENDING_SOURCES:
                     self._refused.add(event.source_id)
 
     def _add_trajectory(self, event: Trajectory) -> None:
-        if event.trajectory_id in self._arrived:
+        if event.trajectory_id in self._published_trajectories:
             return
         left_out = {item.turn_id: item.full_reason for item in event.left_out}
         both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
         if both:
-            self._problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
-        self._arrived[event.trajectory_id] = _Trajectory(
+            self._add_problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
+        self._published_trajectories[event.trajectory_id] = _Trajectory(
             event.event_id,
             event.tenant,
             event.session_key,
@@ -180,111 +183,120 @@ class TurnAccountBuilder:
         )
 
     def _claim_turns(self) -> None:
-        """Assign each turn to the trajectory that was accepted; a refused one gets only turns that no other has."""
-        refused = {name for name, one in self._arrived.items() if one.event_id in self._refused}
-        for name, one in sorted(self._arrived.items(), key=lambda item: item[0] in refused):
-            self._trajectories[name] = one.event_id
-            for turn_id in one.turn_ids:
-                turn = self._turns[one.tenant, turn_id]
+        """Assign each turn to the accepted trajectory that has it.
+
+        A refused trajectory gets only the remaining turns.
+        """
+        refused = {
+            name for name, trajectory in self._published_trajectories.items() if trajectory.event_id in self._refused
+        }
+        for name, trajectory in sorted(self._published_trajectories.items(), key=lambda item: item[0] in refused):
+            self._trajectories[name] = trajectory.event_id
+            for turn_id in trajectory.turn_ids:
+                turn = self._turns[trajectory.tenant, turn_id]
                 if turn.trajectory is not None:
                     if name not in refused:
-                        self._problem(f"turn {turn_id} is in two trajectories, {turn.trajectory} and {name}")
+                        self._add_problem(f"turn {turn_id} is in two trajectories, {turn.trajectory} and {name}")
                     continue
                 turn.trajectory = name
-                turn.left_out = one.left_out.get(turn_id)
-                turn.untrained = turn.untrained or one.untrained
-                turn.eval = turn.eval or one.eval
-                if one.ingested or (name in refused and not turn.captured):  # made elsewhere, and captured here
-                    turn.captured, turn.model, turn.session_key = True, one.model, one.session_key
+                turn.left_out = trajectory.left_out.get(turn_id)
+                turn.untrained = turn.untrained or trajectory.untrained
+                turn.eval = turn.eval or trajectory.eval
+                # An ingested trajectory is captured when it arrives; so is one that was refused before its turns came.
+                if trajectory.ingested or (name in refused and not turn.captured):
+                    turn.captured, turn.model, turn.session_key = True, trajectory.model, trajectory.session_key
 
     def _add_experience(self, event: Experience) -> None:
-        found = self._experiences.get(event.experience_id)
-        if found is None:
+        experience = self._experiences.get(event.experience_id)
+        if experience is None:
             turn_ids = frozenset(event.turn_ids)
-            found = _Experience(event.model, event.tenant, event.trajectory_id, turn_ids, event.revision, {})
-            self._experiences[event.experience_id] = found
-            for turn_id in found.turn_ids:
+            experience = _Experience(event.model, event.tenant, event.trajectory_id, turn_ids, event.revision, {})
+            self._experiences[event.experience_id] = experience
+            for turn_id in experience.turn_ids:
                 self._turns[event.tenant, turn_id].experiences.append(event.experience_id)
-        elif found.turn_ids != frozenset(event.turn_ids):
-            self._problem(f"experience {event.experience_id}: its revisions are about different turns")
-        found.revision = max(found.revision, event.revision)
-        found.event_ids[event.revision] = event.event_id
+        elif experience.turn_ids != frozenset(event.turn_ids):
+            self._add_problem(f"experience {event.experience_id}: its revisions are about different turns")
+        experience.revision = max(experience.revision, event.revision)
+        experience.event_ids[event.revision] = event.event_id
 
     def _add_report(self, event: TrainingMetrics) -> None:
         report = _Report(event.lineage, event.account, event.verdicts, event.undone, event.restored)
         if event.event_id in self._reports:
             if self._reports[event.event_id] != report:
-                self._problem(f"lineage {event.lineage} reported its save {event.account} twice, differently")
+                self._add_problem(f"lineage {event.lineage} reported its save {event.account} twice, differently")
             return
         self._reports[event.event_id] = report
-        if event.model not in self._latest or self._latest[event.model][0] <= event.time:
-            self._latest[event.model] = (event.time, event.lineage)
+        if event.model not in self._latest_lineages or self._latest_lineages[event.model][0] <= event.time:
+            self._latest_lineages[event.model] = (event.time, event.lineage)
 
     def _read_reports(self) -> None:
-        """In the order of the saves: what was undone may be trained again later."""
-        for report in sorted(self._reports.values(), key=lambda one: (one.lineage, one.account)):
+        """Apply the reports in the order of the saves, because an undone revision may be trained again later."""
+        for report in sorted(self._reports.values(), key=lambda report: (report.lineage, report.account)):
             for verdict in report.verdicts:
                 self._add_verdict(report.lineage, verdict)
             for undone in report.undone:
-                self._take_back(report.lineage, undone)
+                self._undo(report.lineage, undone)
             for restored in report.restored:
                 self._restore(report.lineage, restored)
 
-    def _take_back(self, lineage: str, undone: Undone) -> None:
-        place = lineage, undone.experience_id
-        verdict = self._verdicts[place].pop(undone.revision, None)
-        there = verdict is not None and (verdict.dropped is None or undone.queued)
-        queued_after_all = undone.queued and self._undone[place].get(undone.revision) is False  # it had been given up
-        if not (there or queued_after_all):
-            self._missing(
-                f"lineage {lineage} took back experience {undone.experience_id} revision {undone.revision}, "
+    def _undo(self, lineage: str, undone: Undone) -> None:
+        key = lineage, undone.experience_id
+        verdict = self._verdicts[key].pop(undone.revision, None)
+        was_held = verdict is not None and (verdict.dropped is None or undone.queued)
+        # An earlier report may have undone the revision without queueing it; now it is queued after all.
+        requeued = undone.queued and self._undone[key].get(undone.revision) is False
+        if not (was_held or requeued):
+            self._add_missing_cause(
+                f"lineage {lineage} undid experience {undone.experience_id} revision {undone.revision}, "
                 "which it had not trained"
             )
         if verdict is not None:
-            self._taken_back[place][undone.revision] = verdict
-        self._undone[place][undone.revision] = undone.queued
+            self._undone_verdicts[key][undone.revision] = verdict
+        self._undone[key][undone.revision] = undone.queued
 
     def _restore(self, lineage: str, restored: Restored) -> None:
-        place = lineage, restored.experience_id
-        verdict = self._taken_back[place].pop(restored.revision, None)
+        key = lineage, restored.experience_id
+        verdict = self._undone_verdicts[key].pop(restored.revision, None)
         if verdict is None:
-            self._missing(
-                f"lineage {lineage} holds experience {restored.experience_id} revision {restored.revision} again, "
-                "which it had not taken back"
+            self._add_missing_cause(
+                f"lineage {lineage} restored experience {restored.experience_id} revision {restored.revision}, "
+                "which it had not undone"
             )
             return
-        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None})
+        self._verdicts[key][restored.revision] = verdict.model_copy(update={"dropped": None})
 
     def _add_verdict(self, lineage: str, verdict: TrainingOutcome) -> None:
-        known = self._verdicts[lineage, verdict.experience_id]
-        earlier = known.get(verdict.revision)
+        verdicts = self._verdicts[lineage, verdict.experience_id]
+        earlier = verdicts.get(verdict.revision)
         if earlier is not None and earlier.dropped is None and verdict.dropped is None:
-            self._problem(
+            self._add_problem(
                 f"experience {verdict.experience_id} revision {verdict.revision} changed lineage {lineage} twice"
             )
         if earlier is None or earlier.dropped is not None:
-            known[verdict.revision] = verdict
+            verdicts[verdict.revision] = verdict
 
     def close(self, *, complete: bool = True) -> TurnAccount:
-        """Where every captured turn is.
+        """Return the account of all captured turns.
 
-        `complete`: the topics still hold everything they ever held, so that a missing cause is a problem.
+        Args:
+            complete: whether the topics still hold every record that was ever written, so that a missing cause is a
+                problem.
         """
         self._complete = complete
-        lineages = {model: lineage for model, (_, lineage) in self._latest.items()} | self._named
+        lineages = {model: lineage for model, (_, lineage) in self._latest_lineages.items()} | self._chosen_lineages
         self._read_reports()
         self._claim_turns()
         self._check_verdicts()
         self._check_experiences()
         self._check_turns()
-        standings = collections.Counter(
-            self._standing(turn_id, turn, lineages) for (_, turn_id), turn in self._turns.items() if turn.captured
+        states = collections.Counter(
+            self._turn_state(turn_id, turn, lineages) for (_, turn_id), turn in self._turns.items() if turn.captured
         )
-        waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}
-        dropped = {name: count for (state, name), count in sorted(standings.items()) if state == "dropped"}
+        waiting = {name: count for (state, name), count in sorted(states.items()) if state == "waiting"}
+        dropped = {name: count for (state, name), count in sorted(states.items()) if state == "dropped"}
         return TurnAccount(
-            captured=standings.total(),
-            trained=standings["trained", ""],
+            captured=states.total(),
+            trained=states["trained", ""],
             waiting=waiting,
             dropped=dropped,
             problems=tuple(self._problems),
@@ -299,30 +311,35 @@ class TurnAccountBuilder:
             ),
         )
 
-    def _standing(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:
-        """The state of a turn: the latest step on its way that any event shows."""
-        fates = [self._fate(name, lineages.get(self._experiences[name].model)) for name in sorted(turn.experiences)]
-        shown = []
+    def _turn_state(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:
+        """Return the state of a turn and its detail: the latest step that any event shows."""
+        in_training = [
+            self._experience_state(name, lineages.get(self._experiences[name].model))
+            for name in sorted(turn.experiences)
+        ]
+        candidates = []
         if turn.eval:
-            shown.append(("dropped", "eval"))
+            candidates.append(("dropped", "eval"))
         if turn.untrained is not None and not turn.eval:
-            shown.append(("dropped", turn.untrained))
+            candidates.append(("dropped", turn.untrained))
         elif turn.left_out is not None:
-            shown.append(("dropped", turn.left_out))
-        if fates:
-            trained, waits = ("trained", "") in fates, ("waiting", "training") in fates
-            shown.append(("trained", "") if trained else ("waiting", "training") if waits else fates[0])
-        if fates and len(shown) > 1:
-            self._problem(f"turn {turn_id} is dropped as {shown[0][1]} and yet {shown[-1][0]} in an experience")
-        if shown:
-            return shown[0]
+            candidates.append(("dropped", turn.left_out))
+        if in_training:
+            trained, waits = ("trained", "") in in_training, ("waiting", "training") in in_training
+            candidates.append(("trained", "") if trained else ("waiting", "training") if waits else in_training[0])
+        if in_training and len(candidates) > 1:
+            dropped, state = candidates[0][1], candidates[-1][0]
+            self._add_problem(f"turn {turn_id} is dropped as {dropped} and yet {state} in an experience")
+        if candidates:
+            return candidates[0]
         if turn.trajectory is not None:
             refused = self._trajectories[turn.trajectory] in self._refused
             return ("dropped", "dead_letter") if refused else ("waiting", "reward")
         return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
 
-    def _fate(self, name: str, lineage: str | None) -> tuple[str, str]:
-        """A revision that was trained and not undone decides; otherwise the newest revision does."""
+    def _experience_state(self, name: str, lineage: str | None) -> tuple[str, str]:
+        """Return the state of an experience: that of a trained revision that holds, otherwise of the newest
+        revision."""
         experience = self._experiences[name]
         verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
         if any(verdict.dropped is None for verdict in verdicts.values()):
@@ -340,38 +357,46 @@ class TurnAccountBuilder:
         for (lineage, name), verdicts in self._verdicts.items():
             experience = self._experiences.get(name)
             if experience is None:
-                self._missing(f"lineage {lineage} judged experience {name}, which nobody published")
+                self._add_missing_cause(
+                    f"lineage {lineage} has a verdict on experience {name}, which was not published"
+                )
             elif any(frozenset(verdict.turn_ids) != experience.turn_ids for verdict in verdicts.values()):
-                self._problem(f"lineage {lineage} judged other turns of experience {name} than it has")
+                self._add_problem(f"lineage {lineage} has a verdict on experience {name} that names other turns")
 
     def _check_experiences(self) -> None:
         for name, experience in self._experiences.items():
             if experience.trajectory not in self._trajectories:
-                self._missing(f"experience {name} is of trajectory {experience.trajectory}, which nobody published")
+                self._add_missing_cause(
+                    f"experience {name} is of trajectory {experience.trajectory}, which was not published"
+                )
                 continue
             tenant, trajectory = experience.tenant, experience.trajectory
-            strays = [one for one in experience.turn_ids if self._turns[tenant, one].trajectory != trajectory]
-            if strays:
-                self._problem(f"experience {name} names turns that are not of its trajectory: {sorted(strays)[:3]}")
+            foreign_turns = [turn for turn in experience.turn_ids if self._turns[tenant, turn].trajectory != trajectory]
+            if foreign_turns:
+                self._add_problem(
+                    f"experience {name} names turns that are not of its trajectory: {sorted(foreign_turns)[:3]}"
+                )
 
     def _check_turns(self) -> None:
         for (_, turn_id), turn in self._turns.items():
             if not turn.captured:
-                self._missing(f"turn {turn_id} went on without having been captured")
+                self._add_missing_cause(f"turn {turn_id} was used without having been captured")
 
-    def _missing(self, text: str) -> None:
-        """A cause that is not there is a problem unless it may have been deleted by age."""
+    def _add_missing_cause(self, text: str) -> None:
+        """Report a missing cause as a problem, unless retention may have deleted it."""
         if self._complete:
-            self._problem(text)
+            self._add_problem(text)
 
-    def add_or_note(self, event: Event, place: str) -> None:
-        """`add`, in which an event that breaks the account is one more of its problems."""
+    def add_or_note(self, event: Event, position: str) -> None:
+        """Add one event. If the event cannot be processed, report that as a problem of the account."""
         try:
             self.add(event)
-        except Exception as error:  # noqa: BLE001 (one record must not hide all others)
-            self._problem(f"{place}: this {type(event).__name__} cannot be accounted for: {type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 (one malformed record must not hide the account of all others)
+            self._add_problem(
+                f"{position}: this {type(event).__name__} cannot be accounted for: {type(error).__name__}"
+            )
 
-    def _problem(self, text: str) -> None:
+    def _add_problem(self, text: str) -> None:
         self._problems_total += 1
         if len(self._problems) < PROBLEMS_MAX:
             self._problems.append(text)

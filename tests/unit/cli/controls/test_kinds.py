@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from headrace_operations.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, alone, sources_of
+from headrace_operations.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, alone, reward_sources
 from tests.unit.cli.controls.made import experience, rewards
 
 GIVEN = [experience(number, reward) for number, reward in enumerate((0.0, 0.2, 1.0, 0.2))]
@@ -42,7 +42,7 @@ def test_random_rewards_are_drawn_from_the_distribution() -> None:
 
 def test_a_source_alone_leaves_out_what_it_did_not_score() -> None:
     given = [experience(0, 0.6, answer=1.0, format=0.2), experience(1, 0.3, format=0.3)]
-    assert sources_of(given) == ["answer", "format"]
+    assert reward_sources(given) == ["answer", "format"]
     assert rewards(alone("format").change(given, chance())) == [0.2, 0.3]
     kept = alone("answer").change(given, chance())
     assert [(one.experience_id, one.reward) for one in kept] == [("e0", 1.0)]

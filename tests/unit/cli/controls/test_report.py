@@ -41,7 +41,7 @@ def test_what_comes_out_as_it_has_to_is_no_problem() -> None:
 
 def test_a_control_that_learns_as_well_as_the_truth_is_said() -> None:
     (said,) = report(*(SOUND | {SHUFFLED: 0.6}).items()).problems
-    assert said.startswith("shuffled: your reward does not carry the learning")
+    assert said.startswith("shuffled: the reward does not cause the learning")
     assert ", the true reward +" in said
 
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from headrace_operations.evaluation.intervals import bootstrap, measured
-from headrace_statistics.intervals import wilson
+from headrace_operations.evaluation.intervals import bootstrap, measure
 
 
 @pytest.mark.parametrize(
@@ -52,10 +51,10 @@ def test_a_bootstrap_is_as_wide_as_theory_says() -> None:
 
 
 def test_shares_of_single_plays_have_wilsons_interval() -> None:
-    found = measured([[1.0], [0.0], [1.0], [1.0]], 0)
+    found = measure([[1.0], [0.0], [1.0], [1.0]], 0)
     assert (found.mean, found.count, found.tasks, found.interval) == (0.75, 4, 4, "wilson")
     assert (found.low, found.high) == wilson(3, 4)
-    assert measured([[1.0, 0.0], [1.0, 1.0]], 0).interval == "bootstrap", "plays of one task are alike"
-    assert measured([[0.5], [1.0]], 0).interval == "bootstrap"
-    certain = measured([[2.0], [2.0]], 0)
+    assert measure([[1.0, 0.0], [1.0, 1.0]], 0).interval == "bootstrap", "plays of one task are alike"
+    assert measure([[0.5], [1.0]], 0).interval == "bootstrap"
+    certain = measure([[2.0], [2.0]], 0)
     assert (certain.low, certain.mean, certain.high) == (2.0, 2.0, 2.0)

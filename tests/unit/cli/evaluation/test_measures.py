@@ -11,19 +11,19 @@ import pytest
 from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation import measures
 from headrace_operations.evaluation.asking import Playthrough
-from headrace_operations.evaluation.task_metrics import TaskMetric, chosen, fitting, value_of
+from headrace_operations.evaluation.task_metrics import TaskMetric, applicable_metrics, compute_metric, load_metrics
 from headrace_operations.evaluation.tasks import EvaluationTask, read, splits
 
 SEARCH = {"type": "function", "function": {"name": "search"}}
 
 
 def task(**fields: Any) -> EvaluationTask:
-    from headrace_operations.jobs.messages import said, tools
+    from headrace_operations.jobs.messages import parse_messages, parse_tools
 
-    return EvaluationTask("t", said("q", "user", "q"), tools(fields.get("tools")), fields, "gate")
+    return EvaluationTask("t", parse_messages("q", "user", "q"), parse_tools(fields.get("tools")), fields, "gate")
 
 
-def said(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
+def parse_messages(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
     made = [
         {"function": {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}}
         for name, given in calls
@@ -52,29 +52,29 @@ def said(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
     ],
 )
 def test_success(answer: Any, text: str, right: bool | None) -> None:
-    assert measures.success(task(answer=answer), said(text)) is right
+    assert measures.success(task(answer=answer), parse_messages(text)) is right
 
 
 def test_steps_are_calls_of_the_model() -> None:
-    assert measures.steps(task(), said("x")) == 1
-    assert measures.steps(task(), said("x", ("search", {}))) == 2
+    assert measures.steps(task(), parse_messages("x")) == 1
+    assert measures.steps(task(), parse_messages("x", ("search", {}))) == 2
 
 
 @pytest.mark.parametrize(
     ("fields", "played", "kept"),
     [
-        ({}, said("x"), None),
-        ({"format": r"Answer: \d+"}, said("Answer: 12"), True),
-        ({"format": r"Answer: \d+"}, said("Well, Answer: 12"), False),
-        ({"tools": [SEARCH]}, said("x", ("search", {"a": 1})), True),
-        ({"tools": [SEARCH]}, said("x", ("search", "{broken")), False),
-        ({"tools": [SEARCH]}, said("x", ("find", {})), False),
-        ({"tools": [SEARCH]}, said("x"), True),
-        ({"tools": [SEARCH], "format": "y"}, said("x", ("search", {})), False),
+        ({}, parse_messages("x"), None),
+        ({"format": r"Answer: \d+"}, parse_messages("Answer: 12"), True),
+        ({"format": r"Answer: \d+"}, parse_messages("Well, Answer: 12"), False),
+        ({"tools": [SEARCH]}, parse_messages("x", ("search", {"a": 1})), True),
+        ({"tools": [SEARCH]}, parse_messages("x", ("search", "{broken")), False),
+        ({"tools": [SEARCH]}, parse_messages("x", ("find", {})), False),
+        ({"tools": [SEARCH]}, parse_messages("x"), True),
+        ({"tools": [SEARCH], "format": "y"}, parse_messages("x", ("search", {})), False),
     ],
 )
 def test_format(fields: dict[str, Any], played: Playthrough, kept: bool | None) -> None:
-    assert measures.format_kept(task(**fields), played) is kept
+    assert measures.follows_format(task(**fields), played) is kept
 
 
 @pytest.mark.parametrize(
@@ -91,26 +91,30 @@ def test_format(fields: dict[str, Any], played: Playthrough, kept: bool | None) 
     ],
 )
 def test_tools(wanted: Any, called: list[str], share: float) -> None:
-    assert measures.tool(task(tool=wanted), said("x", *((name, {}) for name in called))) == pytest.approx(share)
+    assert measures.tool(task(tool=wanted), parse_messages("x", *((name, {}) for name in called))) == pytest.approx(
+        share
+    )
 
 
 def test_arguments() -> None:
     one = task(tool="search", arguments={"query": "x"})
-    assert measures.arguments(one, said("", ("search", {"query": "x", "limit": 3}))) == 1
-    assert measures.arguments(one, said("", ("search", {"query": "y"}))) == 0
-    assert measures.arguments(one, said("", ("read", {"query": "x"}))) == 0
-    assert measures.arguments(one, said("", ("search", "{broken"))) == 0
+    assert measures.arguments(one, parse_messages("", ("search", {"query": "x", "limit": 3}))) == 1
+    assert measures.arguments(one, parse_messages("", ("search", {"query": "y"}))) == 0
+    assert measures.arguments(one, parse_messages("", ("read", {"query": "x"}))) == 0
+    assert measures.arguments(one, parse_messages("", ("search", "{broken"))) == 0
     two = task(tool=["search", "search"], arguments=[{"query": "x"}, {"query": "y"}])
-    assert measures.arguments(two, said("", ("search", {"query": "y"}), ("search", {"query": "x"}))) == 1
-    assert measures.arguments(two, said("", ("search", {"query": "x"}))) == 0.5, "one call is not counted twice"
-    assert measures.arguments(task(tool="search"), said("")) is None
+    assert measures.arguments(two, parse_messages("", ("search", {"query": "y"}), ("search", {"query": "x"}))) == 1
+    assert measures.arguments(two, parse_messages("", ("search", {"query": "x"}))) == 0.5, (
+        "one call is not counted twice"
+    )
+    assert measures.arguments(task(tool="search"), parse_messages("")) is None
 
 
 def test_recall_counts_what_was_found_and_no_part_of_a_name() -> None:
     one = task(relevant=["m1", "m2", "m3", "m4"])
-    assert measures.recall(one, said("I found m1, m2 and m12.")) == 0.5
-    assert measures.recall(one, said("nothing", found=["m3"])) == 0.25
-    assert measures.recall(task(), said("m1")) is None
+    assert measures.recall(one, parse_messages("I found m1, m2 and m12.")) == 0.5
+    assert measures.recall(one, parse_messages("nothing", found=["m3"])) == 0.25
+    assert measures.recall(task(), parse_messages("m1")) is None
 
 
 def test_metrics_of_files_and_names(tmp_path: Path) -> None:
@@ -118,27 +122,27 @@ def test_metrics_of_files_and_names(tmp_path: Path) -> None:
     path.write_text(
         "def length(task, played):\n    return len(played.text)\n\ndef broken(task, played):\n    return 'x'\n"
     )
-    found = chosen(["success", f"{path}:length", f"{path}:broken"])
+    found = load_metrics(["success", f"{path}:length", f"{path}:broken"])
     assert list(found) == ["success", "length", "broken"]
-    assert value_of("length", found["length"], task(), said("abc")) == 3.0
-    with pytest.raises(HeadraceError, match="returned 'x' on task 't'; a finite number is wanted"):
-        value_of("broken", found["broken"], task(), said(""))
-    with pytest.raises(HeadraceError, match=r"returned nan on task 't'; a finite number is wanted"):
-        value_of("bad", TaskMetric(lambda task, played: float("nan")), task(), said(""))
+    assert compute_metric("length", found["length"], task(), parse_messages("abc")) == 3.0
+    with pytest.raises(HeadraceError, match="returned 'x' on task 't'; it must return a finite number"):
+        compute_metric("broken", found["broken"], task(), parse_messages(""))
+    with pytest.raises(HeadraceError, match=r"returned nan on task 't'; it must return a finite number"):
+        compute_metric("bad", TaskMetric(lambda task, played: float("nan")), task(), parse_messages(""))
     with pytest.raises(HeadraceError) as refusal:
-        value_of("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), said(""))
+        compute_metric("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), parse_messages(""))
     assert len(str(refusal.value)) < 200
-    with pytest.raises(HeadraceError, match="the metric bad failed on task 't': ZeroDivisionError"):
-        value_of("bad", TaskMetric(lambda one, played: 1 / 0), task(), said(""))
+    with pytest.raises(HeadraceError, match="metric bad failed on task 't': ZeroDivisionError"):
+        compute_metric("bad", TaskMetric(lambda one, played: 1 / 0), task(), parse_messages(""))
     with pytest.raises(UsageError, match=r"'succes'; did you mean 'success'\?.*FILE\.py:NAME"):
-        chosen(["succes"])
+        load_metrics(["succes"])
     with pytest.raises(UsageError, match="has no function missing"):
-        chosen([f"{path}:missing"])
+        load_metrics([f"{path}:missing"])
 
 
 def test_what_the_tasks_say_decides_which_metrics_fit() -> None:
-    assert fitting([task()]) == ["format", "steps"]
-    assert fitting([task(), task(answer="4", tool="search")]) == ["format", "steps", "success", "tool"]
+    assert applicable_metrics([task()]) == ["format", "steps"]
+    assert applicable_metrics([task(), task(answer="4", tool="search")]) == ["format", "steps", "success", "tool"]
 
 
 def test_tasks_are_read_and_split(tmp_path: Path) -> None:
@@ -158,10 +162,10 @@ def test_tasks_are_read_and_split(tmp_path: Path) -> None:
     assert min(map(len, names.values())) > 10
     assert names == splits(read(path)), "the same in every process"
     for bad, message in (
-        ('{"text": 1}', "a task has one of the columns"),
-        ('{"question": "a"}\n{"question": "a"}', "another task is called 'a'"),
-        ('{"question": "a", "split": "dev"}', "split is 'dev'"),
-        ("", "holds no tasks"),
+        ('{"text": 1}', "a task must have one of the columns"),
+        ('{"question": "a"}\n{"question": "a"}', "the name 'a' is used twice"),
+        ('{"question": "a", "split": "dev"}', "split = 'dev': must be one of"),
+        ("", "has no tasks"),
     ):
         path.write_text(bad)
         with pytest.raises(UsageError, match=message):

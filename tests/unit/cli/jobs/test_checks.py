@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace_operations.jobs.checks import Repeats, check
+from headrace_operations.jobs.checks import DuplicateDetector, check
 from headrace_operations.jobs.formats import RowReader
-from headrace_operations.jobs.held_out import HeldOut
+from headrace_operations.jobs.held_out import HeldOutTasks
 from headrace_operations.jobs.rows import BadRow, DataRow
 
 READER = RowReader({})
@@ -77,7 +77,7 @@ def test_sides_of_a_preference_differ_and_are_one_answer_each() -> None:
     assert kind_of(READER.read({"prompt": "p", "chosen": longer, "rejected": "b"})) == "order"
 
 
-def refused(repeats: Repeats, record: dict[str, Any], place: str) -> tuple[str, str] | None:
+def refused(repeats: DuplicateDetector, record: dict[str, Any], place: str) -> tuple[str, str] | None:
     try:
         repeats.check(READER.read(record), place)
     except BadRow as error:
@@ -86,12 +86,12 @@ def refused(repeats: Repeats, record: dict[str, Any], place: str) -> tuple[str, 
 
 
 def test_repeats_and_contradictions_name_the_other_row() -> None:
-    repeats = Repeats(allowed=False)
+    repeats = DuplicateDetector(allowed=False)
     assert refused(repeats, {"prompt": "p", "completion": "c"}, "row 1") is None
     assert refused(repeats, {"prompt": "p", "completion": "d"}, "row 2") is None
     kind, reason = refused(repeats, {"question": "p", "answer": "c"}, "row 3") or ("", "")
     assert kind == "duplicate"
-    assert reason.startswith("row 1 is the same")
+    assert reason.startswith("row 1 is identical")
     assert refused(repeats, {"prompt": "p", "chosen": "a", "rejected": "b"}, "row 4") is None
     assert refused(repeats, {"prompt": "p", "chosen": "b", "rejected": "a"}, "row 5") == (
         "contradiction",
@@ -100,12 +100,12 @@ def test_repeats_and_contradictions_name_the_other_row() -> None:
     assert refused(repeats, {"prompt": "q", "completion": "c", "label": True}, "row 6") is None
     assert refused(repeats, {"prompt": "q", "completion": "c", "label": False}, "row 7") == (
         "contradiction",
-        "row 6 says of the same answer that it is good",
+        "row 6 labels the same answer as good",
     )
 
 
 def test_duplicates_may_be_meant_and_contradictions_may_not() -> None:
-    repeats = Repeats(allowed=True)
+    repeats = DuplicateDetector(allowed=True)
     for place in ("row 1", "row 2"):
         assert refused(repeats, {"prompt": "p", "completion": "c", "label": True}, place) is None
     assert (refused(repeats, {"prompt": "p", "completion": "c", "label": False}, "row 3") or ("",))[
@@ -114,7 +114,7 @@ def test_duplicates_may_be_meant_and_contradictions_may_not() -> None:
 
 
 LONG = "Anna has 12 apples and gives 5 of them to Ben. How many apples does she have left in the end?"
-HELD_OUT = HeldOut({"apples": LONG, "short": "What is 2 + 2?", "word": "Hello!"})
+HELD_OUT = HeldOutTasks({"apples": LONG, "short": "What is 2 + 2?", "word": "Hello!"})
 
 
 @pytest.mark.parametrize(

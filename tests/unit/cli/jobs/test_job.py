@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import UsageError
-from headrace_operations.jobs.from_topics import request_of, topic_of
+from headrace_operations.jobs.from_topics import replay_request, source_topic
 from headrace_operations.jobs.job import Job, RowOptions, prepare
-from headrace_operations.jobs.journal import JobJournal, held
-from headrace_operations.jobs.recipe import flat, read
+from headrace_operations.jobs.journal import JobJournal, lock_job
+from headrace_operations.jobs.recipe import flatten_settings, read
 from headrace_schemas.base import utcnow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -74,10 +74,10 @@ def test_other_rows_or_another_template_make_another_job(tmp_path: Path, base: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lineage": "main"}, "the one that is trained live"),
-        ({"lineage": "a/b"}, "use letters, digits"),
-        ({"epochs": 0}, "epochs = 0: at least 1"),
-        ({"source": "missing.jsonl"}, r"missing\.jsonl does not exist"),
+        ({"lineage": "main"}, "is the live lineage"),
+        ({"lineage": "a/b"}, "must have 1 to 100 letters, digits"),
+        ({"epochs": 0}, "epochs = 0: must be at least 1"),
+        ({"source": "missing.jsonl"}, r"missing\.jsonl: does not exist"),
     ],
 )
 def test_refusals_name_the_remedy(tmp_path: Path, base: Path, change: dict[str, Any], message: str) -> None:
@@ -86,7 +86,7 @@ def test_refusals_name_the_remedy(tmp_path: Path, base: Path, change: dict[str, 
 
 
 def test_a_missing_base_and_an_unknown_algorithm_are_said(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(UsageError, match="no base: name a Hugging Face folder with --base"):
+    with pytest.raises(UsageError, match=r"trainer\.base is not set: name a Hugging Face folder with --base"):
         prepare(Job("grpo", rows(tmp_path)), {})
     with pytest.raises(UsageError, match="is not a folder"):
         prepare(Job("grpo", rows(tmp_path), base=tmp_path / "none"), {})
@@ -104,40 +104,40 @@ def test_the_programs_get_the_jobs_settings(tmp_path: Path, base: Path) -> None:
 
 def test_a_name_belongs_to_one_job_once_something_came_of_it(tmp_path: Path, base: Path) -> None:
     first = prepare(job(tmp_path, base, lineage="taught"), {})
-    path = first.place(".json")
+    path = first.file_path(".json")
     journal = JobJournal.begin(first, NOW)
     assert JobJournal.begin(first, utcnow()) == journal, "the same job goes on"
     other = prepare(job(tmp_path, base, lineage="taught", epochs=2), {})
     assert JobJournal.begin(other, NOW).digest == other.digest, (
         "nothing has come of the first one: a mended file may try"
     )
-    journal = JobJournal.begin(first, NOW).having(path, base="m@0123456789abcdef")
+    journal = JobJournal.begin(first, NOW).record(path, base="m@0123456789abcdef")
     assert JobJournal.read(path) == journal
-    with pytest.raises(UsageError, match=r"lineage 'taught' is that of another job.*--lineage"):
+    with pytest.raises(UsageError, match=r"lineage = 'taught': belongs to a job with other rows.*--lineage"):
         JobJournal.begin(other, NOW)
 
 
 def test_one_process_works_on_a_job(tmp_path: Path, base: Path) -> None:
     prepared = prepare(job(tmp_path, base), {})
-    with held(prepared), pytest.raises(UsageError, match="another process works on lineage"), held(prepared):
+    with lock_job(prepared), pytest.raises(UsageError, match="another process works on it in"), lock_job(prepared):
         pytest.fail("two at once")
-    with held(prepared):
+    with lock_job(prepared):
         pass
 
 
 def test_topics_are_sources_of_their_own(tmp_path: Path, base: Path) -> None:
     from headrace.topics import Range
 
-    assert topic_of(["rows.jsonl", "more"]) is None
-    assert topic_of(["topic:experiences"]) == "experiences"
-    with pytest.raises(UsageError, match="is the only source"):
-        topic_of(["topic:experiences", "rows.jsonl"])
-    with pytest.raises(UsageError, match="topic:turns: what can be trained is on experiences and trajectories"):
-        topic_of(["topic:turns"])
+    assert source_topic(["rows.jsonl", "more"]) is None
+    assert source_topic(["topic:experiences"]) == "experiences"
+    with pytest.raises(UsageError, match="must be the only source"):
+        source_topic(["topic:experiences", "rows.jsonl"])
+    with pytest.raises(UsageError, match="topic:turns: topics that can be trained on are experiences and trajectories"):
+        source_topic(["topic:turns"])
     with pytest.raises(UsageError, match="name the new lineage with --lineage"):
-        request_of("grpo", Range("experiences"), Job("grpo", []))
+        replay_request("grpo", Range("experiences"), Job("grpo", []))
     asked = Job("grpo", [], base=base, lineage="again", bus="bus:1", settings={"trainer.group_size": 4})
-    made = request_of("grpo", Range("experiences"), asked)
+    made = replay_request("grpo", Range("experiences"), asked)
     assert (made.cut, made.bus, made.overrides.get("trainer.algorithm")) == ("rules", "bus:1", "grpo")
     assert made.overrides.get("trainer.group_size") == 4
 
@@ -147,7 +147,7 @@ def test_a_recipe_says_its_stages(tmp_path: Path) -> None:
     stage = '[[stages]]\nalgorithm = "grpo"\n'
     path.write_text(f'lineage = "s"\n{stage}sources = ["a.jsonl"]\nsettings.trainer.lora.rank = 8\n')
     found = read(path)
-    assert flat(found.stages[0].settings) == {"trainer.lora.rank": 8}
+    assert flatten_settings(found.stages[0].settings) == {"trainer.lora.rank": 8}
     assert found.folder == tmp_path
     for text, message in (
         (f'lineage = "s"\n{stage}', "a stage has either sources or play"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import UsageError
 from headrace_operations.jobs.rows import BadRow
-from headrace_operations.jobs.sources import RowFile, files_of
+from headrace_operations.jobs.sources import RowFile, find_files
 
 
 def rows(path: Path) -> list[tuple[int, Any]]:
@@ -27,8 +27,8 @@ def test_rows_have_the_numbers_of_their_lines(tmp_path: Path) -> None:
     found = rows(path)
     assert [number for number, _ in found] == [1, 3, 4, 5, 6]
     assert [row for _, row in found][0::3] == [{"a": 1}, {"a": "ü"}]
-    assert found[1][1] == "the line is no JSON object"
-    assert found[2][1].startswith("the line is no JSON: ")
+    assert found[1][1] == "the line is not a JSON object"
+    assert found[2][1].startswith("the line is not JSON: ")
     assert found[4][1].startswith("the line is not in UTF-8 (byte 0xff in line 6")
     assert RowFile(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -36,12 +36,12 @@ def test_rows_have_the_numbers_of_their_lines(tmp_path: Path) -> None:
 def test_a_list_is_read_as_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"a": 1}, 2]')
-    assert rows(path) == [(1, {"a": 1}), (2, "it is no JSON object")]
+    assert rows(path) == [(1, {"a": 1}), (2, "the row is not a JSON object")]
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    with pytest.raises(UsageError, match=r"no JSON.*ends in \.jsonl"):
+    with pytest.raises(UsageError, match=r"is not JSON.*must end in \.jsonl"):
         rows(path)
     path.write_text('{"a": 1}')
-    with pytest.raises(UsageError, match="no JSON list of rows"):
+    with pytest.raises(UsageError, match="is not a JSON list of rows"):
         rows(path)
 
 
@@ -51,13 +51,13 @@ def test_folders_have_splits(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(UsageError, match=r"has the splits test, train; choose one with --split"):
-        files_of(tmp_path, None)
-    assert [file.path.name for file in files_of(tmp_path, "train")] == [
+        find_files(tmp_path, None)
+    assert [file.path.name for file in find_files(tmp_path, "train")] == [
         "train-00000-of-00002.jsonl",
         "train-00001-of-00002.jsonl",
     ]
-    with pytest.raises(UsageError, match="no split 'dev'; it has test, train"):
-        files_of(tmp_path, "dev")
+    with pytest.raises(UsageError, match="has no split 'dev'; it has test, train"):
+        find_files(tmp_path, "dev")
 
 
 def test_folders_of_datasets_have_splits_as_folders(tmp_path: Path) -> None:
@@ -65,22 +65,22 @@ def test_folders_of_datasets_have_splits_as_folders(tmp_path: Path) -> None:
         (tmp_path / split).mkdir()
         (tmp_path / split / "data-00000-of-00001.arrow").write_bytes(b"")
         (tmp_path / split / "state.json").write_text("{}")
-    assert [file.path.parent.name for file in files_of(tmp_path, "test")] == ["test"]
+    assert [file.path.parent.name for file in find_files(tmp_path, "test")] == ["test"]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("missing", "does not exist"),
-        ("rows.csv", r"what ends in \.csv is not read; .*\.jsonl"),
-        ("empty", "holds no data"),
+        ("rows.csv", r"unsupported suffix \.csv; .*\.jsonl"),
+        ("empty", "contains no data"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=message):
-        files_of(tmp_path / name, None)
+        find_files(tmp_path / name, None)
 
 
 def test_tables_need_pyarrow_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,9 @@ def test_tables_need_pyarrow_and_say_so(tmp_path: Path, monkeypatch: pytest.Monk
     for suffix in ("parquet", "arrow"):
         path = tmp_path / f"rows.{suffix}"
         path.write_bytes(b"")
-        with pytest.raises(UsageError, match=r"needs pyarrow: pip install pyarrow; or write the data as JSON lines"):
+        with pytest.raises(
+            UsageError, match=r"requires pyarrow; install it with pip install pyarrow, or write the data as JSON lines"
+        ):
             rows(path)
 
 
@@ -108,7 +110,7 @@ def test_parquet_and_arrow_are_read_as_json_is(tmp_path: Path) -> None:
     for name in ("rows.parquet", "stream.arrow", "file.arrow"):
         assert rows(tmp_path / name) == list(enumerate(made, 1)), name
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(UsageError, match="is no Parquet file"):
+    with pytest.raises(UsageError, match="is not a Parquet file"):
         rows(tmp_path / "broken.parquet")
 
 

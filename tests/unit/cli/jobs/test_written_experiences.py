@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace_operations.jobs.checking import CheckedRow
-from headrace_operations.jobs.written_experiences import experiences, order
+from headrace_operations.jobs.written_experiences import experiences, row_order
 from headrace_schemas import Experience
 from headrace_schemas.written import WrittenBranch, WrittenSpan
 
@@ -76,9 +76,9 @@ def test_the_same_row_makes_the_same_bytes_and_no_two_rows_do() -> None:
 
 
 def test_each_epoch_has_an_order_of_its_own_that_follows_from_the_seed() -> None:
-    assert order(50, 0, 7, shuffle=False) == list(range(50))
-    found = [order(50, epoch, 7, shuffle=True) for epoch in range(3)]
+    assert row_order(50, 0, 7, shuffle=False) == list(range(50))
+    found = [row_order(50, epoch, 7, shuffle=True) for epoch in range(3)]
     assert [sorted(one) for one in found] == [list(range(50))] * 3
     assert len({tuple(one) for one in found}) == 3
-    assert found == [order(50, epoch, 7, shuffle=True) for epoch in range(3)]
-    assert order(50, 0, 8, shuffle=True) != found[0]
+    assert found == [row_order(50, epoch, 7, shuffle=True) for epoch in range(3)]
+    assert row_order(50, 0, 8, shuffle=True) != found[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_operations.replay.journal import Stretch, keep
+from headrace_operations.replay.journal import ReadRange, build_journal
 from headrace_schemas import BatchRecord, Read, TrainingMetrics, TrainingOutcome
 from tests.support.account_events import START
 
@@ -28,46 +28,48 @@ def batch(experiences: int, *pairs: tuple[int, int]) -> BatchRecord:
 def test_order_and_cuts() -> None:
     first = account(1, batch(4, (0, 3), (1, 2)), batch(2, (0, 5)), read=reads((1, 4)))
     accounts = [account(0), account(2, batch(3, (1, 6), (0, 7))), first, first]
-    told = keep([*accounts, account(9, lineage="other"), account(1, model="n")], "m", "main")
+    told = build_journal([*accounts, account(9, lineage="other"), account(1, model="n")], "m", "main")
     assert told.gap is None
-    assert told.stretches == (
-        Stretch(0, 3),
-        Stretch(1, 2, (4,)),
-        Stretch(0, 5, (2,)),
-        Stretch(1, 4),
-        Stretch(1, 6),
-        Stretch(0, 7, (3,)),
+    assert told.ranges == (
+        ReadRange(0, 3),
+        ReadRange(1, 2, (4,)),
+        ReadRange(0, 5, (2,)),
+        ReadRange(1, 4),
+        ReadRange(1, 6),
+        ReadRange(0, 7, (3,)),
     )
     assert [one.experiences for one in told.batches] == [4, 2, 3]
 
 
 def test_gaps_are_named() -> None:
     whole = [account(0), account(1, batch(1, (0, 1)))]
-    assert keep(whole, "m", "main").gap is None
-    assert "holds nothing of model m in lineage else" in str(keep(whole, "m", "else").gap)
-    assert "does not hold all of lineage main" in str(keep(whole[1:], "m", "main").gap)
-    assert "does not hold all of lineage main" in str(keep([whole[0], account(2)], "m", "main").gap)
+    assert build_journal(whole, "m", "main").gap is None
+    assert "has no report of model m in lineage else" in str(build_journal(whole, "m", "else").gap)
+    assert "has not all reports of lineage main" in str(build_journal(whole[1:], "m", "main").gap)
+    assert "has not all reports of lineage main" in str(build_journal([whole[0], account(2)], "m", "main").gap)
     old = account(2, verdicts=(TrainingOutcome(experience_id="e", revision=0, turn_ids=()),))
-    assert "before batches were recorded" in str(keep([*whole, old], "m", "main").gap)
-    assert "cut a batch before it read anything" in str(keep([account(0, batch(1))], "m", "main").gap)
+    assert "before batches were recorded" in str(build_journal([*whole, old], "m", "main").gap)
+    assert "cut a batch before it read a record" in str(build_journal([account(0, batch(1))], "m", "main").gap)
 
 
 def test_a_batch_that_time_cut_follows_what_was_read_before() -> None:
-    told = keep([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
+    told = build_journal([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
     assert told.gap is None
-    assert told.stretches == (Stretch(0, 2), Stretch(1, 1, (3,)))
+    assert told.ranges == (ReadRange(0, 2), ReadRange(1, 1, (3,)))
 
 
 def test_two_batches_may_be_cut_after_the_same_record() -> None:
-    told = keep([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
+    told = build_journal([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
     assert told.gap is None
-    assert told.stretches == (Stretch(0, 9, (4, 3, 2)),)
+    assert told.ranges == (ReadRange(0, 9, (4, 3, 2)),)
 
 
 def test_experiences_that_were_left_out_of_a_batch_are_counted_in_its_cut_and_named() -> None:
     named = batch(2, (0, 9)).model_copy(update={"left_out": ("e1", "e4")})
-    journal = keep([account(0), account(1, named, batch(3), version=VERSION), account(2, batch(2))], "m", "main")
-    assert journal.stretches == (Stretch(0, 9, (4, 3, 2), ("e1", "e4")),)
+    journal = build_journal(
+        [account(0), account(1, named, batch(3), version=VERSION), account(2, batch(2))], "m", "main"
+    )
+    assert journal.ranges == (ReadRange(0, 9, (4, 3, 2), ("e1", "e4")),)
     assert [record.left_out for record in journal.recorded] == [("e1", "e4"), (), ()]
 
 
@@ -75,6 +77,6 @@ def test_what_came_of_each_batch_is_taken_from_the_accounts() -> None:
     """A batch whose gradient was not finite has the number of the step before; a version is of the last batch."""
     records = [batch(1, (0, 1)).model_copy(update={"step": step}) for step in (1, 2, 2, 3, 3)]
     accounts = [account(0, version=VERSION), account(1, *records[:2], version=VERSION), account(2, *records[2:4])]
-    journal = keep([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")
+    journal = build_journal([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")
     assert [record.trained for record in journal.recorded] == [True, True, False, True, False]
     assert [record.published for record in journal.recorded] == [False, True, False, False, True]

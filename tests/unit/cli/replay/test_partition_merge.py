@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.topics import Progress
-from headrace_operations.replay.journal import Stretch
+from headrace_operations.replay.journal import ReadRange
 from headrace_operations.replay.partition_merge import PartitionMerge, PartitionReader
 
 
@@ -61,8 +61,8 @@ async def test_the_order_does_not_depend_on_speed(seed: int) -> None:
 
 
 async def test_as_read_with_cuts_and_then_the_rest() -> None:
-    stretches = [Stretch(1, 2), Stretch(0, 1, (3, 2)), Stretch(1, 3), Stretch(7, 9), Stretch(0, 1)]
-    found = await taken((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(stretches))
+    ranges = [ReadRange(1, 2), ReadRange(0, 1, (3, 2)), ReadRange(1, 3), ReadRange(7, 9), ReadRange(0, 1)]
+    found = await taken((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(ranges))
     assert found == [
         (1, 0, ()),
         (1, 1, ()),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from headrace.topics import Progress, Range
-from headrace_operations.replay.journal import Journal, Stretch
+from headrace_operations.replay.journal import Journal, ReadRange
 from headrace_operations.replay.partition_merge import PartitionMerge, PartitionReader
 from headrace_operations.replay.pipeline import Item, Pipeline
 from headrace_operations.replay.program import Program
@@ -75,7 +75,7 @@ async def test_no_cut_is_lost_where_only_another_models_experiences_stand_betwee
     await reader.advance()
     first, second = ((1,), (1,)) if between else ((1, 1), ())
     names = (("a",), ("b",)) if between else (("a", "b"), ())
-    stretches = (Stretch(0, 2, first, names[0]), Stretch(0, 2 + between, second, names[1]))
+    ranges = (ReadRange(0, 2, first, names[0]), ReadRange(0, 2 + between, second, names[1]))
     taken: list[tuple[bytes, tuple[int, ...], tuple[str, ...]]] = []
 
     async def sink(item: Item) -> None:
@@ -85,6 +85,6 @@ async def test_no_cut_is_lost_where_only_another_models_experiences_stand_betwee
         "again", Range("experiences"), Overrides(None, {"trainer.base": "base", "trainer.model": "m"}, {}), "bus:9092"
     )
     report = Report("again", "live", "experiences", cut="recorded")
-    await Pipeline(request, report, sink, lambda *_: None).run(PartitionMerge({0: reader}), Journal(stretches, ()))
+    await Pipeline(request, report, sink, lambda *_: None).run(PartitionMerge({0: reader}), Journal(ranges, ()))
     last = (ours[1].to_json(), (1, 1), ("a", "b"))
     assert taken == [(ours[0].to_json(), (), ()), last, (ours[2].to_json(), (), ())]

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Range
-from headrace_operations.replay.program import reason_of, started
+from headrace_operations.replay.program import failure_reason, start_program
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request, make
 from headrace_operations.supervisor.overrides import Overrides
@@ -21,8 +21,8 @@ from headrace_schemas.replay import DryRunBatch, DryRunLine
 
 def request(lineage: str = "again", topic: str = "experiences", **options: Any) -> Request:
     settings = {"trainer.base": "base", "trainer.lineage": "live", **options.pop("settings", {})}
-    wanted = options.pop("wanted", Range(topic))
-    return make(lineage, wanted, Overrides(None, settings, {}), "bus:9092", **options)
+    topic_range = options.pop("topic_range", Range(topic))
+    return make(lineage, topic_range, Overrides(None, settings, {}), "bus:9092", **options)
 
 
 def test_the_programs_are_told_the_replays_own_names() -> None:
@@ -37,18 +37,18 @@ def test_the_programs_are_told_the_replays_own_names() -> None:
 
 
 def test_whole_is_only_everything() -> None:
-    assert request(wanted=Range("experiences", keys=frozenset())).whole
-    assert not request(wanted=Range("experiences", from_offset=0, to_offset=9)).whole
-    assert not request(wanted=Range("experiences", partitions=(1,))).whole
-    assert not request(versions=frozenset({"m@0123456789ab"})).whole
+    assert request(topic_range=Range("experiences", keys=frozenset())).is_complete
+    assert not request(topic_range=Range("experiences", from_offset=0, to_offset=9)).is_complete
+    assert not request(topic_range=Range("experiences", partitions=(1,))).is_complete
+    assert not request(versions=frozenset({"m@0123456789ab"})).is_complete
 
 
 @pytest.mark.parametrize(
     ("lineage", "options", "message"),
     [
-        ("live", {}, "'live' is the one that is trained live; name a new one"),
-        ("old", {"of": "old"}, "name a new one for the replay"),
-        ("a/b", {}, "use letters, digits"),
+        ("live", {}, "'live': is the live lineage; choose another name"),
+        ("old", {"of": "old"}, "choose another name for the replay"),
+        ("a/b", {}, "must have 1 to 100 letters, digits"),
         ("again", {"settings": {"trainer.base": ""}}, r"trainer.base is not set: .*--config FILE"),
         ("again", {"judge": True}, "judge.endpoint.base_url is not set"),
     ],
@@ -60,29 +60,33 @@ def test_refusals_name_the_remedy(lineage: str, options: dict[str, Any], message
 
 def test_a_programs_last_word_is_the_reason() -> None:
     assert (
-        reason_of(["noise", "headrace scorer: scorer.functions = 3: no", ""], "scorer")
+        failure_reason(["noise", "headrace scorer: scorer.functions = 3: no", ""], "scorer")
         == "scorer: scorer.functions = 3: no"
     )
     line = json.dumps({"event": "refused_to_start", "error": "trainer.base: is not a folder"})
-    assert reason_of(["{", line], "trainer") == "trainer: trainer.base: is not a folder"
-    assert reason_of([], "trainer") == ""
+    assert failure_reason(["{", line], "trainer") == "trainer: trainer.base: is not a folder"
+    assert failure_reason([], "trainer") == ""
 
 
 async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").touch()
     (tmp_path / "broken" / "replay.py").write_text("import sys; sys.exit('headrace scorer: the remedy')")
-    services = {"scorer": ServiceInfo(module="broken", summary="Fails.")}
-    monkeypatch.setattr("headrace_operations.replay.program.installed", lambda: services)
-    async with started("scorer", {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}) as program:
+    monkeypatch.setattr(
+        "headrace_operations.replay.program.installed",
+        lambda: {"scorer": ServiceInfo(module="broken", summary="Fails.")},
+    )
+    async with start_program(
+        "scorer", {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
+    ) as program:
         with pytest.raises(HeadraceError, match="scorer: the remedy"):
             await anext(program.lines())
 
 
 async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_operations.replay.program.installed", dict)
-    with pytest.raises(UsageError, match=r"the judge is not installed here.*pip install headrace-judge"):
-        async with started("judge", {}):
+    with pytest.raises(UsageError, match=r"the judge service is not installed.*pip install headrace-judge"):
+        async with start_program("judge", {}):
             pytest.fail("there is nothing to start")
 
 

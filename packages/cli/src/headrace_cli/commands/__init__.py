@@ -1,1 +1,1 @@
-"""The commands, one file for each; what a command needs is imported when it runs."""
+"""The commands, one file for each. A command imports its dependencies when it runs."""

@@ -1,4 +1,4 @@
-"""`headrace config`: lists all settings, and checks a settings file."""
+"""`headrace config`: list all settings, write a settings file, check one."""
 
 from __future__ import annotations
 
@@ -13,53 +13,56 @@ if TYPE_CHECKING:
     from headrace_runtime.services import ServiceInfo
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="List all settings, write a first file, and check one.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="List all settings, write a settings file, check one.")
 
 
-def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).")]) -> None:
-    """Try all that `headrace up` would, without starting anything; exit status 1 when something is wrong.
+def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -> None:
+    """Check a settings file as `headrace up` would, without starting a service. Exit status 1 on a problem.
 
-    Each service reads the file and tries what is its own: the base folder and its chat template, reward functions and
-    their arguments, rubrics, the gate's program (against a stand-in gateway), keys, the database,
-    the bus and its topics, and whether the ports are free.
+    Each service checks its own part: the base folder and its chat template, reward functions and their arguments,
+    rubrics, the gate program (with a simulated gateway), keys, the database, the bus and its topics. The ports of all
+    services must be free.
     """
     import os
 
     from rich.markup import escape
 
-    from headrace_operations.settings_reference import refusals
+    from headrace_operations.settings_reference import check_services
     from headrace_operations.supervisor.overrides import Overrides
-    from headrace_operations.supervisor.plan import installed, why_not
+    from headrace_operations.supervisor.plan import exclusion_reason, installed
 
     services = installed()
     overrides = Overrides(file, {}, os.environ)
-    left_out = {name: reason for name, info in services.items() if (reason := why_not(name, info, overrides))}
+    left_out = {name: reason for name, info in services.items() if (reason := exclusion_reason(name, info, overrides))}
     chosen = {name: info for name, info in services.items() if name not in left_out}
-    with console().status("asking the services"):
-        found = refusals(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
-    found = _shared_once(found) | {"ports": _ports(file, chosen)}
+    with console().status("checking the services"):
+        problems = check_services(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
+    problems = _merge_shared_problems(problems) | {"ports": _ports(file, chosen)}
     rows = [
-        (name, "[red]" + escape("\n".join(wrong)) + "[/]" if wrong else "[green]ok[/]") for name, wrong in found.items()
+        (name, "[red]" + escape("\n".join(sentences)) + "[/]" if sentences else "[green]ok[/]")
+        for name, sentences in problems.items()
     ]
     rows += [(name, f"[dim]not started: {escape(reason)}[/]") for name, reason in left_out.items()]
     console().print(table(["service", "settings"], rows))
-    if any(found.values()):
+    if any(problems.values()):
         raise typer.Exit(1)
 
 
-def _shared_once(found: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What several say stands with all of them in one row, not once for each."""
+def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Collect a problem that several services report in one row."""
     by_sentence: dict[str, list[str]] = {}
-    for name, wrong in found.items():
-        for sentence in wrong:
+    for name, sentences in problems.items():
+        for sentence in sentences:
             by_sentence.setdefault(sentence, []).append(name)
     shared = [sentence for sentence, names in by_sentence.items() if len(names) > 1]
-    own = {name: [one for one in wrong if one not in shared] for name, wrong in found.items()}
-    return ({"all": shared} if shared else {}) | own
+    unshared = {
+        name: [sentence for sentence in sentences if sentence not in shared] for name, sentences in problems.items()
+    }
+    return ({"all": shared} if shared else {}) | unshared
 
 
 def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
-    """What keeps `up` from its ports; nothing when it is up already on this data directory, and so has them."""
+    """Return the problems of the ports; none if Headrace already runs on this data directory and uses them."""
     import os
 
     from headrace.errors import UsageError
@@ -81,26 +84,30 @@ def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
 
 def reference(
     service: Annotated[
-        str | None, typer.Argument(help="Only this service's section.", autocompletion=service_names)
+        str | None, typer.Argument(help="Print only the settings of this service.", autocompletion=service_names)
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
-    tier: Annotated[str | None, typer.Option(help="Only these: common, tuning or limits.", metavar="TIER")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="Print only this tier: common, tuning or limits.", metavar="TIER")
+    ] = None,
 ) -> None:
-    """Print every setting with its meaning and default, as a settings file in which everything is commented out.
+    """Print every setting with its description and default, as a settings file in which all lines are comments.
 
-    In each table come first those that users set (common), then what tunes, then what limits.
+    Each table lists the tiers in this order: common (what users set), tuning, limits.
     """
     from headrace.errors import UsageError
-    from headrace_operations.settings_reference import TIERS, as_toml, ask
+    from headrace_operations.settings_reference import TIERS, as_toml, describe_settings
     from headrace_operations.supervisor.plan import installed
 
     if tier not in (None, *TIERS):
-        raise UsageError(f"no tier {tier!r}; there are {', '.join(TIERS)}")
+        raise UsageError(f"--tier {tier}: must be one of {', '.join(TIERS)}")
     services = installed()
     if service is not None and service not in services:
-        raise UsageError(f"no service {service!r} is installed; there are {', '.join(services)}")
-    with console(stderr=True).status("asking the services"):
-        text = as_toml(ask({service: services[service]} if service else services), only=service, tier=tier)
+        raise UsageError(f"service {service!r} is not installed; the installed services are {', '.join(services)}")
+    with console(stderr=True).status("reading the settings of the services"):
+        text = as_toml(
+            describe_settings({service: services[service]} if service else services), only=service, tier=tier
+        )
     if output is not None:
         output.write_text(text, encoding="utf-8")
     else:
@@ -108,25 +115,25 @@ def reference(
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("headrace.toml"),
-    base: Annotated[str, typer.Option(help="The Hugging Face folder to start from.")] = "models/base",
-    model: Annotated[str, typer.Option(help="The name that agents ask for.")] = "my-agent",
+    file: Annotated[Path, typer.Argument(help="File to create.")] = Path("headrace.toml"),
+    base: Annotated[str, typer.Option(help="Hugging Face folder of the base model.")] = "models/base",
+    model: Annotated[str, typer.Option(help="Model name that agents call.")] = "my-agent",
 ) -> None:
-    """Write a settings file to begin with: what users set, with meanings and defaults. No file is overwritten."""
+    """Write a settings file with the common settings, their descriptions and defaults. Never overwrites a file."""
     from headrace.errors import UsageError
-    from headrace_operations.settings_reference import ask, to_begin_with
+    from headrace_operations.settings_reference import describe_settings, starter_file
     from headrace_operations.supervisor.plan import installed
 
-    with console(stderr=True).status("asking the services"):
-        text = to_begin_with(ask(installed()), {"trainer.base": base, "trainer.model": model})
+    with console(stderr=True).status("reading the settings of the services"):
+        text = starter_file(describe_settings(installed()), {"trainer.base": base, "trainer.model": model})
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError:
-        raise UsageError(f"{file} exists; name another file, or remove it first") from None
+        raise UsageError(f"{file}: exists already; name another file, or remove it first") from None
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; name a file in a folder that exists") from None
-    echo(f"{file} is written; `headrace config check {file}` says whether it can start")
+        raise UsageError(f"{file}: cannot be written ({error.strerror}); name a file in an existing folder") from None
+    echo(f"{file} is written; check it with `headrace config check {file}`")
 
 
 def add_to(parent: typer.Typer) -> None:

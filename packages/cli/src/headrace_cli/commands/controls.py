@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace_operations.controls.statistics import Mean
     from headrace_schemas import Experience
 
-_RANGE = "What is trained"
+_RANGE_PANEL = "Experiences"
 
 
 def controls(
@@ -34,39 +34,49 @@ def controls(
         Path | None,
         typer.Option(
             "--from",
-            help="JSON lines of `headrace replay events experiences`, in place of the topic.",
+            help="Read experiences from this output of `headrace replay events experiences` instead of the topic.",
             metavar="FILE",
-            rich_help_panel=_RANGE,
+            rich_help_panel=_RANGE_PANEL,
         ),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(help="From this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.", rich_help_panel=_RANGE)
+        str | None,
+        typer.Option(
+            help="Oldest record: ISO 8601, or an age such as 90s, 5min, 2h, 7d.", rich_help_panel=_RANGE_PANEL
+        ),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Up to this time, exclusive.", rich_help_panel=_RANGE)] = None,
+    until: Annotated[str | None, typer.Option(help="End time, exclusive.", rich_help_panel=_RANGE_PANEL)] = None,
     most: Annotated[
-        int, typer.Option(min=1, max=16_384, help="The latest so many experiences.", rich_help_panel=_RANGE)
+        int,
+        typer.Option(
+            min=1, max=16_384, help="Maximum number of experiences, newest first.", rich_help_panel=_RANGE_PANEL
+        ),
     ] = 2048,
-    only: Annotated[list[str] | None, typer.Option(help="Only this control; may be repeated.", metavar="NAME")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each control.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run only this control; may be repeated.", metavar="NAME")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Number of trainings of each control.")] = 2,
     plays: Annotated[
-        int | None, typer.Option(min=2, help="Of audit tasks; default: registry.gate.audit_tasks.")
+        int | None, typer.Option(min=2, help="Number of plays of audit tasks; default: registry.gate.audit_tasks.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", help="Another setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
+        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where controls.json and controls.png go.")] = Path("reports"),
+    out: Annotated[Path, typer.Option(help="Folder for controls.json and controls.png.")] = Path("reports"),
     config: Config = None,
-    bus: Annotated[str | None, typer.Option(help="The bus, when `up` does not run here.", metavar="HOST:PORT")] = None,
+    bus: Annotated[
+        str | None, typer.Option(help="Address of the bus, unless `up` runs here.", metavar="HOST:PORT")
+    ] = None,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Ask whether it is your reward that teaches: train on recorded traffic with rewards that must teach nothing.
+    """Run control experiments: train on recorded traffic with shuffled, flipped or random rewards.
 
-    Each control is a short training from the base, on the same experiences: with their rewards, with the rewards
-    shuffled, flipped and drawn by lot, with a learning rate of 0, and with each source of rewards alone. The gate's
-    program plays audit tasks with what comes of each. Everything happens in a scratch folder, on a bus of its own, and
-    nothing of it serves. Exits with 1 when a control did not come out as it has to.
+    Each control is a short training from the base on the same experiences: with the true rewards, with shuffled,
+    flipped and random rewards, with learning rate 0, and with each reward source alone. The gate program scores the
+    resulting versions on audit tasks. Everything runs in a temporary folder on its own bus, and no version is served.
+    Exit status 1 if a control has an unexpected result.
     """
     import asyncio
     import os
@@ -78,12 +88,15 @@ def controls(
 
     changed = parse_assignments(settings or [])
     overrides = Overrides(config, changed, os.environ)
-    found = _experiences(recording, since, until, bus or str(overrides.get("bus.address") or ""), data_dir)
-    usable = recorded.usable(found, str(overrides.get("trainer.model") or "headrace"), most)
+    bus_address = bus or str(overrides.get("bus.address") or "")
+    recorded_experiences = _read_experiences(recording, since, until, bus_address, data_dir)
+    experiences = recorded.select_trainable(
+        recorded_experiences, str(overrides.get("trainer.model") or "headrace"), most
+    )
     with tempfile.TemporaryDirectory(prefix="headrace-controls-") as scratch:
         request = runner.Request(
-            experiences=usable,
-            controls=_chosen(usable, only),
+            experiences=experiences,
+            controls=_select_controls(experiences, only),
             seeds=seeds,
             plays=plays or int(overrides.get("registry.gate.audit_tasks") or 200),
             scratch=Path(scratch),
@@ -93,13 +106,13 @@ def controls(
         )
         with progress("reading") as tick:
             report = asyncio.run(runner.run(request, tick))
-    _tell(report, out, json=json)
+    _write_report(report, out, json=json)
     plot.draw(report, out / "controls.png")
     if report.problems:
         raise typer.Exit(1)
 
 
-def _experiences(
+def _read_experiences(
     recording: Path | None, since: str | None, until: str | None, bus: str, data_dir: Path | None
 ) -> list[Experience]:
     import asyncio
@@ -109,39 +122,40 @@ def _experiences(
 
     if recording is not None:
         return from_file(recording)
-    wanted = Range("experiences", since=parse_time(since), until=parse_time(until))
-    return asyncio.run(from_bus(bus or running(data_dir).bus, wanted))
+    topic_range = Range("experiences", since=parse_time(since), until=parse_time(until))
+    return asyncio.run(from_bus(bus or running(data_dir).bus, topic_range))
 
 
-def _chosen(experiences: list[Experience], only: list[str] | None) -> list[Control]:
+def _select_controls(experiences: list[Experience], only: list[str] | None) -> list[Control]:
     from headrace.errors import UsageError
-    from headrace_operations.controls.kinds import CONTROLS, alone, sources_of
+    from headrace_operations.controls.kinds import CONTROLS, alone, reward_sources
 
-    sources = sources_of(experiences)
-    offered = [*CONTROLS, *(alone(source) for source in sources if len(sources) > 1)]
-    unknown = sorted(set(only or ()) - {one.name for one in offered})
+    sources = reward_sources(experiences)
+    available = [*CONTROLS, *(alone(source) for source in sources if len(sources) > 1)]
+    unknown = sorted(set(only or ()) - {control.name for control in available})
     if unknown:
-        raise UsageError(f"no control {unknown[0]!r}; there are {', '.join(one.name for one in offered)}")
-    return [one for one in offered if not only or one.name in only]
+        names = ", ".join(control.name for control in available)
+        raise UsageError(f"--only {unknown[0]}: is not a control; the controls are {names}")
+    return [control for control in available if not only or control.name in only]
 
 
-def _tell(report: Report, out: Path, *, json: bool) -> None:
+def _write_report(report: Report, folder: Path, *, json: bool) -> None:
     import json as encoder
 
     text = encoder.dumps(report.as_json(), indent=1)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "controls.json").write_text(text + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "controls.json").write_text(text + "\n", encoding="utf-8")
     if json:
         echo_json(text)
         return
     rows = [("base", _number(report.base), "", "")]
     rows += [(row.control.name, _number(row.score), row.gain_text, row.verdict) for row in report.rows]
     title = f"{report.experiences} experiences, ± one standard error"
-    console().print(table(["control", "held-out score>", "gain>", "than the base"], rows, title))
+    console().print(table(["control", "held-out score>", "gain>", "against the base"], rows, title))
     for problem in report.problems:
-        console().print(f"[red]not as it has to be[/]: {problem}")
+        console().print(f"[red]unexpected[/]: {problem}")
     for advice in report.advice:
-        console().print(f"[yellow]could be better[/]: {advice}")
+        console().print(f"[yellow]suggestion[/]: {advice}")
 
 
 def _number(mean: Mean) -> str:

@@ -1,4 +1,4 @@
-"""`headrace dead-letters`: list, show, retry and discard what services refused."""
+"""`headrace dead-letters`: list, show, retry and discard dead-lettered records."""
 
 from __future__ import annotations
 
@@ -19,32 +19,38 @@ if TYPE_CHECKING:
     from headrace_operations.dead_letters.reading import Cut, State
 
 
-Ids = Annotated[list[str] | None, typer.Argument(help="Ids; their first letters do.", metavar="[ID]...")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would happen.")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Ids or their first characters.", metavar="[ID]...")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")]
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Which letters are meant, as it stands on the command line."""
+class LetterFilter:
+    """Filter of dead letters on the command line."""
 
-    reason: Annotated[list[str] | None, typer.Option(help="Only with this reason; may be repeated.")] = None
+    reason: Annotated[list[str] | None, typer.Option(help="Select this reason; may be repeated.")] = None
     topic: Annotated[
         list[str] | None,
-        typer.Option(help="Only what was refused on this topic; may be repeated.", autocompletion=topic_names),
+        typer.Option(help="Select records of this topic; may be repeated.", autocompletion=topic_names),
     ] = None
-    service: Annotated[list[str] | None, typer.Option(help="Only what this service refused; may be repeated.")] = None
+    service: Annotated[
+        list[str] | None, typer.Option(help="Select records that this service refused; may be repeated.")
+    ] = None
     since: Annotated[
-        str | None, typer.Option(help="Refused from this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.")
+        str | None, typer.Option(help="Oldest refusal: ISO 8601, or an age such as 90s, 5min, 2h, 7d.")
     ] = None
-    until: Annotated[str | None, typer.Option(help="Refused up to this time, exclusive.")] = None
+    until: Annotated[str | None, typer.Option(help="End time of the refusal, exclusive.")] = None
     partition: Annotated[
-        list[int] | None, typer.Option(help="Only from this partition of their topic; may be repeated.")
+        list[int] | None, typer.Option(help="Select records of this partition of their topic; may be repeated.")
     ] = None
-    from_offset: Annotated[int | None, typer.Option(min=0, help="From this offset of their partition on.")] = None
-    to_offset: Annotated[int | None, typer.Option(min=0, help="Up to this offset, exclusive.")] = None
+    from_offset: Annotated[int | None, typer.Option(min=0, help="First offset in the partition.")] = None
+    to_offset: Annotated[int | None, typer.Option(min=0, help="End offset in the partition, exclusive.")] = None
 
     def selection(self, states: tuple[State, ...], ids: list[str] | None = None) -> Selection:
-        """Raises `UsageError` for what is no time."""
+        """Return the filter as a selection.
+
+        Raises:
+            UsageError: `since` or `until` is not a time.
+        """
         from headrace_operations.dead_letters import Selection
 
         return Selection(
@@ -62,155 +68,162 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Meant(Conditions):
-    """The letters about which something is to be decided."""
+class DecisionFilter(LetterFilter):
+    """Filter of the letters that are retried or discarded."""
 
-    everything: Annotated[bool, typer.Option("--all", help="All that are open.")] = False
-    again: Annotated[bool, typer.Option("--again", help="Also those about which something was decided already.")] = (
+    everything: Annotated[bool, typer.Option("--all", help="Select all open letters.")] = False
+    again: Annotated[bool, typer.Option("--again", help="Include letters that were retried or discarded before.")] = (
         False
     )
 
-    def chosen(self, ids: list[str] | None) -> Selection:
-        """Raises `UsageError` unless it is said which ones, or that all are meant."""
+    def selection_to_decide(self, ids: list[str] | None) -> Selection:
+        """Return the selection, which needs ids, a condition or `--all`.
+
+        Raises:
+            UsageError: neither or both were given.
+        """
         from headrace.errors import UsageError
 
-        wanted = self.selection(() if self.again else ("open",), ids)
-        if wanted.chooses == self.everything:
-            raise UsageError("name ids or a condition such as --reason, or say --all, not both")
-        return wanted
+        selection = self.selection(() if self.again else ("open",), ids)
+        if selection.chooses == self.everything:
+            raise UsageError(
+                "select letters by id or by a condition such as --reason, or all of them with --all, not both"
+            )
+        return selection
 
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="What services refused for good: list, show, put back, give up."
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Inspect and retry dead-lettered records.")
 
 
 def list_letters(
     state: Annotated[
-        Literal["open", "retried", "discarded", "all"], typer.Option(help="What was decided about them.")
+        Literal["open", "retried", "discarded", "all"], typer.Option(help="State of the letters.")
     ] = "open",
     *,
-    conditions: Conditions,
-    limit: Annotated[int, typer.Option(min=0, help="Show this many, the newest; all are counted.")] = 30,
-    place: BusOptions,
+    letter_filter: LetterFilter,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of listed letters, newest first.")] = 30,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
-    """What was refused, by whom and why, and how many there are of each kind."""
+    """List dead letters with service, reason and error, and count them by kind."""
     import asyncio
 
-    from headrace_operations.dead_letters.showing import as_json, counted
+    from headrace_operations.dead_letters.showing import as_json, count_letters
 
-    wanted = conditions.selection(() if state == "all" else (state,))
-    found, at = asyncio.run(_read(place.address, wanted))
-    newest = heapq.nlargest(limit, found, key=lambda one: (one.letter.time, one.id))
+    selection = letter_filter.selection(() if state == "all" else (state,))
+    letters, at = asyncio.run(_read(bus_options.address, selection))
+    newest = heapq.nlargest(limit, letters, key=lambda letter: (letter.letter.time, letter.id))
     if json:
-        made = {"letters": [as_json(one) for one in newest], "counts": counted(found), "unreadable": at.unreadable}
-        echo_json(jsonlib.dumps(made, indent=1))
+        output = {
+            "letters": [as_json(letter) for letter in newest],
+            "counts": count_letters(letters),
+            "unreadable": at.unreadable,
+        }
+        echo_json(jsonlib.dumps(output, indent=1))
         return
-    printed.listed(newest, counted(found), state)
-    printed.unreadable(at)
+    printed.print_list(newest, count_letters(letters), state)
+    printed.print_unreadable(at)
 
 
 def show(
-    letter_id: Annotated[str, typer.Argument(help="The letter's id; its first letters do.", metavar="ID")],
+    letter_id: Annotated[str, typer.Argument(help="Id of the letter or its first characters.", metavar="ID")],
     *,
-    raw: Annotated[bool, typer.Option("--raw", help="Write the refused bytes and nothing else.")] = False,
-    place: BusOptions,
+    raw: Annotated[bool, typer.Option("--raw", help="Write only the refused bytes.")] = False,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
-    """One letter: where it was, why it was refused, its headers, what it said, and what was decided about it."""
+    """Show one dead letter: position, reason, error, headers, value and decisions."""
     import asyncio
 
     from headrace_operations.dead_letters import Selection
     from headrace_operations.dead_letters.reading import check_ids
     from headrace_operations.dead_letters.showing import as_json
 
-    wanted = Selection(ids=(letter_id,))
-    found, _ = asyncio.run(_read(place.address, wanted, keep_values=True))
-    check_ids(wanted, [one.id for one in found])
-    (one,) = found
+    selection = Selection(ids=(letter_id,))
+    letters, _ = asyncio.run(_read(bus_options.address, selection, keep_values=True))
+    check_ids(selection, [entry.id for entry in letters])
+    (letter,) = letters
     if raw:
         from headrace_cli.terminal import write_raw
 
-        write_raw(one.letter.value)
+        write_raw(letter.letter.value)
     elif json:
-        echo_json(jsonlib.dumps(as_json(one, with_value=True), indent=1))
+        echo_json(jsonlib.dumps(as_json(letter, with_value=True), indent=1))
     else:
-        printed.one_letter(one)
+        printed.print_letter(letter)
 
 
 def retry(
     ids: Ids = None,
     *,
-    meant: Meant,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also what would be refused again, as far as can be seen here.")
-    ] = False,
+    decision_filter: DecisionFilter,
+    force: Annotated[bool, typer.Option("--force", help="Retry also records that would be refused again.")] = False,
     dry_run: DryRun = False,
-    place: BusOptions,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
     """Put refused records back onto their topics, with their keys and headers, once.
 
-    Consumers that had handled one all the same know its id, so nothing has an effect twice. What is refused again is a
-    new letter. Exit status 1 when something that was meant cannot be put back.
+    A consumer that had processed a record already recognizes its id, so no record takes effect twice. A record that is
+    refused again is a new letter. Exit status 1 if a selected record cannot be put back.
     """
     import asyncio
 
     from headrace_operations.dead_letters import actions
 
-    wanted = meant.chosen(ids)
-    address = place.address
-    made = asyncio.run(_plan(address, "retry", wanted, force=force))
+    selection = decision_filter.selection_to_decide(ids)
+    address = bus_options.address
+    plan = asyncio.run(_plan(address, "retry", selection, force=force))
     if not dry_run:
         with progress("putting back") as tick:
-            asyncio.run(actions.retry(address, made, _user(), partial(tick, "putting back")))
-    printed.outcome(made, "would be put back" if dry_run else "put back", json)
+            asyncio.run(actions.retry(address, plan, _user(), partial(tick, "putting back")))
+    printed.print_outcome(plan, "would be put back" if dry_run else "put back", json)
 
 
 def discard(
-    because: Annotated[str, typer.Option(help="Why; it is kept with the decision.", metavar="TEXT")],
+    because: Annotated[str, typer.Option(help="Reason, which is stored with the decision.", metavar="TEXT")],
     ids: Ids = None,
     *,
-    meant: Meant,
+    decision_filter: DecisionFilter,
     dry_run: DryRun = False,
-    place: BusOptions,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
-    """Decide that nothing will be done about refused records, and why. They stay on `dead-letters` until they
-    expire."""
+    """Discard refused records with a reason. They stay on `dead-letters` until they expire."""
     import asyncio
 
     from headrace.errors import UsageError
     from headrace_operations.dead_letters import actions
 
     if not because.strip():
-        raise UsageError("--because: say why, so that nobody has to ask")
-    wanted = meant.chosen(ids)
-    address = place.address
-    made = asyncio.run(_plan(address, "discard", wanted))
+        raise UsageError("--because: is empty; give the reason for the decision")
+    selection = decision_filter.selection_to_decide(ids)
+    address = bus_options.address
+    plan = asyncio.run(_plan(address, "discard", selection))
     if not dry_run:
         with progress("discarding") as tick:
-            asyncio.run(actions.discard(address, made, because, _user(), partial(tick, "discarding")))
-    printed.outcome(made, "would be discarded" if dry_run else "discarded", json)
+            asyncio.run(actions.discard(address, plan, because, _user(), partial(tick, "discarding")))
+    printed.print_outcome(plan, "would be discarded" if dry_run else "discarded", json)
 
 
-async def _read(bus: str, wanted: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Cut]:
+async def _read(bus: str, selection: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Cut]:
     from headrace.topics import connected
     from headrace_operations.dead_letters import reading
 
     async with connected(bus) as topics:
         at = await reading.cut(topics)
-        found = [one if keep_values else one.without_value() async for one in reading.read(topics, wanted, at)]
-    return found, at
+        letters = [
+            letter if keep_values else letter.without_value() async for letter in reading.read(topics, selection, at)
+        ]
+    return letters, at
 
 
-async def _plan(bus: str, action: Literal["retry", "discard"], wanted: Selection, *, force: bool = False) -> Plan:
+async def _plan(bus: str, action: Literal["retry", "discard"], selection: Selection, *, force: bool = False) -> Plan:
     from headrace.topics import connected
     from headrace_operations.dead_letters import actions
 
     async with connected(bus) as topics:
-        return await actions.plan(topics, action, wanted, force=force)
+        return await actions.plan(topics, action, selection, force=force)
 
 
 def _user() -> str:

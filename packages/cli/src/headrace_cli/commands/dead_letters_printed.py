@@ -1,4 +1,4 @@
-"""What `headrace dead-letters` prints."""
+"""Output of `headrace dead-letters`."""
 
 from __future__ import annotations
 
@@ -21,48 +21,52 @@ _ERROR_SHOWN = 80
 _HELD_BACK_SHOWN = 20
 
 
-def listed(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -> None:
+def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -> None:
+    """Print a table of the newest letters and the counts of all."""
     from rich.text import Text
 
-    from headrace_operations.dead_letters.showing import harmless
+    from headrace_operations.dead_letters.showing import escape_control_characters
 
     out = console()
     if not counts:
         out.print("no dead letters" if state == "all" else f"no dead letters that are {state}")
         return
     rows = [
-        (one.id[:_ID_SHOWN], one.state, one.letter.time.isoformat(" ", "seconds")[:19], one.letter.service,
-         one.position, one.letter.reason, Text(harmless(one.letter.error.replace("\n", " "))[:_ERROR_SHOWN]))
-        for one in newest
+        (letter.id[:_ID_SHOWN], letter.state, letter.letter.time.isoformat(" ", "seconds")[:19],
+         letter.letter.service, letter.position, letter.letter.reason,
+         Text(escape_control_characters(letter.letter.error.replace("\n", " "))[:_ERROR_SHOWN]))
+        for letter in newest
     ]  # fmt: skip
     if rows:
-        out.print(table(["id", "state", "refused (UTC)", "by", "where it was", "reason", "error"], rows))  # type: ignore[arg-type]
+        header = ["id", "state", "refused (UTC)", "by", "where it was", "reason", "error"]
+        out.print(table(header, rows))  # type: ignore[arg-type]
     columns = ("service", "topic", "reason", "open", "retried", "discarded")
     summary = [tuple(str(row[name]) for name in columns) for row in counts]
-    out.print(table(["by", "topic", "reason", "open>", "retried>", "discarded>"], summary, "how many"))
+    out.print(table(["by", "topic", "reason", "open>", "retried>", "discarded>"], summary, "counts"))
 
 
-def one_letter(one: Letter) -> None:
-    from headrace_operations.dead_letters.showing import decoded, harmless
+def print_letter(letter: Letter) -> None:
+    """Print everything about one letter."""
+    from headrace_operations.dead_letters.showing import decode_value, escape_control_characters
 
-    out, letter = console(), one.letter
+    out, record = console(), letter.letter
     facts = [
-        ("id", one.id),
-        ("state", one.state),
-        ("refused", f"{letter.time.isoformat()} by {letter.service}, after {letter.attempts} attempts"),
-        ("reason", letter.reason),
-        ("error", letter.error),
-        ("was at", one.position),
-        ("event id", letter.source_id),
-        ("key", letter.source_key or "none"),
-        *([("retry of", one.retry_of)] if one.retry_of else []),
-        *((f"decision {item.number}", _decision(item)) for item in one.decisions),
-        *((f"header {name}", text) for name, text in letter.headers.items()),
+        ("id", letter.id),
+        ("state", letter.state),
+        ("refused", f"{record.time.isoformat()} by {record.service}, after {record.attempts} attempts"),
+        ("reason", record.reason),
+        ("error", record.error),
+        ("was at", letter.position),
+        ("event id", record.source_id),
+        ("key", record.source_key or "none"),
+        *([("retry of", letter.retry_of)] if letter.retry_of else []),
+        *((f"decision {item.number}", _decision(item)) for item in letter.decisions),
+        *((f"header {name}", text) for name, text in record.headers.items()),
     ]
     for name, text in facts:
-        out.print(f"{harmless(name):<16} {harmless(text)}", markup=False)
-    out.print(f"{len(letter.value)} bytes:", style="dim")
-    out.print(decoded(letter.value), markup=False)
+        out.print(f"{escape_control_characters(name):<16} {escape_control_characters(text)}", markup=False)
+    out.print(f"{len(record.value)} bytes:", style="dim")
+    out.print(decode_value(record.value), markup=False)
 
 
 def _decision(item: DeadLetterDecision) -> str:
@@ -70,26 +74,27 @@ def _decision(item: DeadLetterDecision) -> str:
     return f"{item.action} {item.time.isoformat()} by {item.by or 'unknown'}{why}"
 
 
-def unreadable(at: Cut) -> None:
+def print_unreadable(at: Cut) -> None:
+    """Warn about records on `dead-letters` that cannot be parsed."""
     if at.unreadable:
-        place, problem = next(iter(at.unreadable.items()))
+        position, problem = next(iter(at.unreadable.items()))
         console(stderr=True).print(
-            f"[yellow]{len(at.unreadable)} records of dead-letters are none themselves, e.g. {place}: {problem}[/]"
+            f"[yellow]{len(at.unreadable)} records on dead-letters cannot be parsed, such as {position}: {problem}[/]"
         )
 
 
-def outcome(made: Plan, words: str, json: bool) -> None:
-    """Exits with 1 when something that was meant was held back."""
+def print_outcome(plan: Plan, words: str, json: bool) -> None:
+    """Print the result of a retry or discard. Exit with status 1 if letters were held back."""
     if json:
-        held = [{"id": name, "problem": problem} for name, (_, problem) in made.held_back.items()]
-        echo_json(jsonlib.dumps({"outcome": words, "ids": list(made.chosen), "held_back": held}, indent=1))
+        held_back = [{"id": name, "problem": problem} for name, (_, problem) in plan.held_back.items()]
+        echo_json(jsonlib.dumps({"outcome": words, "ids": list(plan.chosen), "held_back": held_back}, indent=1))
     else:
         out = console()
-        out.print(f"{len(made.chosen)} dead letters {words}")
-        for one, problem in list(made.held_back.values())[:_HELD_BACK_SHOWN]:
-            out.print(f"  not {one.id[:_ID_SHOWN]} ({one.position}): {problem}", markup=False, style="yellow")
-        if len(made.held_back) > _HELD_BACK_SHOWN:
-            out.print(f"  and {len(made.held_back) - _HELD_BACK_SHOWN} more", style="yellow")
-    unreadable(made.at)
-    if made.held_back:
+        out.print(f"{len(plan.chosen)} dead letters {words}")
+        for letter, problem in list(plan.held_back.values())[:_HELD_BACK_SHOWN]:
+            out.print(f"  not {letter.id[:_ID_SHOWN]} ({letter.position}): {problem}", markup=False, style="yellow")
+        if len(plan.held_back) > _HELD_BACK_SHOWN:
+            out.print(f"  and {len(plan.held_back) - _HELD_BACK_SHOWN} more", style="yellow")
+    print_unreadable(plan.at)
+    if plan.held_back:
         raise typer.Exit(1)

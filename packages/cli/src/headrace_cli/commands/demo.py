@@ -18,111 +18,109 @@ if TYPE_CHECKING:
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="A folder with a demo.toml.")] = Path("examples/email_agent"),
-    seed: Annotated[int, typer.Option(help="Of the world, the base model, the agent and the trainer.")] = 0,
-    short: Annotated[bool, typer.Option("--short", help="A smaller goal, for a quick look.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder with a demo.toml.")] = Path("examples/email_agent"),
+    seed: Annotated[int, typer.Option(help="Seed of the tasks, the base model, the agent and the trainer.")] = 0,
+    short: Annotated[bool, typer.Option("--short", help="Stop at a smaller goal.")] = False,
     signal: Annotated[
         str | None,
-        typer.Option(help="What the users say, one of the demo's [signals]: edits, corrections, thumbs or rewards."),
+        typer.Option(help="Kind of user feedback, one of the demo's [signals]: edits, corrections, thumbs or rewards."),
     ] = None,
     traffic_s: Annotated[
-        float | None, typer.Option(min=1.0, help="How long the agent works at most; default: what the demo says.")
+        float | None, typer.Option(min=1.0, help="Maximum time of the agent's work in seconds; default: the demo's.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Keep everything here; default: a folder that is removed at the end.")
-    ] = None,
-    cache: Annotated[Path, typer.Option(help="Where the base model is kept for the next run.")] = Path(".cache/demo"),
-    out: Annotated[Path, typer.Option(help="Where the report and its picture go.")] = Path("reports"),
-    name: Annotated[str, typer.Option(help="Of the report: NAME.json, and NAME.png of a single seed.")] = "demo",
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory to keep; default: a temporary one.")] = None,
+    cache: Annotated[Path, typer.Option(help="Folder in which the base model is cached.")] = Path(".cache/demo"),
+    out: Annotated[Path, typer.Option(help="Folder of the report and its chart.")] = Path("reports"),
+    name: Annotated[str, typer.Option(help="Name of the report: NAME.json, and NAME.png for a single seed.")] = "demo",
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="Play so many seeds from --seed on, and hold medians to what is promised."),
+        typer.Option(min=1, max=1000, help="Number of seeds, from --seed on, whose medians must keep the promises."),
     ] = None,
     settings: Overridden = None,
     pythons: Pythons = None,
 ) -> None:
-    """Watch an agent get better from its own calls, on this machine, with no GPU and no key.
+    """Watch an agent improve from its own calls, on this machine, without a GPU or an API key.
 
-    Builds a tiny base model, starts every service, lets the agent work through the gateway, and plays held-out tasks
-    against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
+    Builds a tiny base model, starts every service, lets the agent work through the gateway, and scores each new version
+    on held-out tasks before it takes over. Exit status 1 if the agent did not reach the goal.
     """
     from headrace_cli.demo import recipe
     from headrace_cli.demo.performance import Options
     from headrace_operations.supervisor.overrides import parse_assignments
     from headrace_operations.supervisor.plan import parse_pythons
 
-    found = recipe.read(folder)
+    demo_recipe = recipe.read(folder)
     if signal is not None:
-        found = found.with_signal(signal)
-    goal = found.short if short else found.goal
+        demo_recipe = demo_recipe.with_signal(signal)
+    goal = demo_recipe.short if short else demo_recipe.goal
     if traffic_s is not None:
         goal = goal.model_copy(update={"traffic_s_max": traffic_s})
-    given = parse_assignments(settings or [])
-    places = cache.absolute(), out.absolute()
-    options = Options(seed, goal, data_dir or Path(), *places, given, parse_pythons(pythons or []))
+    overrides = parse_assignments(settings or [])
+    folders = cache.absolute(), out.absolute()
+    options = Options(seed, goal, data_dir or Path(), *folders, overrides, parse_pythons(pythons or []))
     keep, path = data_dir is not None, out / f"{name}.json"
     if seeds is None:
-        good = _one(found, options, keep=keep, path=path)
+        reached_goal = _play_one_seed(demo_recipe, options, keep=keep, path=path)
     else:
-        good = _several(seeds, found, options, keep=keep, path=path)
-    if not good:
+        reached_goal = _play_seeds(seeds, demo_recipe, options, keep=keep, path=path)
+    if not reached_goal:
         raise typer.Exit(1)
 
 
-def _one(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
-    """Play one seed, and draw it."""
+def _play_one_seed(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
+    """Play one seed and draw its chart."""
     from headrace_cli.demo import plot
     from headrace_cli.demo.console_reporter import ConsoleReporter
 
     reporter = ConsoleReporter(console())
-    report = _played(recipe, options, reporter, keep=keep)
+    report = _play(recipe, options, reporter, keep=keep)
     report.write(path)
-    drawn = plot.draw(report, recipe.title, path.with_suffix(".png"))
+    has_chart = plot.draw(report, recipe.title, path.with_suffix(".png"))
     shortfalls = report.shortfalls(options.goal)
-    reporter.ended(report, shortfalls)
+    reporter.print_summary(report, shortfalls)
     reporter.table(recipe, [report])
-    reporter.showed(report.shown)
-    written = [path, *([path.with_suffix(".png")] if drawn else [])]
-    console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
+    reporter.print_example(report.shown)
+    files = [path, *([path.with_suffix(".png")] if has_chart else [])]
+    console().print(f"[dim]written: {', '.join(map(str, files))}[/]")
     return not shortfalls
 
 
-def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
-    """Play the seeds one after the other, each on services of its own. What is done is written after each."""
+def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
+    """Play the seeds one after the other, each with its own services, and write the report after each."""
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.seeds import SeedsReport
 
     reports: list[Report] = []
     for seed in range(options.seed, options.seed + count):
         reporter = ConsoleReporter(console())
-        place = options.data_dir / f"seed-{seed}"
-        reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
-        reporter.ended(reports[-1], [])
+        seed_dir = options.data_dir / f"seed-{seed}"
+        reports.append(_play(recipe, replace(options, seed=seed, data_dir=seed_dir), reporter, keep=keep))
+        reporter.print_summary(reports[-1], [])
         reporter.table(recipe, reports[-1:])
-        found = SeedsReport.of(recipe, options.goal, reports)
-        found.write(path)
-    reporter.showed(reports[0].shown)
+        seeds_report = SeedsReport.of(recipe, options.goal, reports)
+        seeds_report.write(path)
+    reporter.print_example(reports[0].shown)
     if count > 1:
         reporter.table(recipe, reports)
-    reporter.held(found)
+    reporter.print_promises(seeds_report)
     console().print(f"[dim]written: {path}[/]")
-    return found.holds
+    return seeds_report.holds
 
 
-def _played(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
-    """One seed; `keep` leaves what the services wrote in `options.data_dir`."""
+def _play(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
+    """Play one seed. `keep` keeps the data of the services in `options.data_dir`."""
     import asyncio
     import shutil
     import tempfile
 
     from headrace_cli.demo.runner import play
 
-    place = options.data_dir if keep else Path(tempfile.mkdtemp(prefix="headrace-demo-"))
+    data_dir = options.data_dir if keep else Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     try:
-        return asyncio.run(play(recipe, replace(options, data_dir=place), reporter))
+        return asyncio.run(play(recipe, replace(options, data_dir=data_dir), reporter))
     finally:
         if not keep:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(data_dir, ignore_errors=True)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -133,4 +131,4 @@ def add_to(app: typer.Typer) -> None:
         "examples/math_agent --seeds 5",
         "examples/werewolf --seeds 1",
     )
-    command(app, demo, "headrace demo", *(f"headrace demo {one}" for one in examples))
+    command(app, demo, "headrace demo", *(f"headrace demo {example}" for example in examples))

@@ -1,4 +1,4 @@
-"""`headrace evaluate`: what one exact version does on tasks, with intervals."""
+"""`headrace evaluate`: metrics of one exact version on tasks, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,54 +14,61 @@ from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo
 if TYPE_CHECKING:
     from headrace_operations.evaluation.runner import Evaluation
 
-_EXACT = 4
+_DIGITS = 4
 
 
 def evaluate(
     version: Annotated[
-        str, typer.Argument(help="Which version; none with --gate.", metavar="MODEL@DIGEST", show_default=False)
+        str,
+        typer.Argument(help="Version to evaluate; omitted with --gate.", metavar="MODEL@DIGEST", show_default=False),
     ] = "",
     *,
-    tasks: Annotated[Path, typer.Option(help="JSON lines, a task each.", metavar="FILE")],
+    tasks: Annotated[Path, typer.Option(help="File of tasks, JSON lines.", metavar="FILE")],
     metric: Annotated[
         list[str] | None,
         typer.Option(
             "--metric",
             "-m",
-            help="A name, or FILE.py:NAME; may be repeated. Default: what the tasks allow.",
+            help="Metric by name or as FILE.py:NAME; may be repeated. Default: all that apply to the tasks.",
             metavar="NAME",
         ),
     ] = None,
     agent: Annotated[
         str | None,
-        typer.Option(help="A function that plays a task; default: one that needs nothing.", metavar="FILE.py:NAME"),
+        typer.Option(help="Function that plays a task; default: the built-in agent.", metavar="FILE.py:NAME"),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="The gateway, with /v1; default: of what runs here.", metavar="URL")
+        str | None,
+        typer.Option(help="URL of the gateway with /v1; default: the gateway that runs here.", metavar="URL"),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="An API key of the gateway.", show_default=False)
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the gateway.", show_default=False)
     ] = None,
-    plays: Annotated[int, typer.Option(min=1, help="Of each task.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of sampling, and of what the agent draws.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Plays at a time.")] = 8,
-    max_calls: Annotated[int, typer.Option(min=1, help="Calls of the model in one play.")] = 8,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Default: the service's.")] = None,
-    gate: Annotated[bool, typer.Option("--gate", help="Be a gate's program: read plays from standard input.")] = False,
+    plays: Annotated[int, typer.Option(min=1, help="Number of plays of each task.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of the agent.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Number of concurrent plays.")] = 8,
+    max_calls: Annotated[int, typer.Option(min=1, help="Maximum number of model calls in one play.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens of each answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="Sampling temperature; default: that of the service.")
+    ] = None,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Serve as a gate program: read plays from standard input.")
+    ] = False,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Play tasks with one version and measure: success, steps, format, tools, arguments, recall, metrics of yours.
+    """Evaluate one version on tasks: success, steps, format, tools, arguments, recall and custom metrics.
 
-    Intervals are of 95 %: Wilson's for shares of single plays, else a bootstrap over tasks. Nothing of it is trained. A
-    play that fails ends the evaluation with status 1: it is no wrong answer.
+    Intervals are 95 % confidence intervals: Wilson's for binary values of single plays, otherwise a bootstrap over
+    tasks. The plays are never trained. A failed play ends the evaluation with status 1, because it is not a wrong
+    answer.
     """
     from headrace.errors import UsageError
     from headrace_operations.evaluation import gate_program, runner
     from headrace_operations.evaluation import tasks as files
 
-    chosen = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
     options = runner.EvaluationOptions(
         base_url=url or running(data_dir).base_url or "",
         key=key,
@@ -71,16 +78,16 @@ def evaluate(
         seed=seed,
         concurrency=concurrency,
         calls_max=max_calls,
-        body={name: value for name, value in chosen.items() if value is not None},
+        body={name: value for name, value in sampling.items() if value is not None},
     )
-    found = files.read(tasks)
+    loaded_tasks = files.read(tasks)
     if gate:
         if version:
-            raise UsageError(f"--gate: the registry says which versions are played; leave out {version}")
-        gate_program.serve(found, options)
+            raise UsageError(f"--gate: the registry chooses the versions; omit {version}")
+        gate_program.serve(loaded_tasks, options)
         return
     with progress(f"evaluating {version}") as tick:
-        result = runner.evaluate(version, found, options, tick)
+        result = runner.evaluate(version, loaded_tasks, options, tick)
     if json:
         echo_json(json_module.dumps(asdict(result), indent=1))
     else:
@@ -89,13 +96,19 @@ def evaluate(
 
 def _show(result: Evaluation) -> None:
     rows = [
-        (name, f"{one.mean:.{_EXACT}g}", f"{one.low:.{_EXACT}g} to {one.high:.{_EXACT}g}", str(one.count), one.interval)
-        for name, one in result.metrics.items()
+        (
+            name,
+            f"{measurement.mean:.{_DIGITS}g}",
+            f"{measurement.low:.{_DIGITS}g} to {measurement.high:.{_DIGITS}g}",
+            str(measurement.count),
+            measurement.interval,
+        )
+        for name, measurement in result.metrics.items()
     ]
     out = console()
     out.print(table(["metric", "mean>", "95 %", "plays>", "interval"], rows, f"{result.version}, {result.tasks} tasks"))
     for name, count in result.unmeasured.items():
-        out.print(f"{name}: {count} plays of tasks that say nothing about it", markup=False)
+        out.print(f"{name}: does not apply to {count} plays", markup=False)
 
 
 def add_to(app: typer.Typer) -> None:

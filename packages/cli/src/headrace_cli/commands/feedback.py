@@ -14,50 +14,56 @@ if TYPE_CHECKING:
 
 def feedback(
     value: Annotated[
-        float | None, typer.Argument(help="How good it was; leave it out to only attach something.", metavar="[VALUE]")
+        float | None, typer.Argument(help="Score of the session or responses; may be omitted.", metavar="[VALUE]")
     ] = None,
-    session: Annotated[str | None, typer.Option("--session", help="The session that is meant.", metavar="ID")] = None,
+    session: Annotated[str | None, typer.Option("--session", help="Session to judge.", metavar="ID")] = None,
     msg_ids: Annotated[
         list[str] | None,
-        typer.Option("--msg-id", help="A response id (chatcmpl-...) that is meant; may be repeated.", metavar="ID"),
+        typer.Option("--msg-id", help="Response to judge (chatcmpl-...); may be repeated.", metavar="ID"),
     ] = None,
-    source: Annotated[str, typer.Option(help="Who says so; sources are weighed by the scorer.")] = "feedback",
-    comment: Annotated[str | None, typer.Option(help="For people to read.")] = None,
+    source: Annotated[str, typer.Option(help="Source of the feedback; the scorer weighs sources.")] = "feedback",
+    comment: Annotated[str | None, typer.Option(help="Comment for people.")] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="A fact for reward functions; may be repeated.", metavar="NAME=VALUE"),
+        typer.Option(help="Fact for reward functions; may be repeated.", metavar="NAME=VALUE"),
     ] = None,
-    end: Annotated[bool, typer.Option("--end", help="The session is over with this.")] = False,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take earlier feedback of this source back.")] = False,
-    base_url: Annotated[str | None, typer.Option(help="The gateway, when it was not started by `up`.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="A key with the scope feedback.")] = None,
+    end: Annotated[bool, typer.Option("--end", help="End the session.")] = False,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw earlier feedback of this source.")] = False,
+    base_url: Annotated[
+        str | None, typer.Option(help="URL of the gateway; default: the gateway that runs here.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key with the scope feedback.")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Say how a session, or exactly some responses, went.
+    """Send feedback about a session or about single responses.
 
-    Early, late, or again: the last word of each source counts.
+    It may come at any time and be repeated: the last value of each source counts.
     """
     from headrace.client import Client
     from headrace_operations.errors import NotRunning
 
     url = base_url or running(data_dir).base_url
     if url is None:
-        raise NotRunning("no gateway was started here; name one with --base-url")
-    said: FeedbackOptions = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}
-    said["value"] = value
+        raise NotRunning("no gateway runs here; name one with --base-url")
+    options: FeedbackOptions = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}
+    options["value"] = value
     if session is not None:
-        said["session_id"] = session
+        options["session_id"] = session
     if comment is not None:
-        said["comment"] = comment
+        options["comment"] = comment
     if context:
         from headrace_operations.supervisor.overrides import parse_assignments
 
-        said["context"] = parse_assignments(context)  # type: ignore[typeddict-item]
+        options["context"] = parse_assignments(context)  # type: ignore[typeddict-item]
     with Client(url, api_key=api_key) as client:
-        feedback_id = client.feedback(**said)
+        feedback_id = client.feedback(**options)
     console().print(f"accepted as {feedback_id}")
     if feedback_id.teaches is False:
-        console().print(f"[yellow]it trains nothing: the turn is left out of training ({feedback_id.reason})[/]")
+        console().print(
+            f"[yellow]this feedback trains nothing: its turn is left out of training ({feedback_id.reason})[/]"
+        )
 
 
 def add_to(app: typer.Typer) -> None:

@@ -10,131 +10,130 @@ import typer
 from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, console, echo_json, table
 
 if TYPE_CHECKING:
-    from headrace_operations.lineage.sessions import Where, Whereabouts
-    from headrace_operations.lineage.versions import Why
+    from headrace_operations.lineage.sessions import RevisionTrace, SessionTrace
+    from headrace_operations.lineage.versions import VersionTrace
 
-Limit = Annotated[int, typer.Option(min=1, max=1000, help="Rows of a page.")]
-After = Annotated[int, typer.Option(min=0, help="Pass over so many rows.")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="Number of rows of a page.")]
+After = Annotated[int, typer.Option(min=0, help="Number of rows to skip.")]
 
 
 def why(
-    version: Annotated[str, typer.Argument(help="MODEL@DIGEST.", metavar="VERSION")],
-    whole: Annotated[
-        bool, typer.Option("--all", help="All that its weights hold, not only what came since its parent.")
+    version: Annotated[str, typer.Argument(help="Version, MODEL@DIGEST.", metavar="VERSION")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show everything that its weights contain, not only since its parent.")
     ] = False,
     limit: Limit = 50,
     after: After = 0,
     *,
-    at: BusOptions,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
-    """What a version was trained on: batches, sessions, rewards and offsets, from topics alone."""
+    """Show what a version was trained on: batches, sessions, rewards and offsets, from topics alone."""
     import asyncio
 
     from headrace.topics import connected
-    from headrace_operations.lineage.versions import why as ask
+    from headrace_operations.lineage.versions import trace_version
 
-    async def read() -> Why:
-        async with connected(at.address) as topics:
-            return await ask(topics, version, whole=whole, after=after, limit=limit)
+    async def read() -> VersionTrace:
+        async with connected(bus_options.address) as topics:
+            return await trace_version(topics, version, everything=everything, after=after, limit=limit)
 
-    found = asyncio.run(read())
+    trace = asyncio.run(read())
     if json:
-        _print_json(asdict_of(found))
+        _print_json(_trace_as_dict(trace))
     else:
-        _print_why(found, after)
+        _print_version_trace(trace, after)
 
 
 def where(
-    session: Annotated[str, typer.Argument(help="As the client named it.", metavar="SESSION")],
-    tenant: Annotated[str, typer.Option(help="Whose session it is.")] = "default",
+    session: Annotated[str, typer.Argument(help="Session id of the client.", metavar="SESSION")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the session.")] = "default",
     limit: Limit = 50,
     after: After = 0,
     *,
-    at: BusOptions,
+    bus_options: BusOptions,
     json: AsJson = False,
 ) -> None:
-    """Which experiences came of a session, and which versions were trained on them."""
+    """Show the experiences of a session and the versions that were trained on them."""
     import asyncio
 
     from headrace.topics import connected
-    from headrace_operations.lineage.sessions import where as ask
+    from headrace_operations.lineage.sessions import trace_session
 
-    async def read() -> Where:
-        async with connected(at.address) as topics:
-            return await ask(topics, session, tenant=tenant, after=after, limit=limit)
+    async def read() -> SessionTrace:
+        async with connected(bus_options.address) as topics:
+            return await trace_session(topics, session, tenant=tenant, after=after, limit=limit)
 
-    found = asyncio.run(read())
+    trace = asyncio.run(read())
     if json:
-        _print_json(asdict_of(found))
+        _print_json(_trace_as_dict(trace))
     else:
-        _print_where(found, after)
+        _print_session_trace(trace, after)
 
 
-def asdict_of(found: Why | Where) -> dict[str, object]:
-    """As JSON shows it; batches are values of an event."""
-    made = asdict(found)
-    if "batches" in made:
-        made["batches"] = [batch.model_dump(mode="json") for batch in made["batches"]]
-    return made
+def _trace_as_dict(trace: VersionTrace | SessionTrace) -> dict[str, object]:
+    """Convert a trace to the fields of the JSON output."""
+    fields = asdict(trace)
+    if "batches" in fields:
+        fields["batches"] = [batch.model_dump(mode="json") for batch in fields["batches"]]
+    return fields
 
 
-def _print_json(found: dict[str, object]) -> None:
+def _print_json(fields: dict[str, object]) -> None:
     import json
 
-    echo_json(json.dumps(found))
+    echo_json(json.dumps(fields))
 
 
-def _print_why(found: Why, after: int) -> None:
+def _print_version_trace(trace: VersionTrace, after: int) -> None:
     out = console()
-    since = "ever" if found.since_account < 0 else f"since its parent {found.parent}"
+    since = "ever" if trace.since_account < 0 else f"since its parent {trace.parent}"
     out.print(
-        f"[bold]{found.version}[/] of lineage {found.lineage}, save {found.account}: {found.total} revisions {since}"
+        f"[bold]{trace.version}[/] of lineage {trace.lineage}, save {trace.account}: {trace.total} revisions {since}"
     )
-    if found.batches:
-        steps = [batch.step for batch in found.batches]
+    if trace.batches:
+        steps = [batch.step for batch in trace.batches]
         out.print(f"{len(steps)} batches, steps {min(steps)} to {max(steps)}")
     rows = [
         (
-            one.session_id or "gone",
-            f"{one.experience_id}#{one.revision}",
-            _reward(one.reward),
-            " ".join(f"{source}={value:g}" for source, value in one.parts.items()),
-            "-" if one.offset is None else f"{one.partition}@{one.offset}",
-            str(one.account),
+            entry.session_id or "deleted",
+            f"{entry.experience_id}#{entry.revision}",
+            _reward(entry.reward),
+            " ".join(f"{source}={value:g}" for source, value in entry.parts.items()),
+            "-" if entry.offset is None else f"{entry.partition}@{entry.offset}",
+            str(entry.account),
         )
-        for one in found.entries
+        for entry in trace.entries
     ]
     out.print(table(["session", "experience", "reward>", "from", "offset", "save>"], rows))
-    _more(after, len(rows), found.total)
+    _print_next_page(after, len(rows), trace.total)
 
 
-def _print_where(found: Where, after: int) -> None:
+def _print_session_trace(trace: SessionTrace, after: int) -> None:
     out = console()
-    for run in found.runs:
+    for run in trace.runs:
         out.print(f"run {run.trajectory_id}: {len(run.turn_ids)} turns" + (f", {run.held_out}" if run.held_out else ""))
         for turn_id, reason in run.left_out.items():
             out.print(f"  {turn_id} is in no experience: {reason}", markup=False)
     rows = [
         (
-            f"{one.experience_id}#{one.revision}",
-            _reward(one.reward) if one.no_reward is None else one.no_reward,
-            f"{one.partition}@{one.offset}",
-            _fates(one),
+            f"{entry.experience_id}#{entry.revision}",
+            _reward(entry.reward) if entry.no_reward is None else entry.no_reward,
+            f"{entry.partition}@{entry.offset}",
+            _statuses(entry),
         )
-        for one in found.entries
+        for entry in trace.entries
     ]
-    out.print(table(["experience", "reward>", "offset", "what became of it"], rows, found.session_id))
-    _more(after, len(rows), found.total)
+    out.print(table(["experience", "reward>", "offset", "training"], rows, trace.session_id))
+    _print_next_page(after, len(rows), trace.total)
 
 
-def _fates(one: Whereabouts) -> str:
+def _statuses(revision: RevisionTrace) -> str:
     words = []
-    for fate in one.fates:
-        what = f"{fate.outcome} {fate.reason}" if fate.reason else fate.outcome
-        words.append(
-            f"{fate.lineage}: {what} (save {fate.account}){f', first in {fate.version}' if fate.version else ''}"
-        )
+    for status in revision.fates:
+        outcome = f"{status.outcome} {status.reason}" if status.reason else status.outcome
+        version = f", first in {status.version}" if status.version else ""
+        words.append(f"{status.lineage}: {outcome} (save {status.account}){version}")
     return "; ".join(words) or "waits"
 
 
@@ -142,12 +141,12 @@ def _reward(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _more(after: int, shown: int, total: int) -> None:
-    if after + shown < total:
-        console().print(f"{shown} of {total}; the next page is --after {after + shown}")
+def _print_next_page(after: int, rows: int, total: int) -> None:
+    if after + rows < total:
+        console().print(f"{rows} of {total}; the next page is --after {after + rows}")
 
 
-sessions = typer.Typer(cls=Commands, no_args_is_help=True, help="What became of a session.")
+sessions = typer.Typer(cls=Commands, no_args_is_help=True, help="Trace sessions through training.")
 
 
 def add_to(parent: typer.Typer, models: typer.Typer) -> None:

@@ -19,39 +19,42 @@ _HIDDEN = {"event", "level", "time", "logger", "service"}
 _POLL_S = 0.2
 
 
-def _logs() -> list[str]:
+def _log_names() -> list[str]:
     return sorted(path.stem for path in (folder(None) / "logs").glob("*.log"))
 
 
 def logs(
     service: Annotated[
-        str | None, typer.Argument(help="Only this service.", metavar="[SERVICE]", autocompletion=_logs)
+        str | None,
+        typer.Argument(help="Show only this service.", metavar="[SERVICE]", autocompletion=_log_names),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of each service.")] = 20,
-    raw: Annotated[bool, typer.Option("--raw", help="Lines as they were written, JSON usually.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue with new lines as they are written.")
+    ] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of lines of each service.")] = 20,
+    raw: Annotated[bool, typer.Option("--raw", help="Print lines as they were written, usually JSON.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Show what services wrote, the oldest first; also of services that do not run any more."""
+    """Show the logs of the services, oldest lines first; also of services that do not run."""
     from headrace.errors import UsageError
 
-    where = folder(data_dir) / "logs"
-    paths = sorted(where.glob("*.log"))
+    log_dir = folder(data_dir) / "logs"
+    paths = sorted(log_dir.glob("*.log"))
     if service is not None:
         paths = [path for path in paths if path.stem == service]
     if not paths:
-        known = ", ".join(path.stem for path in sorted(where.glob("*.log"))) or "none"
-        raise UsageError(f"no log of {service or 'any service'} in {where}; there are: {known}")
+        names = ", ".join(path.stem for path in sorted(log_dir.glob("*.log"))) or "none"
+        raise UsageError(f"{log_dir}: has no log of {service or 'any service'}; it has the logs of: {names}")
     tails = [Tail(path) for path in paths]
-    found = [(line, tail.name) for tail in tails for line in tail.last(lines)]
-    _show(sorted(found, key=lambda pair: _time(pair[0])), paths, raw)
+    log_lines = [(line, tail.name) for tail in tails for line in tail.last(lines)]
+    _show(sorted(log_lines, key=lambda pair: _time(pair[0])), paths, raw)
     while follow:
         _show([(line, tail.name) for tail in tails for line in tail.new()], paths, raw)
         time.sleep(_POLL_S)
 
 
 class Tail:
-    """A log that is being written and, once in a while, rotated."""
+    """Reader of a log that is written and sometimes rotated meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.stem
@@ -60,11 +63,12 @@ class Tail:
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
-        kept: deque[bytes] = deque(self._file, maxlen=count)
-        return [line.decode("utf-8", "replace").rstrip("\n") for line in kept]
+        """Return the last `count` lines."""
+        last_lines: deque[bytes] = deque(self._file, maxlen=count)
+        return [line.decode("utf-8", "replace").rstrip("\n") for line in last_lines]
 
     def new(self) -> Iterator[str]:
-        """Whole lines since the last call, those of a file that was rotated away first."""
+        """Yield complete lines since the last call, first those of a file that was rotated."""
         yield from self._lines()
         if self._path.exists() and self._path.stat().st_ino != _inode(self._file.fileno()):
             yield from self._lines()
@@ -73,8 +77,8 @@ class Tail:
             yield from self._lines()
 
     def _lines(self) -> Iterator[str]:
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in whole:
+        *complete_lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in complete_lines:
             yield line.decode("utf-8", "replace")
 
 
@@ -84,40 +88,40 @@ def _inode(descriptor: int) -> int:
     return os.fstat(descriptor).st_ino
 
 
-def _parsed(line: str) -> dict[str, object] | None:
+def _parse_line(line: str) -> dict[str, object] | None:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return fields if isinstance(fields, dict) else None
 
 
 def _time(line: str) -> str:
-    parsed = _parsed(line)
+    parsed = _parse_line(line)
     return str(parsed.get("time", "")) if parsed else ""
 
 
-def _show(found: list[tuple[str, str]], paths: list[Path], raw: bool) -> None:
+def _show(log_lines: list[tuple[str, str]], paths: list[Path], raw: bool) -> None:
     from rich.text import Text
 
     names = [path.stem for path in paths]
     width = max(map(len, names))
     out = console()
-    for line, name in found:
-        parsed = None if raw else _parsed(line)
+    for line, name in log_lines:
+        parsed = None if raw else _parse_line(line)
         prefix = Text(f"{name:<{width}} ", style=_COLOURS[names.index(name) % len(_COLOURS)])
-        text = Text(line) if parsed is None else _pretty(parsed)
+        text = Text(line) if parsed is None else _format_entry(parsed)
         out.print(text if raw and len(names) == 1 else prefix + text)
 
 
-def _pretty(entry: dict[str, object]) -> object:
+def _format_entry(entry: dict[str, object]) -> object:
     from rich.text import Text
 
     level = str(entry.get("level", ""))
-    more = " ".join(f"{name}={value}" for name, value in entry.items() if name not in _HIDDEN | {"exception"})
+    fields = " ".join(f"{name}={value}" for name, value in entry.items() if name not in _HIDDEN | {"exception"})
     text = Text(f"{str(entry.get('time', ''))[11:19]} ", style="dim")
     text.append(f"{entry.get('event', '')} ", style=_LEVELS.get(level, "bold"))
-    text.append(more)
+    text.append(fields)
     if "exception" in entry:
         text.append(f"\n{entry['exception']}", style="red")
     return text

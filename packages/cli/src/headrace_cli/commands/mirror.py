@@ -10,73 +10,75 @@ import typer
 from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
 
 if TYPE_CHECKING:
-    from headrace_operations.mirror import Mirrored
+    from headrace_operations.mirror import MirrorResult
 
 
 def mirror(
-    to: Annotated[str, typer.Option("--to", help="The bus that gets the copy.", metavar="HOST:PORT")],
+    to: Annotated[str, typer.Option("--to", help="Target bus.", metavar="HOST:PORT")],
     bus: Annotated[
         str | None,
-        typer.Option("--from", help="The bus to copy, when it was not started by `up`.", metavar="HOST:PORT"),
+        typer.Option("--from", help="Source bus; default: the bus that runs here.", metavar="HOST:PORT"),
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(help="Leave this topic out; may be repeated.", metavar="TOPIC")
+        list[str] | None, typer.Option(help="Exclude this topic; may be repeated.", metavar="TOPIC")
     ] = None,
-    replication: Annotated[
-        int, typer.Option(min=1, help="Replication factor of the topics that are created there.")
-    ] = 1,
+    replication: Annotated[int, typer.Option(min=1, help="Replication factor of new topics on the target.")] = 1,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Copy the bus to another one, usually the embedded broker's to Kafka: topics, records and who has read how far.
+    """Copy a bus to another one, usually the embedded broker to Kafka: topics, records and group positions.
 
-    Records keep their offsets, and each partition is compared in the end. It may be killed at any moment and run again;
-    nothing is written twice. Exit status 1 when the copy is not the whole yet, because something still uses the source.
+    Records keep their offsets, and each partition is compared at the end. The command may be interrupted and run again;
+    no record is written twice. Exit status 1 if the copy is incomplete because the source is still in use.
     """
     import asyncio
 
     from headrace_operations.mirror import mirror as copy
 
     source = bus or running(data_dir).bus
-    with progress("looking") as tick:
-        made = asyncio.run(copy(source, to, without=without or (), replication=replication, report=tick))
+    with progress("connecting") as tick:
+        result = asyncio.run(copy(source, to, without=without or (), replication=replication, report=tick))
     if json:
-        echo_json(jsonlib.dumps(_as_json(made), indent=1))
+        echo_json(jsonlib.dumps(_as_json(result), indent=1))
     else:
-        _print(made, source, to)
-    if made.moving:
+        _print(result, source, to)
+    if result.moving:
         raise typer.Exit(1)
 
 
-def _print(made: Mirrored, source: str, target: str) -> None:
+def _print(result: MirrorResult, source: str, target: str) -> None:
     out = console()
-    rows = [(one.topic, str(one.partition), str(one.records), one.digest[:16]) for one in made.checked if one.records]
+    rows = [
+        (check.topic, str(check.partition), str(check.records), check.digest[:16])
+        for check in result.checked
+        if check.records
+    ]
     out.print(table(["topic", "partition>", "records>", "equal on both, sha256"], rows))
-    for group, places in sorted(made.positions.items()):
-        out.print(f"group {group}: positions on {len(places)} partitions", markup=False)
-    if made.moving:
-        out.print(f"[yellow]equal up to where it ended, but {source} is still in use: {'; '.join(made.moving)}[/]")
-        out.print("[yellow]stop everything but the broker and run the same again[/]")
+    for group, offsets in sorted(result.positions.items()):
+        out.print(f"group {group}: positions on {len(offsets)} partitions", markup=False)
+    if result.moving:
+        out.print(f"[yellow]equal up to the copied end, but {source} is still in use: {'; '.join(result.moving)}[/]")
+        out.print("[yellow]stop everything but the broker and run the same command again[/]")
         return
-    out.print(f"[green]{target} holds everything that {source} holds[/]")
-    out.print(f"start the services with [bold]--set bus.address={target}[/]; the rest is in docs/growing.md")
+    out.print(f"[green]{target} is a complete copy of {source}[/]")
+    out.print(f"start the services with [bold]--set bus.address={target}[/]; docs/growing.md has the next steps")
 
 
-def _as_json(made: Mirrored) -> dict[str, Any]:
+def _as_json(result: MirrorResult) -> dict[str, Any]:
     return {
         "partitions": [
-            {"topic": one.topic, "partition": one.partition, "records": one.records, "sha256": one.digest}
-            for one in made.checked
+            {"topic": check.topic, "partition": check.partition, "records": check.records, "sha256": check.digest}
+            for check in result.checked
         ],
         "groups": {
             group: [
-                {"topic": place.topic, "partition": place.partition, "offset": offset}
-                for place, (offset, _) in sorted(places.items())
+                {"topic": partition.topic, "partition": partition.partition, "offset": offset}
+                for partition, (offset, _) in sorted(offsets.items())
             ]
-            for group, places in sorted(made.positions.items())
+            for group, offsets in sorted(result.positions.items())
         },
-        "complete": not made.moving,
-        "moving": made.moving,
+        "complete": not result.moving,
+        "moving": result.moving,
     }
 
 

@@ -8,93 +8,97 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.model_options import Name, RegistryOptions, VersionName, Why, find, full_name, parted
+from headrace_cli.commands.model_options import Name, RegistryOptions, VersionName, Why, find, full_name, split_version
 from headrace_cli.commands.shared import AsJson, Config, command, console, echo_json, table
 
 if TYPE_CHECKING:
     from headrace_schemas.blobs import BlobRef
     from headrace_schemas.registry_api import ModelState
 
-Folder = Annotated[Path, typer.Argument(help="A folder as Hugging Face or PEFT write it.", metavar="FOLDER")]
+Folder = Annotated[
+    Path, typer.Argument(help="Folder of a model in Hugging Face's layout or of a PEFT adapter.", metavar="FOLDER")
+]
 Label = Annotated[
-    str | None, typer.Option("--version-label", help="A name for this version alone, such as v1.0.", metavar="LABEL")
+    str | None, typer.Option("--version-label", help="Label of the version, such as v1.0.", metavar="LABEL")
 ]
 
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What a folder's version shall be."""
+    """Options of the version that is made from a folder."""
 
     version_label: Label = None
     base: Annotated[
         str | None,
-        typer.Option("--base", help="Of an adapter: the version that it applies to.", metavar="MODEL@DIGEST"),
+        typer.Option("--base", help="Base version of an adapter.", metavar="MODEL@DIGEST"),
     ] = None
-    serve: Annotated[bool, typer.Option("--serve", help="Have replicas load it now.")] = False
+    serve: Annotated[bool, typer.Option("--serve", help="Let replicas load the version now.")] = False
     why: Why = ""
     config: Config = None
 
 
 def register(
     folder: Folder,
-    name: Annotated[str, typer.Option("--name", help="The model's name.", metavar="MODEL")],
+    name: Annotated[str, typer.Option("--name", help="Name of the model.", metavar="MODEL")],
     *,
-    wanted: FolderOptions,
-    at: RegistryOptions,
+    options: FolderOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Make a version of a model that nobody trains: an opponent, a teacher, a judge, v1.0 beside v1.1.
+    """Register a fixed version, for example an opponent, a teacher or a judge.
 
-    The folder is loaded as a replica loads it and has to answer as transformers' own code does; then its files go into
-    the blob store. What it answers is captured and never trained.
+    The folder is loaded as a replica would load it, and its output is compared with that of transformers. Then its
+    files are stored in the blob store. Turns of a fixed version are captured and never trained.
     """
-    _take(folder, name, wanted, at)
+    _register_folder(folder, name, options, registry)
 
 
 def import_(
     folder: Folder,
     name: Annotated[
-        str | None, typer.Option("--name", help="The model's name; default: the exported one's.", metavar="MODEL")
+        str | None, typer.Option("--name", help="Name of the model; default: that of the export.", metavar="MODEL")
     ] = None,
     *,
-    wanted: FolderOptions,
-    at: RegistryOptions,
+    options: FolderOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Take a folder that `export` wrote, as the very same version, or any other folder as a new one.
+    """Import a folder: one that `export` wrote as the same version, any other folder as a new version.
 
-    An exported folder is checked file by file against its manifest.
+    The files of an exported folder are checked against its manifest.
     """
-    _take(folder, name, wanted, at)
+    _register_folder(folder, name, options, registry)
 
 
-def _take(folder: Path, name: str | None, wanted: FolderOptions, at: RegistryOptions) -> None:
+def _register_folder(folder: Path, name: str | None, options: FolderOptions, registry: RegistryOptions) -> None:
     import asyncio
 
     from headrace_operations.catalog import importing
 
-    with at.open() as api:
-        below: BlobRef | None = None
-        if wanted.base is not None:
-            below = find(api, *parted(wanted.base)).manifest
+    with registry.open() as api:
+        base_manifest: BlobRef | None = None
+        if options.base is not None:
+            base_manifest = find(api, *split_version(options.base)).manifest
         with console().status(f"loading {folder} as a replica would"):
-            made = asyncio.run(importing.stored(folder.absolute(), name, below, _environ(at, wanted.config)))
-        importing.register(api, made, label=wanted.version_label, serve=wanted.serve, why=wanted.why)
-    model, label = made.version.partition("@")[0], wanted.version_label
-    console().print(f"[bold]{made.version}[/] is registered" + (f" as {model}:{label}" if label else ""))
-    if not wanted.serve:
-        console().print(f"serve it with [bold]headrace models serve {model} {label or made.version}[/]")
+            stored = asyncio.run(
+                importing.store_folder(folder.absolute(), name, base_manifest, _environ(registry, options.config))
+            )
+        importing.register(api, stored, label=options.version_label, serve=options.serve, why=options.why)
+    model, label = stored.version.partition("@")[0], options.version_label
+    console().print(f"[bold]{stored.version}[/] is registered" + (f" as {model}:{label}" if label else ""))
+    if not options.serve:
+        console().print(f"serve it with [bold]headrace models serve {model} {label or stored.version}[/]")
 
 
 def export(
-    version: Annotated[str, typer.Argument(help="MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")],
-    folder: Annotated[Path, typer.Argument(help="A new folder.", metavar="FOLDER")],
-    merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: whole weights, base and adapter.")] = False,
+    version: Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")],
+    folder: Annotated[Path, typer.Argument(help="New folder.", metavar="FOLDER")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base.")] = False,
     config: Config = None,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Write a version as a folder: whole weights for transformers and vLLM, an adapter for PEFT and vLLM.
+    """Export a version to a folder: full weights for transformers and vLLM, an adapter for PEFT and vLLM.
 
-    The folder's manifest makes the very same version of it again with `import`. What is merged is a new model.
+    `import` restores the same version from the folder's manifest. A merged export is a new model.
     """
     import asyncio
 
@@ -102,43 +106,47 @@ def export(
     from headrace_operations.catalog import exporting, importing
 
     exporting.check_empty(folder)
-    with at.open() as api:
-        found = find(api, *parted(version))
-        if found.manifest is None or found.collected:
-            raise UsageError(f"{found.id}: its files are gone; register them again to bring it back")
-        if merge and found.base is None:
-            raise UsageError(f"{found.id} has whole weights already; leave --merge out")
-        if merge and found.base is not None:
-            below = find(api, *parted(found.base)).manifest
-            assert below is not None
-            with console().status(f"merging {found.id} into {found.base}"):
-                asyncio.run(importing.merged(found.manifest, below, folder.absolute(), _environ(at, config)))
+    with registry.open() as api:
+        state = find(api, *split_version(version))
+        if state.manifest is None or state.collected:
+            raise UsageError(f"{state.id}: its files were collected; register them again to restore the version")
+        if merge and state.base is None:
+            raise UsageError(f"{state.id}: has full weights already; omit --merge")
+        if merge and state.base is not None:
+            base_manifest = find(api, *split_version(state.base)).manifest
+            assert base_manifest is not None
+            with console().status(f"merging {state.id} into {state.base}"):
+                asyncio.run(
+                    importing.merge_adapter(
+                        state.manifest, base_manifest, folder.absolute(), _environ(registry, config)
+                    )
+                )
         else:
-            size_bytes = exporting.export(exporting.manifest_of(found.manifest), folder)
+            size_bytes = exporting.export(exporting.fetch_manifest(state.manifest), folder)
             console().print(f"{size_bytes / 1e6:,.1f} MB")
-    console().print(f"{found.id} is in [bold]{folder}[/]")
-    if found.base and not merge:
-        console().print(f"it is an adapter of {found.base}, which `export` writes, too")
+    console().print(f"{state.id} is in [bold]{folder}[/]")
+    if state.base and not merge:
+        console().print(f"it is an adapter of {state.base}; export the base with `export` as well")
 
 
-def serve(name: Name, version: VersionName, why: Why = "", *, at: RegistryOptions) -> None:
-    """Have replicas load and probe a version beside what they serve. Clients reach it as MODEL@DIGEST or MODEL:LABEL.
+def serve(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
+    """Let replicas load and probe a version in addition to those that they serve.
 
-    The first version of a model that nobody trains becomes its champion by this, so `model: NAME` reaches it.
+    Clients call it as MODEL@DIGEST or MODEL:LABEL. The first served version of an untrained model becomes its champion.
     """
     from headrace_schemas.catalog import ServeRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
         api.ask("POST", f"/v1/models/{name}/serve", _state(), ServeRequest(version=full, why=why))
     console().print(f"{full} will be served; follow it with [bold]headrace models show {name}[/]")
 
 
-def unserve(name: Name, version: VersionName, why: Why = "", *, at: RegistryOptions) -> None:
-    """Let replicas drop a version that was served because somebody asked for it."""
+def unserve(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
+    """Unload a version that is served because of `serve`."""
     from headrace_schemas.catalog import ServeRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
         api.ask("POST", f"/v1/models/{name}/unserve", _state(), ServeRequest(version=full, why=why))
     console().print(f"{full} is not served any more")
@@ -146,25 +154,27 @@ def unserve(name: Name, version: VersionName, why: Why = "", *, at: RegistryOpti
 
 def alias(
     name: Name,
-    alias: Annotated[str, typer.Argument(help="Such as stable.", metavar="ALIAS")],
-    version: Annotated[str | None, typer.Argument(help="What it shall name; left out: remove it.")] = None,
+    alias: Annotated[str, typer.Argument(help="Alias, such as stable.", metavar="ALIAS")],
+    version: Annotated[
+        str | None, typer.Argument(help="New version of the alias; omit it to remove the alias.")
+    ] = None,
     expect: Annotated[
         str | None,
         typer.Option(
-            "--expect", help="What it names now, or `nothing`; default: what is read first.", metavar="VERSION"
+            "--expect", help="Present version of the alias, or `nothing`; default: read before.", metavar="VERSION"
         ),
     ] = None,
     why: Why = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Move an alias, if it still names what you think it does: of two who move it at once, one is told so.
+    """Move an alias if it has the expected version, so that of two concurrent moves one fails.
 
-    Clients reach it as MODEL:ALIAS. What an alias names is served, and is not retired.
+    Clients call it as MODEL:ALIAS. The version of an alias is served and cannot be retired.
     """
     from headrace_schemas.catalog import AliasesRequest, AliasMove
 
-    with at.open() as api:
+    with registry.open() as api:
         if expect is None:
             expected = api.model(name).aliases.get(alias)
         else:
@@ -172,22 +182,24 @@ def alias(
         target = full_name(api, name, version) if version else None
         moves = {alias: AliasMove(version=target, expected=expected)}
         api.ask("POST", f"/v1/models/{name}/aliases", _state(), AliasesRequest(moves=moves, why=why))
-    console().print(f"{name}:{alias} names [bold]{target or 'nothing'}[/], before that {expected or 'nothing'}")
+    console().print(f"{name}:{alias} is [bold]{target or 'nothing'}[/]; before it was {expected or 'nothing'}")
 
 
 def tag(
     name: Name,
     version: VersionName,
-    add: Annotated[list[str] | None, typer.Option("--add", help="May be repeated.", metavar="TAG")] = None,
-    remove: Annotated[list[str] | None, typer.Option("--remove", help="May be repeated.", metavar="TAG")] = None,
+    add: Annotated[list[str] | None, typer.Option("--add", help="Tag to add; may be repeated.", metavar="TAG")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", help="Tag to remove; may be repeated.", metavar="TAG")
+    ] = None,
     why: Why = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Tag a version, or remove tags."""
+    """Add tags to a version or remove them."""
     from headrace_schemas.catalog import TagsRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
         request = TagsRequest(version=full, add=tuple(add or ()), remove=tuple(remove or ()), why=why)
         api.ask("POST", f"/v1/models/{name}/tags", _state(), request)
@@ -196,108 +208,110 @@ def tag(
 
 
 def note(
-    name: Name, version: VersionName, text: Annotated[str, typer.Argument(metavar="TEXT")], *, at: RegistryOptions
+    name: Name, version: VersionName, text: Annotated[str, typer.Argument(metavar="TEXT")], *, registry: RegistryOptions
 ) -> None:
-    """Write something down about a version. Notes stay as they are."""
+    """Add a note to a version. Notes cannot be changed."""
     from headrace_schemas.catalog import NoteRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
         api.ask("POST", f"/v1/models/{name}/notes", _state(), NoteRequest(version=full, text=text))
-    console().print(f"noted about {full}")
+    console().print(f"the note is added to {full}")
 
 
-def notes(name: Name, version: VersionName, *, at: RegistryOptions) -> None:
-    """What was written down about a version."""
+def notes(name: Name, version: VersionName, *, registry: RegistryOptions) -> None:
+    """List the notes of a version."""
     from headrace_schemas.catalog import NoteList
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
-        found = api.ask("GET", f"/v1/models/{name}/notes?version={full}", NoteList).data
-    rows = [(f"{one.at:%Y-%m-%d %H:%M}", one.who, one.text) for one in found]
+        version_notes = api.ask("GET", f"/v1/models/{name}/notes?version={full}", NoteList).data
+    rows = [(f"{entry.at:%Y-%m-%d %H:%M}", entry.who, entry.text) for entry in version_notes]
     console().print(table(["when", "who", "note"], rows, full))
 
 
-def retire(name: Name, version: VersionName, why: Why = "", *, at: RegistryOptions) -> None:
-    """Let a version never serve again. Refused for what has a role, an alias or a pin, or is served."""
+def retire(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
+    """Retire a version for good. Refused if it is served or has a role, an alias or a pin."""
     from headrace_schemas.catalog import RetireRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         full = full_name(api, name, version)
         api.ask("POST", f"/v1/models/{name}/retire", _state(), RetireRequest(version=full, why=why))
-    console().print(f"{full} is retired; [bold]headrace models collect[/] says what its files take")
+    console().print(f"{full} is retired; [bold]headrace models collect[/] shows the size of its files")
 
 
 def collect(
-    really: Annotated[bool, typer.Option("--really", help="Remove it; without this it is a dry run.")] = False,
+    really: Annotated[
+        bool, typer.Option("--really", help="Remove the files; without this option nothing is removed.")
+    ] = False,
     why: Why = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """Remove the files of retired versions that nobody needs: no role, alias, pin, adapter, lineage or rollout.
+    """Remove the files of retired versions without a role, alias, pin, adapter, lineage or rollout.
 
-    Manifests stay, so that a version can be explained for ever.
+    Manifests are kept, so that a version can always be explained.
     """
     from headrace_schemas.catalog import GarbageReport, GarbageRequest
 
-    with at.open() as api:
+    with registry.open() as api:
         report = api.ask("POST", "/v1/garbage", GarbageReport, GarbageRequest(dry_run=not really, why=why))
     if json:
         echo_json(report.model_dump_json())
         return
-    rows = [(one.version, str(one.files), f"{one.size_bytes / 1e6:,.1f}", "") for one in report.collected]
-    rows += [(one.version, "-", "-", "; ".join(one.needed_by)) for one in report.kept]
+    rows = [(entry.version, str(entry.files), f"{entry.size_bytes / 1e6:,.1f}", "") for entry in report.collected]
+    rows += [(entry.version, "-", "-", "; ".join(entry.needed_by)) for entry in report.kept]
     console().print(table(["version", "files>", "MB>", "needed by"], rows))
-    done = "would be removed; do it with --really" if report.dry_run else "were removed"
-    console().print(f"{report.size_bytes / 1e6:,.1f} MB {done}")
+    outcome = "would be removed; remove them with --really" if report.dry_run else "were removed"
+    console().print(f"{report.size_bytes / 1e6:,.1f} MB {outcome}")
 
 
 def audit(
-    name: Annotated[str | None, typer.Argument(help="Only of this model.", metavar="MODEL")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest first.")] = 50,
-    before: Annotated[int | None, typer.Option(help="Only those with a smaller number.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show only this model.", metavar="MODEL")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of entries, newest first.")] = 50,
+    before: Annotated[int | None, typer.Option(help="Show only entries with a smaller number.")] = None,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """Who changed what, when and why. `proved` is what the key shows, `who` is what the asker says."""
+    """List changes with author, time and reason. `proved` is the owner of the key, `who` is the stated author."""
     from urllib.parse import urlencode
 
     from headrace_schemas.catalog import AuditList
 
-    asked = {"limit": limit, "model": name, "before": before}
-    query = urlencode({key: value for key, value in asked.items() if value is not None})
-    with at.open() as api:
-        found = api.ask("GET", f"/v1/audit?{query}", AuditList)
+    parameters = {"limit": limit, "model": name, "before": before}
+    query = urlencode({key: value for key, value in parameters.items() if value is not None})
+    with registry.open() as api:
+        entries = api.ask("GET", f"/v1/audit?{query}", AuditList)
     if json:
-        echo_json(found.model_dump_json())
+        echo_json(entries.model_dump_json())
         return
     rows = [
         (
-            str(e.number),
-            f"{e.at:%Y-%m-%d %H:%M:%S}",
-            e.principal,
-            e.who,
-            e.action,
-            e.version or e.model,
-            e.detail,
-            e.why,
+            str(entry.number),
+            f"{entry.at:%Y-%m-%d %H:%M:%S}",
+            entry.principal,
+            entry.who,
+            entry.action,
+            entry.version or entry.model,
+            entry.detail,
+            entry.why,
         )
-        for e in found.data
+        for entry in entries.data
     ]
     console().print(table(["#>", "when", "proved", "who", "what", "of", "detail", "why"], rows))
 
 
-def _environ(at: RegistryOptions, config: Path | None) -> dict[str, str]:
-    """The settings of the program, as `up` has them here."""
+def _environ(registry: RegistryOptions, config: Path | None) -> dict[str, str]:
+    """Return the environment of the importer with the settings of this data directory."""
     import os
 
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of
 
     overrides = Overrides(config, {}, os.environ)
-    overrides.set("data_dir", data_dir_of(at.data_dir, overrides))
+    overrides.set("data_dir", data_dir_of(registry.data_dir, overrides))
     return overrides.environ
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.model_options import RegistryOptions, find, parted
+from headrace_cli.commands.model_options import RegistryOptions, find, split_version
 from headrace_cli.commands.shared import AsJson, command, console, echo_json, running, table
 
 if TYPE_CHECKING:
@@ -15,49 +15,53 @@ if TYPE_CHECKING:
     from headrace_operations.catalog.prompts import Pair
     from headrace_operations.lineage.difference import DataDifference
 
-One = Annotated[str, typer.Argument(help="MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
+VersionArgument = Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
 
 
 def diff(
-    before: One,
-    after: One,
-    ask: Annotated[bool, typer.Option("--ask", help="Have both answer eight prompts; both have to be served.")] = False,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="A key of the gateway, for --ask.")] = None,
+    before: VersionArgument,
+    after: VersionArgument,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Let both versions answer eight prompts; both must be served.")
+    ] = False,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="API key of the gateway, for --ask.")] = None,
     bus: Annotated[
-        str | None, typer.Option("--bus", help="The bus, when `up` does not run here.", metavar="HOST:PORT")
+        str | None, typer.Option("--bus", help="Address of the bus, unless `up` runs here.", metavar="HOST:PORT")
     ] = None,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """Compare two versions: settings and files, what they were trained on, scores, and what they answer.
+    """Compare two versions: settings and files, training data, scores and answers.
 
-    What they answer to the fixed tokens of the fingerprint costs nothing; `--ask` shows prompts and answers.
+    Logprobs of fixed tokens come from the fingerprints without any call; `--ask` compares answers to prompts.
     """
     from headrace_operations.catalog import comparing, exporting, prompts
 
-    with at.open() as api:
-        one, other = (find(api, *parted(name)) for name in (before, after))
-    assert one.manifest is not None
-    assert other.manifest is not None
-    mine, theirs = (exporting.manifest_of(ref) for ref in (one.manifest, other.manifest))
-    changes = list(comparing.settings(mine, theirs, exporting.file_of))
-    data = _data(bus or running(at.data_dir).bus, one.id, other.id)
-    apart = comparing.answers(mine.fingerprint, theirs.fingerprint)
-    pairs = prompts.ask(_gateway(at), one.id, other.id, api_key) if ask else ()
+    with registry.open() as api:
+        before_state, after_state = (find(api, *split_version(name)) for name in (before, after))
+    assert before_state.manifest is not None
+    assert after_state.manifest is not None
+    before_manifest, after_manifest = (
+        exporting.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
+    )
+    changes = list(comparing.settings(before_manifest, after_manifest, exporting.fetch_file))
+    data = _data(bus or running(registry.data_dir).bus, before_state.id, after_state.id)
+    logprob_difference = comparing.answers(before_manifest.fingerprint, after_manifest.fingerprint)
+    pairs = prompts.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
     if json:
-        _print_json(changes, data, comparing.scores(one, other), apart, pairs)
+        _print_json(changes, data, comparing.scores(before_state, after_state), logprob_difference, pairs)
         return
     out = console()
     rows = [(change.what, change.before or "-", change.after or "-") for change in changes]
-    out.print(table(["setting or file", one.id, other.id], rows))
-    shown = [
-        (name, *("-" if value is None else f"{value:.4g}" for value in two))
-        for name, two in comparing.scores(one, other).items()
+    out.print(table(["setting or file", before_state.id, after_state.id], rows))
+    score_rows = [
+        (name, *("-" if value is None else f"{value:.4g}" for value in values))
+        for name, values in comparing.scores(before_state, after_state).items()
     ]
-    out.print(table(["score", one.id + ">", other.id + ">"], shown))
-    out.print(_said_of_data(data))
-    out.print(_said_of_answers(apart))
+    out.print(table(["score", before_state.id + ">", after_state.id + ">"], score_rows))
+    out.print(_describe_data(data))
+    out.print(_describe_answers(logprob_difference))
     for pair in pairs:
         out.print(f"\n[bold]{pair.prompt}[/] {'[dim]equal[/]' if pair.equal else ''}")
         out.print(pair.before, markup=False)
@@ -69,30 +73,30 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
     import asyncio
 
     from headrace.topics import connected
-    from headrace_operations.lineage.difference import difference
+    from headrace_operations.lineage.difference import compare_training_data
 
     async def read() -> DataDifference:
         async with connected(bus) as topics:
-            return await difference(topics, before, after)
+            return await compare_training_data(topics, before, after)
 
     return asyncio.run(read())
 
 
-def _gateway(at: RegistryOptions) -> str:
+def _gateway(registry: RegistryOptions) -> str:
     from headrace_operations.errors import NotRunning
 
-    url = running(at.data_dir).base_url
+    url = running(registry.data_dir).base_url
     if url is None:
-        raise NotRunning("no gateway was started here, so --ask has nobody to ask")
+        raise NotRunning("--ask: no gateway runs here; start Headrace with `headrace up`")
     return url
 
 
-def _said_of_data(data: DataDifference) -> str:
+def _describe_data(data: DataDifference) -> str:
     if data.before_alone is None and data.after_alone is None:
-        return "trained elsewhere, both: no trainer has reported them"
+        return "no trainer has reported either version; both were trained elsewhere"
     words = [
-        f"{count} in {which}"
-        for count, which in (
+        f"{count} in {label}"
+        for count, label in (
             (data.before_alone, "the first alone"),
             (data.both, "both"),
             (data.after_alone, "the second alone"),
@@ -102,29 +106,30 @@ def _said_of_data(data: DataDifference) -> str:
     return f"trained revisions of experiences: {', '.join(words)}"
 
 
-def _said_of_answers(apart: Answers | None) -> str:
-    if apart is None:
-        return "their vocabularies differ, so no logprobs can be compared"
-    return f"logprobs of {apart.tokens} fixed tokens: {apart.mean:.4g} nats apart in the mean, {apart.most:.4g} at most"
+def _describe_answers(difference: Answers | None) -> str:
+    if difference is None:
+        return "the vocabularies differ, so logprobs cannot be compared"
+    apart = f"{difference.mean:.4g} nats apart in the mean, {difference.most:.4g} at most"
+    return f"logprobs of {difference.tokens} fixed tokens: {apart}"
 
 
 def _print_json(
     changes: list[Change],
     data: DataDifference,
     scores: dict[str, tuple[float | None, float | None]],
-    apart: Answers | None,
+    logprob_difference: Answers | None,
     pairs: tuple[Pair, ...],
 ) -> None:
     import json
 
-    found = {
+    output = {
         "settings": [asdict(change) for change in changes],
         "data": asdict(data),
         "scores": scores,
-        "answers": asdict(apart) if apart else None,
+        "answers": asdict(logprob_difference) if logprob_difference else None,
         "prompts": [asdict(pair) for pair in pairs],
     }
-    echo_json(json.dumps(found))
+    echo_json(json.dumps(output))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""What commands about models share: which registry, which model, which version, who asks and why."""
+"""Options of commands about models: registry, model, version, author and reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import DataDir, InternalKey, know_stack, running
+from headrace_cli.commands.shared import DataDir, InternalKey, load_stack_token, running
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -16,31 +16,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegistryOptions:
-    """Which registry is asked: one that is named, or that of what runs here."""
+    """Options that select the registry: by URL, or that of the Headrace that runs here."""
 
     data_dir: DataDir = None
     registry: Annotated[
         str | None,
-        typer.Option("--registry", help="URL of the registry, when it was not started by `up`.", metavar="URL"),
+        typer.Option("--registry", help="URL of the registry; default: the registry that runs here.", metavar="URL"),
     ] = None
     key: InternalKey = None
     who: Annotated[
         str | None,
-        typer.Option("--who", envvar="HEADRACE_WHO", help="Who asks, for the audit log; default: the user here."),
+        typer.Option(
+            "--who", envvar="HEADRACE_WHO", help="Author for the audit log; default: the user of this machine."
+        ),
     ] = None
 
     def open(self) -> ModelRegistry:
-        """Raises `NotRunning`."""
+        """Open a client of the registry.
+
+        Raises:
+            NotRunning: no registry is named and none runs here.
+        """
         from headrace.registry import ModelRegistry
         from headrace_operations.errors import NotRunning
 
         url = self.registry
         if url is not None:
-            know_stack(self.data_dir)
+            load_stack_token(self.data_dir)
         else:
             service = running(self.data_dir).services.get("registry")
             if service is None:
-                raise NotRunning("no registry was started here; name one with --registry URL")
+                raise NotRunning("no registry runs here; name one with --registry URL")
             url = service.url
         return ModelRegistry(url, key=self.key, who=self.who or _user())
 
@@ -65,41 +71,50 @@ def _models() -> list[str]:
         return []
 
 
-Name = Annotated[str, typer.Argument(help="The model's name.", metavar="MODEL", autocompletion=_models)]
+Name = Annotated[str, typer.Argument(help="Name of the model.", metavar="MODEL", autocompletion=_models)]
 VersionName = Annotated[
-    str, typer.Argument(help="MODEL@DIGEST, the digest's first letters, a label or an alias.", metavar="VERSION")
+    str,
+    typer.Argument(
+        help="Version: MODEL@DIGEST, the first characters of the digest, a label or an alias.", metavar="VERSION"
+    ),
 ]
-Reason = Annotated[str, typer.Option(help="Kept with the decision.")]
-Why = Annotated[str, typer.Option("--why", help="Kept in the audit log.")]
+Reason = Annotated[str, typer.Option(help="Reason, which is stored with the decision.")]
+Why = Annotated[str, typer.Option("--why", help="Reason for the audit log.")]
 
 
 def full_name(api: ModelRegistry, name: str, version: str) -> str:
-    """The one version that is meant by a label, an alias or a digest's first letters. Raises `UsageError`."""
+    """Return the id of the version with a label, an alias or a prefix of the digest.
+
+    Raises:
+        UsageError: no version or several versions match.
+    """
     return find(api, name, version).id
 
 
 def find(api: ModelRegistry, name: str, version: str) -> VersionState:
-    """The same with all that is known of it."""
+    """Return the state of the version with a label, an alias or a prefix of the digest. Raises as `full_name` does."""
     from headrace.errors import UsageError
 
-    known = api.versions(name, limit=1000)
-    named = api.model(name).aliases.get(version)
-    exact = [one for one in known if version == one.label or named == one.id]
-    wanted = version if version.startswith(f"{name}@") else f"{name}@{version}"
-    found = exact or [one for one in known if one.id.startswith(wanted)]
-    if len(found) != 1:
-        raise UsageError(
-            f"{version}: {len(found)} versions of {name} begin like this; see `headrace models show {name}`"
-        )
-    return found[0]
+    versions = api.versions(name, limit=1000)
+    aliased = api.model(name).aliases.get(version)
+    exact = [candidate for candidate in versions if version == candidate.label or aliased == candidate.id]
+    prefix = version if version.startswith(f"{name}@") else f"{name}@{version}"
+    matches = exact or [candidate for candidate in versions if candidate.id.startswith(prefix)]
+    if len(matches) != 1:
+        raise UsageError(f"{version}: matches {len(matches)} versions of {name}; see `headrace models show {name}`")
+    return matches[0]
 
 
-def parted(version: str) -> tuple[str, str]:
-    """Model and the rest of MODEL@DIGEST or MODEL:LABEL. Raises `UsageError`."""
+def split_version(version: str) -> tuple[str, str]:
+    """Split MODEL@DIGEST or MODEL:LABEL at the separator.
+
+    Raises:
+        UsageError: the name has another form.
+    """
     from headrace.errors import UsageError
 
-    for sign in "@:":
-        model, found, rest = version.partition(sign)
-        if model and found and rest:
+    for separator in "@:":
+        model, present, rest = version.partition(separator)
+        if model and present and rest:
             return model, rest
-    raise UsageError(f"{version}: write MODEL@DIGEST, or MODEL:LABEL")
+    raise UsageError(f"{version}: must be MODEL@DIGEST or MODEL:LABEL")

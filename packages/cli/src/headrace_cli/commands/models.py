@@ -17,37 +17,37 @@ if TYPE_CHECKING:
     from headrace_schemas.registry_api import ModelState, VersionState
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="All models, their versions, and who serves.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Manage models, their versions, aliases and promotion.")
 
 
-def list_models(*, at: RegistryOptions, json: AsJson = False) -> None:
-    """Every model with its champion, the version before it, the candidate, and the best version so far.
+def list_models(*, registry: RegistryOptions, json: AsJson = False) -> None:
+    """List every model with its champion, the version before it, the candidate, and the best version so far.
 
-    The best one is the anchor: no version that is `registry.gate.anchor_margin` worse takes over, however slowly it
-    came to that. `trials` counts the versions that were compared with it.
+    The best version is the anchor: no version that is worse by `registry.gate.anchor_margin` takes over, even after
+    many small losses. `trials` is the number of versions that were compared with it.
     """
-    with at.open() as api:
-        found = api.models()
+    with registry.open() as api:
+        models = api.models()
     if json:
-        echo_json("[" + ", ".join(model.model_dump_json() for model in found) + "]")
+        echo_json("[" + ", ".join(model.model_dump_json() for model in models) + "]")
         return
-    rows = [_model_row(model) for model in found]
+    rows = [_model_row(model) for model in models]
     columns = ["model", "champion", "previous", "candidate", "anchor", "trials>", "held", "routing>"]
     console().print(table(columns, rows))
 
 
 def show(
     name: Name,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many versions, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of versions, newest first.")] = 20,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """A model's versions with what was decided about them and why.
+    """Show the versions of a model with their decisions and reasons.
 
-    The score comes from audit tasks, which chose nothing. The differences come from the gate tasks, which chose.
+    The score comes from audit tasks, which take part in no decision. The differences come from the gate tasks.
     """
-    with at.open() as api:
+    with registry.open() as api:
         model, versions = api.model(name), api.versions(name, limit=limit)
     if json:
         echo_json("[" + ", ".join(version.model_dump_json() for version in versions) + "]")
@@ -55,29 +55,31 @@ def show(
     rows = [_row(model, version) for version in versions]
     columns = ["version", "step>", "state", "audit score>", "gate tasks>", "vs champion", "vs anchor", "why"]
     console().print(table(columns, rows, name))
-    if held(model) != "-":
-        console().print(f"[yellow]{name} is {held(model)}: no candidate takes over by itself[/]")
+    if blocked_state(model) != "-":
+        console().print(f"[yellow]{name} is {blocked_state(model)}: no candidate takes over by itself[/]")
 
 
 def promote(
     name: Name,
     version: VersionName,
-    force: Annotated[bool, typer.Option("--force", help="Skip the gate, never the probe.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the decision; exit status 1 when it is no.")] = False,
-    timeout: Annotated[float, typer.Option(help="How many seconds to wait.", min=1)] = 900.0,
+    force: Annotated[bool, typer.Option("--force", help="Skip the gate, but not the probe.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the decision; exit status 1 unless it is promoted.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Maximum waiting time in seconds.", min=1)] = 900.0,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Put a version up for promotion: it is loaded, probed, played by the gate, and then takes over or is rejected."""
-    with at.open() as api:
+    """Request the promotion of a version: it is loaded, probed and evaluated, then it takes over or is rejected."""
+    with registry.open() as api:
         full = full_name(api, name, version)
-        before = len(_version(api, name, full).decisions)
+        decision_count = len(_version_state(api, name, full).decisions)
         api.promote(name, full, force=force)
         if not wait:
-            console().print(f"{full} has its turn; follow it with [bold]headrace models show {name}[/]")
+            console().print(f"{full} is a candidate now; follow it with [bold]headrace models show {name}[/]")
             return
         with console().status(f"waiting for the decision about {full}"):
-            state = _decided(api, name, full, before, timeout)
+            state = _wait_for_decision(api, name, full, decision_count, timeout)
     reason = state.decisions[-1].reason or ""
     console().print(f"{full}: [bold]{state.state}[/] {reason}")
     if state.state != "promoted":
@@ -88,10 +90,10 @@ def rollback(
     name: Name,
     reason: Reason = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Go back to the previous version at once; the present champion is withdrawn."""
-    with at.open() as api:
+    """Roll back to the previous version at once; the present champion is withdrawn."""
+    with registry.open() as api:
         model = api.roll_back(name, reason=reason)
     console().print(f"{name}: the champion is [bold]{model.champion}[/] again")
 
@@ -101,10 +103,10 @@ def withdraw(
     version: VersionName,
     reason: Reason = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Let no turn go to a version any more. For the champion, roll back instead."""
-    with at.open() as api:
+    """Withdraw a version, so that it gets no turns any more. Roll back to replace the champion."""
+    with registry.open() as api:
         full = full_name(api, name, version)
         api.withdraw(name, full, reason=reason)
     console().print(f"{full} is withdrawn")
@@ -113,66 +115,69 @@ def withdraw(
 def pin(
     name: Name,
     version: Annotated[
-        str | None, typer.Argument(help="MODEL@DIGEST or its first letters; the champion if left out.")
+        str | None,
+        typer.Argument(help="Version, MODEL@DIGEST or the first characters of the digest; default: the champion."),
     ] = None,
     reason: Reason = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Keep a version as champion, whatever is trained, until `unpin`. Another one than the champion is probed first."""
-    with at.open() as api:
+    """Keep a version as champion until `unpin`, whatever is trained. A version that is not champion is probed first."""
+    with registry.open() as api:
         model = api.pin(name, full_name(api, name, version) if version else None, reason=reason)
     console().print(f"{name} is pinned to [bold]{model.pinned or model.champion}[/]")
 
 
-def unpin(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
+def unpin(name: Name, reason: Reason = "", *, registry: RegistryOptions) -> None:
     """Let candidates take over again."""
-    with at.open() as api:
+    with registry.open() as api:
         api.unpin(name, reason=reason)
-    console().print(f"{name} is not pinned: the next version that passes takes over")
+    console().print(f"{name} is not pinned: the next version that passes the gate takes over")
 
 
-def pause(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Let new versions wait: none is probed, measured or promoted until `resume`. Training goes on."""
-    with at.open() as api:
+def pause(name: Name, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Suspend probes, evaluations and promotions of new versions until `resume`. Training continues."""
+    with registry.open() as api:
         api.pause(name, reason=reason)
     console().print(f"{name} is paused: new versions wait")
 
 
-def stop(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Stop what goes on by itself: a `pause`, and every rollout is held, so that the champion serves everybody.
+def stop(name: Name, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Stop all automatic changes: pause the model and hold every rollout, so that the champion serves all traffic.
 
-    Nothing is said against the versions that were under way. The trainer goes on; what it publishes waits for `resume`.
+    The held versions are not rejected. The trainer continues; the versions that it publishes wait for `resume`.
     """
-    with at.open() as api:
+    with registry.open() as api:
         champion = api.stop(name, reason=reason).champion
-    console().print(f"{name} is stopped: {champion or 'nobody'} serves, and new versions wait for `resume`")
+    console().print(f"{name} is stopped: {champion or 'no version'} serves, and new versions wait for `resume`")
 
 
-def resume(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Give those versions their turn that waited during a `pause`."""
-    with at.open() as api:
+def resume(name: Name, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Resume a paused model; versions that waited are probed and evaluated."""
+    with registry.open() as api:
         api.resume(name, reason=reason)
-    console().print(f"{name} goes on: versions have their turn")
+    console().print(f"{name} is resumed: waiting versions are probed and evaluated")
 
 
-def held(model: ModelState) -> str:
-    """What keeps candidates from taking over, in words."""
+def blocked_state(model: ModelState) -> str:
+    """Return why candidates cannot take over, as text; `-` if they can."""
     words = [f"pinned to {model.pinned}"] if model.pinned else []
     return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
 
 
-def _version(api: ModelRegistry, name: str, version: str) -> VersionState:
-    return next(one for one in api.versions(name, limit=1000) if one.id == version)
+def _version_state(api: ModelRegistry, name: str, version: str) -> VersionState:
+    return next(state for state in api.versions(name, limit=1000) if state.id == version)
 
 
-def _decided(api: ModelRegistry, name: str, version: str, before: int, timeout_s: float) -> VersionState:
+def _wait_for_decision(
+    api: ModelRegistry, name: str, version: str, decision_count: int, timeout_s: float
+) -> VersionState:
     from headrace.errors import Unreachable
 
     deadline = time.monotonic() + timeout_s
     while True:
-        state = _version(api, name, version)
-        if state.state in ("promoted", "rejected", "withdrawn", "skipped") and len(state.decisions) > before:
+        state = _version_state(api, name, version)
+        if state.state in ("promoted", "rejected", "withdrawn", "skipped") and len(state.decisions) > decision_count:
             return state
         if time.monotonic() > deadline:
             raise Unreachable(f"{version} is still {state.state} after {timeout_s:g} s")
@@ -181,7 +186,7 @@ def _decided(api: ModelRegistry, name: str, version: str, before: int, timeout_s
 
 def _model_row(model: ModelState) -> tuple[str, ...]:
     roles = (model.champion, model.previous, model.candidate, model.anchor)
-    return (model.id, *(role or "-" for role in roles), str(model.trials), held(model), str(model.revision))
+    return (model.id, *(role or "-" for role in roles), str(model.trials), blocked_state(model), str(model.revision))
 
 
 def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
@@ -193,7 +198,7 @@ def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
     }
     if model.anchor == model.previous != model.champion:
         roles[model.previous] = "previous, anchor"
-    tried = _last(version, "promoted", "rejected")
+    trial = _last_statistics(version, "promoted", "rejected")
     reasons = [event.reason for event in version.decisions if event.reason]
     words = [roles.get(version.id, version.state)]
     words += [word for word in ("served", "retired", "collected") if getattr(version, word)]
@@ -201,18 +206,18 @@ def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
         f"{version.id} ({version.label})" if version.label else version.id,
         str(version.step),
         ", ".join(words),
-        _number(_last(version, "evaluated"), "score", "score_standard_error", ".3f"),
-        f"{tried['tasks']:.0f}" if "tasks" in tried else "-",
-        _number(tried, "difference", "standard_error", "+.3f"),
-        _number(tried, "anchor_difference", "anchor_standard_error", "+.3f"),
+        _number(_last_statistics(version, "evaluated"), "score", "score_standard_error", ".3f"),
+        f"{trial['tasks']:.0f}" if "tasks" in trial else "-",
+        _number(trial, "difference", "standard_error", "+.3f"),
+        _number(trial, "anchor_difference", "anchor_standard_error", "+.3f"),
         reasons[-1] if reasons else "",
     )
 
 
-def _last(version: VersionState, *decisions: str) -> dict[str, float]:
-    """The numbers of the last of these decisions; none when there is none."""
-    found = [event.statistics for event in version.decisions if event.decision in decisions]
-    return found[-1] if found else {}
+def _last_statistics(version: VersionState, *decisions: str) -> dict[str, float]:
+    """Return the statistics of the last event with one of these decisions; empty if there is none."""
+    statistics = [event.statistics for event in version.decisions if event.decision in decisions]
+    return statistics[-1] if statistics else {}
 
 
 def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
@@ -226,7 +231,7 @@ def add_to(parent: typer.Typer) -> None:
         app,
         promote,
         "headrace models promote email-agent email-agent@3f9c2d --wait",
-        "headrace models promote email-agent 3f9c2d --force   [dim]# past the gate, never past the probe[/]",
+        "headrace models promote email-agent 3f9c2d --force   [dim]# skips the gate, but not the probe[/]",
     )
     command(app, rollback, 'headrace models rollback email-agent --reason "complaints since Tuesday"')
     command(app, withdraw, "headrace models withdraw email-agent 3f9c2d")

@@ -22,63 +22,65 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="Train again from what the topics still hold, with another reward, judge or algorithm; or just read it. "
-    "Nobody who listens is disturbed.\n\n"
-    "Start with [bold]plan[/], which shows what would happen. Then [bold]run[/], look at the result, and "
-    "[bold]offer[/] it to the registry if it is to serve.",
+    help="Train again on stored events with another reward, judge or algorithm, or read a range of a topic. "
+    "Live consumers are not affected.\n\n"
+    "Start with [bold]plan[/], which shows what would be trained. Then [bold]run[/], look at the result, and "
+    "[bold]offer[/] it to the registry to have it evaluated.",
 )
 
 
 def events(
-    topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=topic_names)],
+    topic: Annotated[str, typer.Argument(help="Topic to read.", autocompletion=topic_names)],
     *,
-    chosen: RangeOptions,
-    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many events.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
-    count: Annotated[bool, typer.Option("--count", help="Only count, write nothing.")] = False,
-    place: BusOptions,
+    range_options: RangeOptions,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of events.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+    count: Annotated[bool, typer.Option("--count", help="Only count the events.")] = False,
+    bus_options: BusOptions,
 ) -> None:
-    """Write a range of a topic as JSON lines: where each record was, and its event or the reason why it is none.
+    """Write a range of a topic as JSON lines: the position of each record, and its event or why it cannot be parsed.
 
     Counts go to standard error, with a progress bar in a terminal.
     """
     import asyncio
 
-    wanted = chosen.of(topic)
-    address = place.address
+    topic_range = range_options.of(topic)
+    address = bus_options.address
     with ExitStack() as stack:
         target: IO[str] | None = None if count else sys.stdout
         if output is not None and not count:
             target = stack.enter_context(output.open("w", encoding="utf-8"))
-        counts = asyncio.run(_copy(address, wanted, target, limit))
+        counts = asyncio.run(_copy(address, topic_range, target, limit))
     words = [f"{counts['events']} events"]
     words += [f"{number} {name}" for name, number in counts.items() if name not in ("events", "read")]
     console(stderr=True).print(f"{topic}: {', '.join(words)} of {counts['read']} records in the range")
 
 
-async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> collections.Counter[str]:
+async def _copy(
+    address: str, topic_range: Range, target: IO[str] | None, limit: int | None
+) -> collections.Counter[str]:
     from headrace.topics import Progress, connected
 
     counts = collections.Counter(events=0, read=0)
     reading = Progress()
     async with connected(address) as topics:
-        with progress(wanted.topic) as tick:
-            async for entry in topics.read(wanted, reading):
+        with progress(topic_range.topic) as tick:
+            async for entry in topics.read(topic_range, reading):
                 counts["events" if entry.event is not None else "unreadable"] += 1
                 if target is not None:
-                    target.write(line_of(entry) + "\n")
-                tick(wanted.topic, reading.passed, reading.total)
+                    target.write(entry_as_json(entry) + "\n")
+                tick(topic_range.topic, reading.passed, reading.total)
                 if limit is not None and counts["events"] >= limit:
                     break
     counts["read"] = reading.total
     return counts
 
 
-def line_of(entry: Entry) -> str:
-    """One JSON object without line breaks."""
+def entry_as_json(entry: Entry) -> str:
+    """Return an entry as one JSON object without line breaks."""
     from headrace_cli.terminal import ascii_json
 
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "topic": entry.topic,
         "partition": entry.partition,
         "offset": entry.offset,
@@ -86,9 +88,9 @@ def line_of(entry: Entry) -> str:
         "key": entry.key,
     }
     if entry.event is None:
-        return json.dumps({**found, "problem": entry.problem})
-    found |= {"id": entry.event.event_id, "type": entry.event.type}
-    head = json.dumps(found)
+        return json.dumps({**fields, "problem": entry.problem})
+    fields |= {"id": entry.event.event_id, "type": entry.event.type}
+    head = json.dumps(fields)
     return f'{head[:-1]}, "event": {ascii_json(entry.event.to_json().decode())}}}'
 
 

@@ -1,4 +1,4 @@
-"""How a replay is shown: tables for people, an object for programs."""
+"""Output of replays: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def as_json(report: Report) -> str:
-    """Everything that was counted."""
-    found: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(report)}
-    for name, part in found.items():
-        found[name] = part.model_dump(mode="json") if isinstance(part, BaseModel) else part
-    found["same"] = report.same
-    return json.dumps(found, indent=1)
+    """Return all counts of the report."""
+    output: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(report)}
+    for name, part in output.items():
+        output[name] = part.model_dump(mode="json") if isinstance(part, BaseModel) else part
+    output["same"] = report.same
+    return json.dumps(output, indent=1)
 
 
 def show(report: Report, *, planned: bool) -> None:
-    """In the order in which things happen: what was read, what was said of it, what training makes of it."""
+    """Print the report in the order of the work: records, verdicts, training."""
     out = console()
     out.print(table(["records", "", "count>"], _records(report), f"{report.source} of lineage {report.of}"))
     verdicts = _outcomes(report)
@@ -35,15 +35,15 @@ def show(report: Report, *, planned: bool) -> None:
     if training is not None:
         rows = [("trained", "", str(training.trained))]
         rows += [("dropped", reason, str(count)) for reason, count in training.dropped.items()]
-        rows += [("ignored", "the same once more", str(training.duplicates))] if training.duplicates else []
-        rows += [("left over", "too few for a batch", str(training.waiting))] if training.waiting else []
+        rows += [("ignored", "duplicates", str(training.duplicates))] if training.duplicates else []
+        rows += [("waiting", "too few for a batch", str(training.waiting))] if training.waiting else []
         out.print(table(["experiences", "", "count>"], rows, f"{'would be' if planned else 'were'} trained"))
-        made = f"{len(training.batches)} batches, {training.versions} versions"
-        out.print(f"{made}; cut {_cut(report)}", markup=False)
+        summary = f"{len(training.batches)} batches, {training.versions} versions"
+        out.print(f"{summary}; cut {_cut(report)}", markup=False)
         _compare(report)
     if report.version is not None:
         out.print(f"[green]done[/]: {report.version} is the last version of lineage {report.lineage}")
-        out.print(f"it serves nobody; [bold]headrace replay offer {report.lineage}[/] lets the registry try it")
+        out.print(f"it is not served; [bold]headrace replay offer {report.lineage}[/] lets the registry evaluate it")
 
 
 def _records(report: Report) -> list[tuple[str, str, str]]:
@@ -58,15 +58,19 @@ def _records(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _outcomes(report: Report) -> list[tuple[str, str, str]]:
-    found: dict[str, Mapping[str, int]] = {}
+    outcomes_by_source: dict[str, Mapping[str, int]] = {}
     for part in (report.judged, report.scored):
-        found |= part.outcomes if part is not None else {}
-    return [(source, outcome, str(count)) for source, counts in found.items() for outcome, count in counts.items()]
+        outcomes_by_source |= part.outcomes if part is not None else {}
+    return [
+        (source, outcome, str(count))
+        for source, counts in outcomes_by_source.items()
+        for outcome, count in counts.items()
+    ]
 
 
 def _cut(report: Report) -> str:
-    where = "where they once were" if report.cut == "recorded" else "by the settings"
-    return f"{where} ({report.cut_because})"
+    how = "where they once were" if report.cut == "recorded" else "by the settings"
+    return f"{how} ({report.cut_because})"
 
 
 def _compare(report: Report) -> None:
@@ -74,5 +78,5 @@ def _compare(report: Report) -> None:
     if report.same:
         out.print(f"[green]the batches are those of lineage {report.of}, byte for byte[/]")
     elif report.batches_of_original:
-        equal, of = report.batches_equal, report.batches_of_original
-        out.print(f"the first {equal} of the {of} batches of lineage {report.of} come out the same, byte for byte")
+        equal, total = report.batches_equal, report.batches_of_original
+        out.print(f"the first {equal} of the {total} batches of lineage {report.of} are equal, byte for byte")

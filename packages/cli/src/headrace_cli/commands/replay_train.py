@@ -1,4 +1,4 @@
-"""`headrace replay plan | run | resume | offer | list | remove`: training again from what topics still hold."""
+"""`headrace replay plan | run | resume | offer | list | remove`: training on stored events."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from headrace_operations.replay.request import Request
     from headrace_operations.supervisor.overrides import Overrides
 
-_DIFFERENT = "What is different"
-_CUTS = ("trainer.batch_", "trainer.group_", "trainer.pair_", "trainer.advantage", "trainer.algorithm")
-"""Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
-Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
-Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]
+_CHANGES_PANEL = "Changes"
+_BATCH_SETTINGS = ("trainer.batch_", "trainer.group_", "trainer.pair_", "trainer.advantage", "trainer.algorithm")
+"""Prefixes of settings that determine batches: if one of them is changed, recorded cuts are not used."""
+Name = Annotated[str, typer.Argument(help="Name of the new lineage.", metavar="LINEAGE")]
+ReplayLineage = Annotated[str, typer.Argument(help="Lineage of the replay.", metavar="LINEAGE")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         "-s",
-        help="Another setting for the replay; may be repeated.",
+        help="Override a setting for the replay; may be repeated.",
         metavar="SECTION.KEY=VALUE",
-        rich_help_panel=_DIFFERENT,
+        rich_help_panel=_CHANGES_PANEL,
     ),
 ]
 
 
-def _announced(algorithm: str | None) -> str | None:
-    """Whatever an installed package announces; the trainer's own say so in the same way."""
+def _check_algorithm(algorithm: str | None) -> str | None:
+    """Check that the algorithm is built in or announced by an installed package."""
     from headrace_runtime.registries import PluginError, Registry
 
     try:
@@ -59,62 +59,66 @@ def _announced(algorithm: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be different from the first training."""
+    """Differences from the original training."""
 
     rewards: Annotated[
         list[str] | None,
         typer.Option(
-            help="Score with this function instead; may be repeated.",
+            help="Score with this reward function instead; may be repeated.",
             metavar="FILE.py:NAME",
-            rich_help_panel=_DIFFERENT,
+            rich_help_panel=_CHANGES_PANEL,
         ),
     ] = None
     rescore: Annotated[
         bool,
         typer.Option(
-            "--rescore", help="Score again with the functions and weights of the settings.", rich_help_panel=_DIFFERENT
+            "--rescore",
+            help="Score again with the reward functions and weights of the settings.",
+            rich_help_panel=_CHANGES_PANEL,
         ),
     ] = False
     judge: Annotated[
         bool,
         typer.Option(
-            "--judge", help="Have the judge of the settings judge again, then score again.", rich_help_panel=_DIFFERENT
+            "--judge",
+            help="Let the judge of the settings judge again, then score again.",
+            rich_help_panel=_CHANGES_PANEL,
         ),
     ] = False
     algorithm: Annotated[
         str | None,
-        typer.Option(help="Train with this algorithm instead.", callback=_announced, rich_help_panel=_DIFFERENT),
+        typer.Option(
+            help="Train with this algorithm instead.", callback=_check_algorithm, rich_help_panel=_CHANGES_PANEL
+        ),
     ] = None
     settings: Set = None
     of: Annotated[
         str | None,
-        typer.Option(
-            help="The lineage to train again; default: the live one.", metavar="LINEAGE", rich_help_panel=PANEL
-        ),
+        typer.Option(help="Original lineage; default: the live lineage.", metavar="LINEAGE", rich_help_panel=PANEL),
     ] = None
     cut: Annotated[
         Literal["auto", "recorded", "rules"],
         typer.Option(
-            help="Cut batches where they once were, or by the settings; auto: the first when nothing changes.",
-            rich_help_panel=_DIFFERENT,
+            help="Cut batches as recorded or by the rules of the settings; auto: as recorded if nothing is changed.",
+            rich_help_panel=_CHANGES_PANEL,
         ),
     ] = "auto"
 
     @property
     def topic(self) -> str:
-        """Where the replay begins: where rewards are made again, with trajectories."""
+        """Source topic: trajectories if rewards are computed again, otherwise experiences."""
         return "trajectories" if self.rewards or self.rescore or self.judge else "experiences"
 
 
 @dataclass(frozen=True)
 class ReplayRange(RangeOptions):
-    """A range of a topic, or of it only what a version took part in."""
+    """Range of a topic, optionally limited to versions."""
 
     version: Annotated[
         list[str] | None,
         typer.Option(
             "--version",
-            help="Only what this version took part in; may be repeated.",
+            help="Select only records in which this version took part; may be repeated.",
             metavar="NAME@DIGEST",
             rich_help_panel=PANEL,
         ),
@@ -123,20 +127,20 @@ class ReplayRange(RangeOptions):
 
 @dataclass(frozen=True)
 class SettingsOptions:
-    """Where it happens: settings, the bus and the data directory."""
+    """Settings file, bus and data directory."""
 
     config: Config = None
     bus: BusAddress = None
     data_dir: DataDir = None
 
     def address(self, overrides: Overrides) -> str:
-        """The bus that was named, that of the settings, or that of what runs here."""
+        """Return the address of the bus: the option, the setting, or that of the Headrace that runs here."""
         return self.bus or str(overrides.get("bus.address") or "") or running(self.data_dir).bus
 
 
 @dataclass(frozen=True)
 class ReplayBus:
-    """The bus alone: the one that was named, that of the environment's settings, or that of what runs here."""
+    """Options that select the bus: by address, by the environment, or that of the Headrace that runs here."""
 
     bus: BusAddress = None
     data_dir: DataDir = None
@@ -151,128 +155,141 @@ class ReplayBus:
 
 
 def plan(
-    lineage: Name = "replayed", *, changes: Changes, chosen: ReplayRange, place: SettingsOptions, json: AsJson = False
+    lineage: Name = "replayed",
+    *,
+    changes: Changes,
+    range_options: ReplayRange,
+    settings_options: SettingsOptions,
+    json: AsJson = False,
 ) -> None:
-    """Say what `replay run` with the same options would do, and do nothing.
+    """Show what `replay run` with the same options would do, without writing anything.
 
-    Counts what is there by kind and version, scores it if it is to be scored, and makes a dry run of training without
-    a model: what would be trained, what would be dropped and why, and whether the batches are the original ones, byte
-    for byte.
+    Counts the records by kind and version, scores them if rewards change, and simulates the training without a model:
+    what would be trained, what would be dropped and why, and whether the batches equal the original ones byte for byte.
     """
     from headrace_operations.replay import runner
 
-    request = _request(lineage, changes, chosen, place)
-    _shown(lambda tick: runner.plan(request, tick), json, planned=True)
+    request = _request(lineage, changes, range_options, settings_options)
+    _run_and_show(lambda tick: runner.plan(request, tick), json, planned=True)
 
 
-def run(lineage: Name, *, changes: Changes, chosen: ReplayRange, place: SettingsOptions, json: AsJson = False) -> None:
-    """Train a new lineage from stored experiences, or from stored trajectories with another reward.
+def run(
+    lineage: Name,
+    *,
+    changes: Changes,
+    range_options: ReplayRange,
+    settings_options: SettingsOptions,
+    json: AsJson = False,
+) -> None:
+    """Train a new lineage on stored experiences, or on stored trajectories with another reward.
 
-    With --rewards, --rescore or --judge the range is one of the topic trajectories, else of experiences. Everything
-    happens beside what runs: no consumer group of a service is used, what is written goes to topics of the replay's
-    own, and the versions serve nobody before they are offered.
+    With --rewards, --rescore or --judge the range is one of the topic trajectories, otherwise of experiences. The live
+    services are not affected: no consumer group is used, the results are written to topics of the replay, and its
+    versions are not served before they are offered.
     """
     from headrace_operations.replay import runner
 
-    request = _request(lineage, changes, chosen, place)
-    _shown(lambda tick: runner.run(request, tick), json)
+    request = _request(lineage, changes, range_options, settings_options)
+    _run_and_show(lambda tick: runner.run(request, tick), json)
 
 
 def resume(
-    lineage: Known,
+    lineage: ReplayLineage,
     *,
     settings: Set = None,
-    place: SettingsOptions,
+    settings_options: SettingsOptions,
     json: AsJson = False,
 ) -> None:
-    """Go on with a replay whose training was interrupted, from its last saved state.
+    """Resume a replay whose training was interrupted, from its last save.
 
-    Name the same settings as for `run`.
+    Use the same settings as for `run`.
     """
     from headrace_operations.replay import runner
 
-    request = _request(lineage, Changes(settings=settings), ReplayRange(), place)
-    _shown(lambda tick: runner.resume(request, tick), json)
+    request = _request(lineage, Changes(settings=settings), ReplayRange(), settings_options)
+    _run_and_show(lambda tick: runner.resume(request, tick), json)
 
 
 def offer(
-    lineage: Known,
-    version: Annotated[str | None, typer.Option(help="Not the last one, but this.", metavar="NAME@DIGEST")] = None,
+    lineage: ReplayLineage,
+    version: Annotated[
+        str | None, typer.Option(help="Version to offer; default: the last one.", metavar="NAME@DIGEST")
+    ] = None,
     *,
-    place: ReplayBus,
+    bus_options: ReplayBus,
 ) -> None:
-    """Hand a replayed version to the registry, which probes it, plays the gate, and promotes it or not.
+    """Offer a replayed version to the registry, which probes it, evaluates it, and promotes or rejects it.
 
-    See what became of it with `headrace models show`.
+    `headrace models show` shows the decision.
     """
     import asyncio
 
     from headrace_operations.replay.offering import offer as announce
 
-    chosen = asyncio.run(announce(place.address, lineage, version))
-    console().print(f"{chosen.version} is announced; `headrace models show {chosen.model}` tells what becomes of it")
+    checkpoint = asyncio.run(announce(bus_options.address, lineage, version))
+    console().print(f"{checkpoint.version} is offered; follow it with `headrace models show {checkpoint.model}`")
 
 
-def list_(*, place: ReplayBus) -> None:
-    """List the lineages that replays on this bus lead into."""
+def list_(*, bus_options: ReplayBus) -> None:
+    """List the lineages of all replays on this bus."""
     import asyncio
 
     from headrace_operations.replay.copying import lineages
 
-    for name in asyncio.run(lineages(place.address)):
+    for name in asyncio.run(lineages(bus_options.address)):
         echo(name)
 
 
-def remove(lineage: Known, *, place: ReplayBus) -> None:
+def remove(lineage: ReplayLineage, *, bus_options: ReplayBus) -> None:
     """Delete the topics of a replay. Its versions stay in the blob store."""
     import asyncio
 
     from headrace_operations.replay.copying import remove as delete
 
-    for name in asyncio.run(delete(place.address, lineage)):
+    for name in asyncio.run(delete(bus_options.address, lineage)):
         console().print(f"deleted {name}")
 
 
-def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: SettingsOptions) -> Request:
-    """The options of a command as a request. Settings of the command line win over the file's."""
+def _request(lineage: str, changes: Changes, range_options: ReplayRange, settings_options: SettingsOptions) -> Request:
+    """Build the request of a command. Settings of the command line override those of the file."""
     import os
 
     from headrace_operations.replay.request import make
     from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 
     changed = parse_assignments(changes.settings or [])
-    overrides = Overrides(place.config, changed, os.environ)
-    if place.data_dir is not None:
-        overrides.set("data_dir", place.data_dir.absolute())
+    overrides = Overrides(settings_options.config, changed, os.environ)
+    if settings_options.data_dir is not None:
+        overrides.set("data_dir", settings_options.data_dir.absolute())
     if changes.rewards:
         overrides.set("scorer.functions", changes.rewards)
     if changes.algorithm:
         overrides.set("trainer.algorithm", changes.algorithm)
         for kind in ("trainer.advantage.kind", "trainer.loss.kind"):
-            overrides.set(kind, "")  # what a file says of them was for another algorithm
-    moved = changes.algorithm or any(name.startswith(_CUTS) for name in changed)
+            overrides.set(kind, "")  # the settings file configures them for another algorithm
+    cuts_changed = changes.algorithm or any(name.startswith(_BATCH_SETTINGS) for name in changed)
     return make(
         lineage,
-        chosen.of(changes.topic),
+        range_options.of(changes.topic),
         overrides,
-        place.address(overrides),
+        settings_options.address(overrides),
         of=changes.of,
-        versions=frozenset(chosen.version or ()),
+        versions=frozenset(range_options.version or ()),
         judge=changes.judge,
-        cut="rules" if changes.cut == "auto" and moved else changes.cut,
+        cut="rules" if changes.cut == "auto" and cuts_changed else changes.cut,
     )
 
 
-def _shown(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
+def _run_and_show(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
     import asyncio
 
     from headrace_cli.commands.replay_report import as_json, show
 
-    async def done(tick: Tick) -> Report:
+    async def run(tick: Tick) -> Report:
         return await work(tick)
 
     with progress("reading the journal") as tick:
-        report = asyncio.run(done(tick))
+        report = asyncio.run(run(tick))
     if json:
         echo_json(as_json(report))
     else:

@@ -1,4 +1,4 @@
-"""`headrace rollouts`: versions on live traffic: list, show, report, watch, begin, stop, promote, roll back."""
+"""`headrace rollouts`: list, show, watch, begin, stop, promote and roll back rollouts."""
 
 from __future__ import annotations
 
@@ -18,106 +18,110 @@ if TYPE_CHECKING:
 
 Rollout = Annotated[
     str,
-    typer.Argument(help="Its id, the first letters of it, or the MODEL, for that model's newest.", metavar="ROLLOUT"),
+    typer.Argument(
+        help="Id of the rollout or its first characters, or MODEL for its newest rollout.", metavar="ROLLOUT"
+    ),
 ]
-Metric = Annotated[str | None, typer.Option("--metric", help="Which one is drawn; the first guardrail unless said.")]
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions on live traffic: list, watch, stop, promote.")
+Metric = Annotated[str | None, typer.Option("--metric", help="Metric of the chart; default: the first guardrail.")]
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Manage rollouts: list, watch, stop, promote.")
 _LIST_MAX = 1000
-_UNDER_WAY = ("shadow", "canary")
+_ACTIVE_PHASES = ("shadow", "canary")
 
 
 def list_rollouts(
-    model: Annotated[str | None, typer.Argument(help="Of this model alone.", metavar="MODEL")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=_LIST_MAX, help="How many, the newest first.")] = 20,
+    model: Annotated[str | None, typer.Argument(help="List only rollouts of this model.", metavar="MODEL")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=_LIST_MAX, help="Maximum number of rollouts, newest first.")] = 20,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """Rollouts with their phase, share and last reason, the newest first."""
+    """List rollouts with phase, share and last reason, newest first."""
     from headrace.rollouts import Rollouts
 
-    with at.open() as api:
-        found = Rollouts(api).list(model, limit=limit)
+    with registry.open() as api:
+        rollouts = Rollouts(api).list(model, limit=limit)
     if json:
-        echo_json("[" + ", ".join(one.model_dump_json() for one in found) + "]")
+        echo_json("[" + ", ".join(rollout.model_dump_json() for rollout in rollouts) + "]")
         return
     columns = ["rollout", "version", "kind", "phase", "share>", "units>", "control>", "watched>", "why"]
-    console().print(table(columns, [_row(one) for one in found]))
+    console().print(table(columns, [_row(rollout) for rollout in rollouts]))
 
 
 def show(
     rollout: Rollout,
     metric: Metric = None,
     png: Annotated[
-        Path | None, typer.Option("--png", help="Also as a picture; needs matplotlib.", metavar="FILE")
+        Path | None, typer.Option("--png", help="Also write a picture (needs matplotlib).", metavar="FILE")
     ] = None,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
     json: AsJson = False,
 ) -> None:
-    """One rollout: its decisions with their reasons, the metrics, and the confidence sequence as a chart."""
+    """Show one rollout: decisions with reasons, metrics, and the confidence sequence as a chart."""
     from headrace_operations.rollouts import chart, shadow
     from headrace_runtime.rollout_picture import intervals, metric_of
 
-    with at.open() as api:
-        found = _get(api, rollout)
+    with registry.open() as api:
+        state = _find_rollout(api, rollout)
     if json:
-        echo_json(found.model_dump_json())
+        echo_json(state.model_dump_json())
         return
-    for event in found.decisions:
+    for event in state.decisions:
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
-        asked = f", asked by {event.who}" if event.who else ""
-        console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{asked}")
-    for line in shadow.lines(found):
+        author = f", asked by {event.who}" if event.who else ""
+        console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{author}")
+    for line in shadow.lines(state):
         console().print(line)
-    console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(found)))
-    echo("\n".join(chart.drawn(found, metric or metric_of(found))))
+    console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(state)))
+    echo("\n".join(chart.draw_lines(state, metric or metric_of(state))))
     if png is not None:
-        _draw(found, metric, png)
+        _write_picture(state, metric, png)
 
 
 def report(
     rollout: Rollout,
     metric: Metric = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where; VERSION-PHASE.png here unless said.", metavar="FILE")
+        Path | None, typer.Option("--out", help="File to write; default: VERSION-PHASE.png.", metavar="FILE")
     ] = None,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """A page about one rollout as a PNG: the confidence sequence, the metrics, and what was decided when.
+    """Write a page about one rollout as PNG: confidence sequence, metrics and decisions.
 
-    The registry writes one for each step by itself, under `registry/rollouts` of its data directory.
+    The registry writes such a page after each step into `registry/rollouts` of its data directory.
     """
-    with at.open() as api:
-        found = _get(api, rollout)
-    path = out or Path(f"{found.version.replace('@', '-')}-{found.phase}.png")
-    _draw(found, metric, path)
+    with registry.open() as api:
+        state = _find_rollout(api, rollout)
+    path = out or Path(f"{state.version.replace('@', '-')}-{state.phase}.png")
+    _write_picture(state, metric, path)
     console().print(f"written: {path}")
 
 
-def _draw(found: RolloutState, metric: str | None, path: Path) -> None:
+def _write_picture(state: RolloutState, metric: str | None, path: Path) -> None:
     from headrace.errors import UsageError
     from headrace_runtime.rollout_picture import metric_of, picture
 
-    if not picture(found, metric or metric_of(found), path):
-        raise UsageError("a picture needs matplotlib; install it")
+    if not picture(state, metric or metric_of(state), path):
+        raise UsageError("matplotlib is not installed; install it to write a picture")
 
 
 def watch(
     rollout: Rollout,
     metric: Metric = None,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2)] = 2.0,
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Draw the confidence sequence as it grows, until the rollout is over. Exit status 0 for a promotion, else 1.
+    """Draw the confidence sequence until the rollout ends. Exit status 0 for a promotion, otherwise 1.
 
-    Where the output is no terminal, print a line whenever something has changed.
+    If the output is not a terminal, a line is printed after each change.
     """
-    with at.open() as api:
-        found = _get(api, rollout)
-        last = _live(api, found, metric, every) if sys.stdout.isatty() else _lines(api, found, metric, every)
+    with registry.open() as api:
+        state = _find_rollout(api, rollout)
+        last = (
+            _watch_chart(api, state, metric, every) if sys.stdout.isatty() else _watch_lines(api, state, metric, every)
+        )
     if last.phase not in ("champion", "succeeded"):
         raise typer.Exit(1)
 
@@ -126,76 +130,80 @@ def begin(
     name: Name,
     version: VersionName,
     kind: Annotated[
-        Literal["canary", "ab", "rolling"], typer.Option(help="Whether it may become champion, and by which way.")
+        Literal["canary", "ab", "rolling"], typer.Option(help="Kind of the rollout, see docs/rollouts.md.")
     ] = "canary",
-    share: Annotated[str | None, typer.Option(help="One fixed share, such as 1/20, in place of the stages.")] = None,
+    share: Annotated[str | None, typer.Option(help="Fixed share, such as 1/20, instead of the stages.")] = None,
     reason: Reason = "",
     *,
-    at: RegistryOptions,
+    registry: RegistryOptions,
 ) -> None:
-    """Put a version up for a rollout: it passes the gate first, whatever `registry.rollout.kind` says."""
+    """Begin a rollout of a version, whatever `registry.rollout.kind` is. The version passes the gate first."""
     from headrace.rollouts import Rollouts
 
-    with at.open() as api:
-        wanted = full_name(api, name, version)
-        Rollouts(api).begin(name, wanted, kind=kind, share=share, reason=reason)
-    console().print(f"{wanted} has its turn; follow it with [bold]headrace rollouts watch {name}[/]")
+    with registry.open() as api:
+        full = full_name(api, name, version)
+        Rollouts(api).begin(name, full, kind=kind, share=share, reason=reason)
+    console().print(f"{full} is a candidate now; follow it with [bold]headrace rollouts watch {name}[/]")
 
 
-def stop(rollout: Rollout, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Hold: the version serves nobody any more, and nothing is said against it or its children."""
-    _end(at, rollout, "stop", reason)
+def stop(rollout: Rollout, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Hold a rollout: its version gets no more turns, but it and its descendants are not rejected."""
+    _end_rollout(registry, rollout, "stop", reason)
 
 
-def promote(rollout: Rollout, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Make the version champion at once, past what its sessions have still to show."""
-    _end(at, rollout, "promote", reason)
+def promote(rollout: Rollout, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Promote the version at once, without waiting for more evidence."""
+    _end_rollout(registry, rollout, "promote", reason)
 
 
-def rollback(rollout: Rollout, reason: Reason = "", *, at: RegistryOptions) -> None:
-    """Take the version back for good, with everything that descends from it."""
-    _end(at, rollout, "roll_back", reason)
+def rollback(rollout: Rollout, reason: Reason = "", *, registry: RegistryOptions) -> None:
+    """Roll back the version for good, with all its descendants."""
+    _end_rollout(registry, rollout, "roll_back", reason)
 
 
-def _end(at: RegistryOptions, rollout: str, how: str, reason: str) -> None:
+def _end_rollout(registry: RegistryOptions, rollout: str, action: str, reason: str) -> None:
     from headrace.rollouts import Rollouts
 
-    with at.open() as api:
-        found = getattr(Rollouts(api), how)(_get(api, rollout).id, reason=reason)
-    console().print(f"{found.version}: [bold]{found.phase.replace('_', ' ')}[/] {found.reason}")
+    with registry.open() as api:
+        state = getattr(Rollouts(api), action)(_find_rollout(api, rollout).id, reason=reason)
+    console().print(f"{state.version}: [bold]{state.phase.replace('_', ' ')}[/] {state.reason}")
 
 
-def _get(api: ModelRegistry, wanted: str) -> RolloutState:
-    """By its id, the first letters of it, or its model."""
+def _find_rollout(api: ModelRegistry, name: str) -> RolloutState:
+    """Return the rollout with this id, prefix of an id, or model.
+
+    Raises:
+        UsageError: no rollout or several rollouts match.
+    """
     from headrace.errors import UsageError
     from headrace.rollouts import Rollouts
 
     rollouts = Rollouts(api)
-    listed = rollouts.list(limit=_LIST_MAX)
-    of_model = [one.id for one in listed if one.model == wanted][:1]
-    found = of_model or [one.id for one in listed if one.id.startswith(wanted)]
-    if len(found) != 1:
-        many = f"{len(found)} rollouts begin" if found else "no model with rollouts is called, and no rollout begins,"
-        raise UsageError(f"{wanted}: {many} like this; see `headrace rollouts list`")
-    return rollouts.get(found[0])
+    states = rollouts.list(limit=_LIST_MAX)
+    of_model = [state.id for state in states if state.model == name][:1]
+    matches = of_model or [state.id for state in states if state.id.startswith(name)]
+    if len(matches) != 1:
+        problem = f"matches {len(matches)} rollouts" if matches else "is neither a model with rollouts nor a rollout"
+        raise UsageError(f"{name}: {problem}; see `headrace rollouts list`")
+    return rollouts.get(matches[0])
 
 
-def _lines(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: float) -> RolloutState:
+def _watch_lines(api: ModelRegistry, state: RolloutState, metric: str | None, every_s: float) -> RolloutState:
     from headrace.rollouts import Rollouts
 
-    said = ""
+    printed = ""
     while True:
-        line = in_a_line(found, metric)
-        if line != said:
+        line = status_line(state, metric)
+        if line != printed:
             echo(line)
-            said = line
-        if found.phase not in _UNDER_WAY:
-            return found
+            printed = line
+        if state.phase not in _ACTIVE_PHASES:
+            return state
         time.sleep(every_s)
-        found = Rollouts(api).get(found.id)
+        state = Rollouts(api).get(state.id)
 
 
-def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: float) -> RolloutState:
+def _watch_chart(api: ModelRegistry, state: RolloutState, metric: str | None, every_s: float) -> RolloutState:
     from rich.live import Live
     from rich.text import Text
 
@@ -205,42 +213,43 @@ def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: 
 
     with Live(console=console(), auto_refresh=False) as screen:
         while True:
-            drawn = chart.drawn(found, metric or metric_of(found), width=max(20, screen.console.width - 12))
-            screen.update(Text("\n".join([in_a_line(found, metric), *drawn])), refresh=True)
-            if found.phase not in _UNDER_WAY:
-                return found
+            chart_lines = chart.draw_lines(state, metric or metric_of(state), width=max(20, screen.console.width - 12))
+            screen.update(Text("\n".join([status_line(state, metric), *chart_lines])), refresh=True)
+            if state.phase not in _ACTIVE_PHASES:
+                return state
             time.sleep(every_s)
-            found = Rollouts(api).get(found.id)
+            state = Rollouts(api).get(state.id)
 
 
-def in_a_line(found: RolloutState, metric: str | None) -> str:
-    """Where it stands, for a log."""
+def status_line(state: RolloutState, metric: str | None) -> str:
+    """Return the present state of a rollout as one line."""
     from headrace_runtime.rollout_picture import metric_of
 
-    name = metric or metric_of(found)
-    ends = [found.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
-    known = [end for end in ends if end is not None]
-    shown = "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*known) if len(known) == len(ends) else "not read yet"
-    arms = f"{found.statistics.get('candidate_units', 0):g}/{found.statistics.get('control_units', 0):g} units"
-    met = f"  met by {found.statistics['exposure']:.1%}" if "exposure" in found.statistics else ""
-    over = "" if found.phase in _UNDER_WAY else f"  {found.reason}"
-    if found.phase == "shadow":
-        arms = f"{found.statistics.get('shadow_units', 0):g}/{found.shadow_units} prompts"
-    return f"{found.version}  {found.phase.replace('_', ' ')}  share {found.share}  {arms}  {name} {shown}{met}{over}"
+    name = metric or metric_of(state)
+    ends = [state.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
+    values = [end for end in ends if end is not None]
+    interval = "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*values) if len(values) == len(ends) else "not read yet"
+    arms = f"{state.statistics.get('candidate_units', 0):g}/{state.statistics.get('control_units', 0):g} units"
+    exposure = f"  met by {state.statistics['exposure']:.1%}" if "exposure" in state.statistics else ""
+    reason = "" if state.phase in _ACTIVE_PHASES else f"  {state.reason}"
+    if state.phase == "shadow":
+        arms = f"{state.statistics.get('shadow_units', 0):g}/{state.shadow_units} prompts"
+    progress = f"{state.version}  {state.phase.replace('_', ' ')}  share {state.share}  {arms}"
+    return f"{progress}  {name} {interval}{exposure}{reason}"
 
 
-def _row(one: RolloutState) -> tuple[str, ...]:
-    numbers = one.statistics
+def _row(state: RolloutState) -> tuple[str, ...]:
+    numbers = state.statistics
     return (
-        one.id,
-        one.version,
-        one.kind,
-        one.phase.replace("_", " "),
-        one.share,
+        state.id,
+        state.version,
+        state.kind,
+        state.phase.replace("_", " "),
+        state.share,
         f"{numbers.get('candidate_units', 0):g}",
         f"{numbers.get('control_units', 0):g}",
-        f"{one.watched_s:.0f} s",
-        one.reason,
+        f"{state.watched_s:.0f} s",
+        state.reason,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: options, errors, the console."""
+"""Shared parts of the commands: options, errors, the console."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from headrace_cli.commands.grouped import spread
+from headrace_cli.commands.option_groups import expand_option_groups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Where Headrace keeps its data.", metavar="DIR"),
+    typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Data directory.", metavar="DIR"),
 ]
 InternalKey = Annotated[
     str | None,
     typer.Option(
-        "--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, if it was set.", metavar="KEY"
+        "--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="Internal key, security.internal_key.", metavar="KEY"
     ),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="A settings file (TOML).", metavar="FILE"),
+    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="Settings file (TOML).", metavar="FILE"),
 ]
 BusAddress = Annotated[
-    str | None, typer.Option("--bus", help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
+    str | None, typer.Option("--bus", help="Address of the bus; default: the bus that runs here.", metavar="HOST:PORT")
 ]
 Overridden = Annotated[
     list[str] | None,
@@ -45,31 +45,31 @@ Pythons = Annotated[
     list[str] | None,
     typer.Option(
         "--python",
-        help="Run a service with another environment's interpreter; may be repeated.",
+        help="Run a service with the interpreter of another environment; may be repeated.",
         metavar="SERVICE=PATH",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class BusOptions:
-    """Which bus is meant: one that is named, or that of what runs here."""
+    """Options that select the bus: by address, or that of the Headrace that runs here."""
 
     bus: BusAddress = None
     data_dir: DataDir = None
 
     @property
     def address(self) -> str:
-        """Raises `NotRunning`."""
+        """Address of the bus. Raises `NotRunning` if none is named and none runs here."""
         if self.bus:
-            know_stack(self.data_dir)
+            load_stack_token(self.data_dir)
             return self.bus
         return running(self.data_dir).bus
 
 
 class Commands(TyperGroup):
-    """A group whose commands may raise `HeadraceError`: it is printed, and the exit status is 1, for wrong usage 2."""
+    """Group of commands that may raise `HeadraceError`, which is printed; exit status 1, or 2 for wrong usage."""
 
     def invoke(self, ctx: Any) -> Any:
         from headrace.errors import HeadraceError, UsageError
@@ -84,15 +84,15 @@ class Commands(TyperGroup):
 
 
 def command(app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None) -> None:
-    """Add `function` to `app`; its docstring is the help, and `examples` show how it is used."""
+    """Add `function` to `app` as a command; its docstring is the help text, and `examples` follow it."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
-    shown = "\n\n".join(["[bold]Examples[/]", *examples])
-    app.command(name, help=text, epilog=shown)(spread(function))
+    epilog = "\n\n".join(["[bold]Examples[/]", *examples])
+    app.command(name, help=text, epilog=epilog)(expand_option_groups(function))
 
 
 def folder(data_dir: Path | None, config: Path | None = None) -> Path:
-    """The data directory that is meant: the option, the environment, the settings file, or the usual one."""
+    """Return the data directory: that of the option, the environment, the settings file, or the default."""
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of
 
@@ -100,14 +100,14 @@ def folder(data_dir: Path | None, config: Path | None = None) -> Path:
 
 
 def running(data_dir: Path | None) -> RunState:
-    """What runs there. Raises `NotRunning`."""
+    """Return the state of the Headrace that runs on `data_dir`. Raises `NotRunning`."""
     from headrace_operations.supervisor.state import read
 
     return read(folder(data_dir))
 
 
-def know_stack(data_dir: Path | None) -> None:
-    """Have the token of what runs there, if anything does, used for its addresses."""
+def load_stack_token(data_dir: Path | None) -> None:
+    """Load the token of a Headrace that runs on `data_dir`, if there is one, for requests to its addresses."""
     from headrace_operations.errors import NotRunning
 
     with contextlib.suppress(NotRunning):
@@ -115,14 +115,14 @@ def know_stack(data_dir: Path | None) -> None:
 
 
 def service_names() -> list[str]:
-    """To complete a word with."""
+    """Return the names of all services, for completion."""
     from headrace_operations.supervisor.plan import installed
 
     return list(installed())
 
 
 def topic_names() -> list[str]:
-    """To complete a word with."""
+    """Return the names of all topics, for completion."""
     from headrace_schemas import EVENTS
 
     return sorted(EVENTS)
@@ -150,16 +150,16 @@ def echo_json(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """The body says what is being done, how far it is, and how far it will go."""
+def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of the block, which calls the yielded function with activity, completed amount and total."""
     from headrace_cli.progress import ProgressDisplay
 
-    with ProgressDisplay(what, console=console(stderr=True)) as progress:
-        yield lambda doing, done, total: progress.at(done, total or None, doing)
+    with ProgressDisplay(title, console=console(stderr=True)) as progress:
+        yield lambda doing, completed, total: progress.update(completed, total or None, doing)
 
 
 def condition(service: ServiceState) -> str:
-    """A service's state in words and colour."""
+    """Return the state of a service as coloured text."""
     from rich.markup import escape
 
     colour = {"ready": "green", "starting": "yellow", "unready": "yellow"}.get(service.status, "red")
@@ -168,13 +168,13 @@ def condition(service: ServiceState) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Any:
-    """A plain table; columns whose name ends in `>` are right-aligned."""
+    """Return a plain table; columns whose name ends in `>` are right-aligned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    result = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+        result.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result

@@ -18,7 +18,7 @@ from headrace_cli.commands.shared import (
     console,
     echo_json,
     folder,
-    know_stack,
+    load_stack_token,
     progress,
     running,
     table,
@@ -31,49 +31,51 @@ if TYPE_CHECKING:
     from headrace_schemas.registry_api import ModelState
     from headrace_schemas.source_api import SourceState
 
-_UNWATCHED_S = 10.0
-"""A supervisor looks every second; after so long without a look what it wrote is not believed."""
+_SUSPENDED_S = 10.0
+"""The supervisor checks every second; after this time without a check its state file is out of date."""
 
 
 def status(
     account: Annotated[bool, typer.Option(help="Read the topics and account for every turn.")] = True,
     lineage: Annotated[
         list[str] | None,
-        typer.Option(help="Account for this lineage instead of the last one.", metavar="MODEL=LINEAGE"),
+        typer.Option(help="Count this lineage instead of the last one; may be repeated.", metavar="MODEL=LINEAGE"),
     ] = None,
     key: InternalKey = None,
-    bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
+    bus: Annotated[
+        str | None, typer.Option(help="Account for the turns of this bus; no service must run here.")
+    ] = None,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """What runs and answers, who serves, and what became of every captured turn: trained, waiting, or dropped and why.
+    """Show running services, serving versions and the account of all turns: trained, waiting, or dropped with reason.
 
-    The account is computed from the topics alone. Exit status 1 when it does not add up. When the training reward rises
-    while the audit score falls, or the score has gone flat, a sentence says so and what to try.
+    The account is computed from the topics alone. Exit status 1 if it has contradictions. A message warns if the
+    training reward rises while the audit score falls, and if the audit score is flat.
     """
     from rich.markup import escape
 
     from headrace_operations import service_health
 
     if bus:
-        know_stack(data_dir)
-    state, alive = (None, {}) if bus else service_health.asked(running(data_dir))
+        load_stack_token(data_dir)
+    state, alive = (None, {}) if bus else service_health.check_health(running(data_dir))
     sources = service_health.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()
     address = bus or (state.bus if state else "")
-    found = _account(address, lineage or []) if account else None
-    learning = _learning(address) if account else ()
+    turn_account = _account(address, lineage or []) if account else None
+    learning = _reward_findings(address) if account else ()
     if json:
-        echo_json(jsonlib.dumps(_as_json(state, models, found, alive, sources, learning), indent=1))
+        echo_json(jsonlib.dumps(_as_json(state, models, turn_account, alive, sources, learning), indent=1))
     else:
         if state is not None:
-            _print_unwatched(state, data_dir)
+            _print_suspended(state, data_dir)
         _print_unserved(models)
-        _print(state, models, found, alive)
+        _print(state, models, turn_account, alive)
         _print_sources(sources)
-        for one in learning:
-            console().print(f"[yellow]{escape(one.text)}[/]")
-    if found is not None and not found.consistent:
+        for finding in learning:
+            console().print(f"[yellow]{escape(finding.text)}[/]")
+    if turn_account is not None and not turn_account.consistent:
         raise typer.Exit(1)
 
 
@@ -89,7 +91,7 @@ def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
         with ModelRegistry(service.url, key=key, timeout_s=5, retries=Retries(attempts=1)) as registry:
             return registry.models()
     except HeadraceError as error:
-        console(stderr=True).print(f"[yellow]the registry does not say who serves: {error}[/]")
+        console(stderr=True).print(f"[yellow]the registry did not list its models: {error}[/]")
         return ()
 
 
@@ -99,34 +101,34 @@ def _account(bus: str, lineage: list[str]) -> TurnAccount:
     from headrace.errors import UsageError
     from headrace_operations.from_topics import read_turn_account
 
-    named = dict(one.partition("=")[::2] for one in lineage)
-    if "" in named.values():
-        raise UsageError("--lineage: write MODEL=LINEAGE")
+    lineages = dict(entry.partition("=")[::2] for entry in lineage)
+    if "" in lineages.values():
+        raise UsageError("--lineage: the form is MODEL=LINEAGE")
     with progress("reading topics") as tick:
-        return asyncio.run(read_turn_account(bus, named, lambda read, total: tick("reading topics", read, total)))
+        return asyncio.run(read_turn_account(bus, lineages, lambda read, total: tick("reading topics", read, total)))
 
 
-def _learning(bus: str) -> tuple[Finding, ...]:
+def _reward_findings(bus: str) -> tuple[Finding, ...]:
     import asyncio
 
-    from headrace_operations.from_topics import findings_of
+    from headrace_operations.from_topics import read_findings
 
-    return asyncio.run(findings_of(bus))
+    return asyncio.run(read_findings(bus))
 
 
-def _print_unwatched(state: RunState, data_dir: DataDir) -> None:
-    from headrace_operations.supervisor.state import unwatched_s
+def _print_suspended(state: RunState, data_dir: DataDir) -> None:
+    from headrace_operations.supervisor.state import supervisor_silence_s
 
-    silent_s = unwatched_s(folder(data_dir))
-    if silent_s > _UNWATCHED_S:
+    silent_s = supervisor_silence_s(folder(data_dir))
+    if silent_s > _SUSPENDED_S:
         console().print(
-            f"[red]the supervisor (pid {state.pid}) has not looked for {_age(silent_s)}: it is stopped or stuck. "
-            "States are what it saw last, nobody restarts what ends, and only `alive` is true now[/]"
+            f"[red]the supervisor (pid {state.pid}) has not checked for {_format_duration(silent_s)}: it is suspended "
+            "or stuck. States are its last ones, no service is restarted, and only `alive` is up to date[/]"
         )
 
 
 def _print_unserved(models: tuple[ModelState, ...]) -> None:
-    """Print first what stops users: models that no replica serves, with the reason that the replica reported."""
+    """Print models that no replica serves first, with the reason that the replica reported."""
     for model in models:
         if model.trouble is not None:
             console().print(f"[red]model {model.id} is not served:[/]", end=" ")
@@ -134,11 +136,13 @@ def _print_unserved(models: tuple[ModelState, ...]) -> None:
 
 
 def _print_sources(sources: tuple[SourceState, ...]) -> None:
-    """Those that have just failed, with the last error."""
+    """Print sources that have just failed, with their last error."""
     failing = [source for source in sources if source.failing]
     for source in failing:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(source.outcomes.items()))
-        console().print(f"[red]{source.id} fails[/] ({source.failing} in a row; {counts}), the last error:", end=" ")
+        console().print(
+            f"[red]{source.id} fails[/] ({source.failing} times in a row; {counts}), the last error:", end=" "
+        )
         console().print(source.last_error or "", markup=False)
 
 
@@ -149,9 +153,9 @@ def _print(
     if state is not None:
         now = datetime.now(UTC)
         rows = [
-            (name, condition(one), _alive(alive.get(name, "-")), one.url, str(one.pid or "-"),
-             str(one.restarts), _age((now - one.since).total_seconds()))
-            for name, one in state.services.items()
+            (name, condition(service), _format_alive(alive.get(name, "-")), service.url, str(service.pid or "-"),
+             str(service.restarts), _format_duration((now - service.since).total_seconds()))
+            for name, service in state.services.items()
         ]  # fmt: skip
         out.print(table(["service", "state", "alive", "address", "pid>", "restarts>", "for>"], rows))
         out.print(f"bus {state.bus}   base_url {state.base_url or '-'}   data {state.data_dir}")
@@ -165,7 +169,7 @@ def _print(
 def _print_account(account: TurnAccount) -> None:
     out = console()
     rows = [("captured", "", str(account.captured)), ("trained", "", str(account.trained))]
-    rows += [("waiting", f"for {what}", str(count)) for what, count in account.waiting.items()]
+    rows += [("waiting", f"for {event}", str(count)) for event, count in account.waiting.items()]
     rows += [("dropped", reason, str(count)) for reason, count in account.dropped.items()]
     names = ", ".join(f"{model} in lineage {lineage}" for model, lineage in account.lineages.items())
     out.print(table(["turns", "", "count>"], rows, f"account {f'({names})' if names else ''}".strip()))
@@ -180,11 +184,11 @@ def _print_account(account: TurnAccount) -> None:
         out.print(f"  {problem}", markup=False)
 
 
-def _alive(answer: str) -> str:
+def _format_alive(answer: str) -> str:
     return answer if answer in ("yes", "-") else f"[red]{answer}[/]"
 
 
-def _age(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -205,7 +209,7 @@ def _as_json(
         "sources": [source.model_dump(mode="json", exclude_none=True) for source in sources],
         "models": [model.model_dump(mode="json") for model in models],
         "account": asdict(account) if account else None,
-        "learning": [asdict(one) for one in learning],
+        "learning": [asdict(finding) for finding in learning],
     }
 
 

@@ -1,4 +1,4 @@
-"""`headrace train`: from files, or a range of a topic, to a version."""
+"""`headrace train`: training on files or on a range of a topic."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.shared import AsJson, command, echo_json, progress
-from headrace_cli.commands.train_options import JobPlace, ReadingOptions, TopicRange, TrainingOptions, job_of
+from headrace_cli.commands.train_options import JobLocation, ReadingOptions, TopicRange, TrainingOptions, job_of
 
 if TYPE_CHECKING:
     from headrace.topics import Range
     from headrace_operations.jobs.job import Job
 
-_RECIPE = ".toml"
+_RECIPE_SUFFIX = ".toml"
 
 
-def _known() -> list[str]:
-    """To complete a word with."""
+def _algorithm_names() -> list[str]:
+    """Return the names of all algorithms, for completion."""
     from headrace_operations.jobs.job import ALGORITHMS
 
     return list(ALGORITHMS.names())
@@ -28,56 +28,56 @@ def train(
     kind: Annotated[
         str,
         typer.Argument(
-            help="The algorithm (sft, dpo, ...), or a recipe of several stages (a TOML file).",
+            help="Algorithm (sft, dpo, ...), or a recipe with several stages (a TOML file).",
             metavar="ALGORITHM|RECIPE",
-            autocompletion=_known,
+            autocompletion=_algorithm_names,
         ),
     ],
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help="Files or folders with rows, or topic:experiences.", metavar="SOURCE"),
+        typer.Argument(help="Files or folders of rows, or topic:experiences.", metavar="SOURCE"),
     ] = None,
     *,
     rows: ReadingOptions,
     training: TrainingOptions,
-    chosen: TopicRange,
-    place: JobPlace,
-    check: Annotated[bool, typer.Option("--check", help="Look at every row, and train nothing.")] = False,
+    range_options: TopicRange,
+    location: JobLocation,
+    check: Annotated[bool, typer.Option("--check", help="Check every row without training.")] = False,
     preview: Annotated[
-        int, typer.Option(min=0, help="The same, and show the first rows as they would be trained.", metavar="N")
+        int, typer.Option(min=0, help="Check every row and show the first N as they would be trained.", metavar="N")
     ] = 0,
     json: AsJson = False,
 ) -> None:
-    """Train a model on rows that somebody wrote, or on what topics hold.
+    """Train a model on rows of files or on recorded events of topics.
 
-    The rows are checked first: bad ones are refused with their numbers and reasons. Then a trainer makes a lineage of
-    them, beside whatever runs. The same command again goes on where a job was interrupted, however it was.
+    The rows are checked first, and invalid ones are listed with number and reason. Then a trainer trains a lineage on
+    them, independently of running services. The same command resumes an interrupted job.
 
-    Nothing serves the versions before the registry is told of one: --offer, or `headrace replay offer LINEAGE`.
+    The versions are not served before one is offered to the registry: --offer, or `headrace replay offer LINEAGE`.
     """
     from headrace.errors import UsageError
-    from headrace_operations.jobs.from_topics import topic_of
+    from headrace_operations.jobs.from_topics import source_topic
 
-    given = sources or []
-    if kind.endswith(_RECIPE):
-        if given:
-            raise UsageError(f"{kind} names its sources itself; leave out {given[0]}")
-        _recipe(Path(kind), training, place, json=json)
-    elif not given:
-        raise UsageError(f"headrace train {kind}: name files or folders with rows, or topic:experiences")
-    elif (topic := topic_of(given)) is not None:
+    source_names = sources or []
+    if kind.endswith(_RECIPE_SUFFIX):
+        if source_names:
+            raise UsageError(f"{kind}: a recipe names its own sources; omit {source_names[0]}")
+        _train_recipe(Path(kind), training, location, json=json)
+    elif not source_names:
+        raise UsageError(f"headrace train {kind}: name files or folders of rows, or topic:experiences")
+    elif (topic := source_topic(source_names)) is not None:
         if check or preview:
-            raise UsageError("--check and --preview look at rows of files; for a topic there is `headrace replay plan`")
-        _topic(kind, chosen.of(topic), training, place, json=json)
+            raise UsageError("--check and --preview apply to rows of files; use `headrace replay plan` for a topic")
+        _train_on_topic(kind, range_options.of(topic), training, location, json=json)
     else:
-        job = job_of(kind, given, rows, training, place)
+        job = job_of(kind, source_names, rows, training, location)
         if check or preview:
-            _look(job, preview, json=json)
+            _check_rows(job, preview, json=json)
         else:
-            _run(job, json=json)
+            _train_on_rows(job, json=json)
 
 
-def _look(job: Job, preview: int, *, json: bool) -> None:
+def _check_rows(job: Job, preview: int, *, json: bool) -> None:
     import asyncio
 
     from headrace_cli.commands import train_report
@@ -95,7 +95,7 @@ def _look(job: Job, preview: int, *, json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _run(job: Job, *, json: bool) -> None:
+def _train_on_rows(job: Job, *, json: bool) -> None:
     import asyncio
 
     from headrace_cli.commands import train_report
@@ -111,30 +111,35 @@ def _run(job: Job, *, json: bool) -> None:
         train_report.show(result)
 
 
-def _topic(kind: str, wanted: Range, training: TrainingOptions, place: JobPlace, *, json: bool) -> None:
+def _train_on_topic(
+    kind: str, topic_range: Range, training: TrainingOptions, location: JobLocation, *, json: bool
+) -> None:
     import asyncio
 
     from headrace_cli.commands.replay_report import as_json, show
     from headrace_operations.jobs import from_topics
 
-    request = from_topics.request_of(kind, wanted, job_of(kind, [], ReadingOptions(), training, place))
+    request = from_topics.replay_request(kind, topic_range, job_of(kind, [], ReadingOptions(), training, location))
     with progress("reading the journal") as tick:
         report = asyncio.run(from_topics.train(request, tick))
     if training.offer:
-        asyncio.run(from_topics.offer_last(request))
+        asyncio.run(from_topics.offer_last_version(request))
     if json:
         echo_json(as_json(report))
     else:
         show(report, planned=False)
 
 
-def _recipe(path: Path, training: TrainingOptions, place: JobPlace, *, json: bool) -> None:
+def _train_recipe(path: Path, training: TrainingOptions, location: JobLocation, *, json: bool) -> None:
     from headrace_cli.commands import train_report
     from headrace_operations.jobs import recipe
 
     with progress(f"training {path.name}") as tick:
         results = recipe.run(
-            recipe.read(path), recipe.StagePlace(place.config, place.bus, place.data_dir), tick, training.offer
+            recipe.read(path),
+            recipe.StageEnvironment(location.config, location.bus, location.data_dir),
+            tick,
+            training.offer,
         )
     if json:
         echo_json(train_report.stages_as_json(results))

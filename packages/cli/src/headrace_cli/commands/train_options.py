@@ -1,4 +1,4 @@
-"""The options of `headrace train`: what is trained, and how its rows are read."""
+"""Options of `headrace train`."""
 
 from __future__ import annotations
 
@@ -14,54 +14,67 @@ from headrace_cli.commands.shared import BusAddress, Config, DataDir
 if TYPE_CHECKING:
     from headrace_operations.jobs.job import Job, RowOptions
 
-_ROWS = "How rows are read"
-_TRAINING = "What is trained"
-_TOPIC = "Which records of a topic"
+_ROWS_PANEL = "Rows"
+_TRAINING_PANEL = "Training"
+_TOPIC_PANEL = "Records of a topic"
 
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How files are read as rows."""
+    """Options for reading files as rows."""
 
     column: Annotated[
         list[str] | None,
         typer.Option(
-            help="What a column is called in the files; may be repeated.", metavar="NAME=COLUMN", rich_help_panel=_ROWS
+            help="Map a column of the format to a column of the files; may be repeated.",
+            metavar="NAME=COLUMN",
+            rich_help_panel=_ROWS_PANEL,
         ),
     ] = None
     form: Annotated[
         str | None,
-        typer.Option("--format", help="The rows' format; default: by their columns.", rich_help_panel=_ROWS),
+        typer.Option("--format", help="Row format; default: determined by the columns.", rich_help_panel=_ROWS_PANEL),
     ] = None
-    split: Annotated[str | None, typer.Option(help="Of a folder that has several.", rich_help_panel=_ROWS)] = None
+    split: Annotated[
+        str | None, typer.Option(help="Split of a folder that has several.", rich_help_panel=_ROWS_PANEL)
+    ] = None
     ignore: Annotated[
         list[str] | None,
-        typer.Option(help="A field of messages to pass over; may be repeated.", metavar="FIELD", rich_help_panel=_ROWS),
+        typer.Option(
+            help="Ignore this field of messages; may be repeated.", metavar="FIELD", rich_help_panel=_ROWS_PANEL
+        ),
     ] = None
     keep_duplicates: Annotated[
-        bool, typer.Option("--keep-duplicates", help="Take rows that say the same.", rich_help_panel=_ROWS)
+        bool, typer.Option("--keep-duplicates", help="Train identical rows as well.", rich_help_panel=_ROWS_PANEL)
     ] = False
     skip_bad: Annotated[
-        int, typer.Option(min=0, help="So many bad rows may be left out.", metavar="N", rich_help_panel=_ROWS)
+        int,
+        typer.Option(min=0, help="Maximum number of invalid rows to skip.", metavar="N", rich_help_panel=_ROWS_PANEL),
     ] = 0
     held_out: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A file of tasks that no row may ask; may be repeated.", metavar="FILE", rich_help_panel=_ROWS
+            help="File of held-out tasks that no row may contain; may be repeated.",
+            metavar="FILE",
+            rich_help_panel=_ROWS_PANEL,
         ),
     ] = None
     gate_tasks: Annotated[
         bool,
-        typer.Option("--gate-tasks/--no-gate-tasks", help="Nor those of the configured gate.", rich_help_panel=_ROWS),
+        typer.Option(
+            "--gate-tasks/--no-gate-tasks",
+            help="Refuse rows that contain tasks of the configured gate.",
+            rich_help_panel=_ROWS_PANEL,
+        ),
     ] = True
 
     @property
-    def chosen(self) -> RowOptions:
-        """Raises `UsageError`."""
+    def row_options(self) -> RowOptions:
+        """The options as `RowOptions`. Raises `UsageError` if a column is invalid."""
         from headrace_operations.jobs.job import RowOptions
 
         return RowOptions(
-            columns=columns_of(self.column or []),
+            columns=parse_columns(self.column or []),
             form=self.form,
             split=self.split,
             ignored=frozenset(self.ignore or ()),
@@ -74,66 +87,80 @@ class ReadingOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What comes of the rows."""
+    """Options of the training."""
 
     base: Annotated[
         Path | None,
         typer.Option(
-            help="The model to begin with; default: trainer.base.", metavar="FOLDER", rich_help_panel=_TRAINING
+            help="Folder of the base model; default: trainer.base.", metavar="FOLDER", rich_help_panel=_TRAINING_PANEL
         ),
     ] = None
     lineage: Annotated[
         str | None,
-        typer.Option(help="Name of the line of versions; default: made of the job.", rich_help_panel=_TRAINING),
+        typer.Option(help="Name of the lineage; default: derived from the job.", rich_help_panel=_TRAINING_PANEL),
     ] = None
-    epochs: Annotated[int, typer.Option(min=1, help="How often each row is trained.", rich_help_panel=_TRAINING)] = 1
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Number of times each row is trained.", rich_help_panel=_TRAINING_PANEL)
+    ] = 1
     shuffle: Annotated[
         bool,
-        typer.Option("--shuffle/--no-shuffle", help="Another order in each epoch.", rich_help_panel=_TRAINING),
+        typer.Option(
+            "--shuffle/--no-shuffle", help="Use a random order in each epoch.", rich_help_panel=_TRAINING_PANEL
+        ),
     ] = True
-    seed: Annotated[int, typer.Option(help="Of the order.", rich_help_panel=_TRAINING)] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the order.", rich_help_panel=_TRAINING_PANEL)] = 0
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", "-s", help="A setting for the job; may be repeated.", metavar="SECTION.KEY=VALUE",
-            rich_help_panel=_TRAINING,
+            "--set", "-s", help="Override a setting for the job; may be repeated.", metavar="SECTION.KEY=VALUE",
+            rich_help_panel=_TRAINING_PANEL,
         ),
     ] = None  # fmt: skip
     offer: Annotated[
         bool,
-        typer.Option("--offer", help="Tell the registry of the last version: probe, gate.", rich_help_panel=_TRAINING),
+        typer.Option(
+            "--offer",
+            help="Offer the last version to the registry, which probes and evaluates it.",
+            rich_help_panel=_TRAINING_PANEL,
+        ),
     ] = False
 
 
 @dataclass(frozen=True)
 class TopicRange(RangeOptions):
-    """Of a topic, where that is the source."""
+    """Range of the source topic."""
 
 
 @dataclass(frozen=True)
-class JobPlace:
-    """Where it happens."""
+class JobLocation:
+    """Settings file, bus and data directory of the job."""
 
     config: Config = None
     bus: BusAddress = None
     data_dir: DataDir = None
 
 
-def columns_of(assignments: list[str]) -> dict[str, str]:
-    """`NAME=COLUMN` as a mapping. Raises `UsageError`."""
+def parse_columns(assignments: list[str]) -> dict[str, str]:
+    """Parse `--column NAME=COLUMN` options.
+
+    Raises:
+        UsageError: an option has another form.
+    """
     from headrace.errors import UsageError
 
-    found = {}
-    for one in assignments:
-        name, sign, column = one.partition("=")
-        if not (name and sign and column):
-            raise UsageError(f"--column {one}: write NAME=COLUMN, e.g. --column prompt=question")
-        found[name] = column
-    return found
+    columns = {}
+    for assignment in assignments:
+        name, separator, column = assignment.partition("=")
+        if not (name and separator and column):
+            raise UsageError(f"--column {assignment}: the form is NAME=COLUMN, for example prompt=question")
+        columns[name] = column
+    return columns
 
 
-def job_of(kind: str, sources: list[str], rows: ReadingOptions, training: TrainingOptions, place: JobPlace) -> Job:
-    """The options as a job. Raises `UsageError`."""
+def job_of(
+    kind: str, sources: list[str], rows: ReadingOptions, training: TrainingOptions, location: JobLocation
+) -> Job:
+    """Build the job of the options. Raises `UsageError` if an option is invalid."""
     from headrace_operations.jobs.job import Job
     from headrace_operations.supervisor.overrides import parse_assignments
 
@@ -146,9 +173,9 @@ def job_of(kind: str, sources: list[str], rows: ReadingOptions, training: Traini
         epochs=training.epochs,
         shuffle=training.shuffle,
         seed=training.seed,
-        rows=rows.chosen,
-        config=place.config,
-        bus=place.bus,
-        data_dir=place.data_dir,
+        rows=rows.row_options,
+        config=location.config,
+        bus=location.bus,
+        data_dir=location.data_dir,
         offer=training.offer,
     )

@@ -17,40 +17,42 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="For those who train with Trinity-RFT, or come from it.",
+    help="Work with Trinity-RFT: print its trainer configuration, convert its files.",
 )
 
 
 def convert(
     files: Annotated[
-        list[Path], typer.Argument(help="explorer.yaml and trainer.yaml, or one for both.", metavar="FILE")
+        list[Path], typer.Argument(help="explorer.yaml and trainer.yaml, or one file for both.", metavar="FILE")
     ],
-    out: Annotated[Path, typer.Option(help="The settings file to write; an existing one is not replaced.")] = Path(
+    out: Annotated[Path, typer.Option(help="Settings file to write; an existing file is never replaced.")] = Path(
         "headrace.toml"
     ),
 ) -> None:
-    """Turn Trinity's YAML files into a settings file, and say of each key what became of it.
+    """Convert Trinity's YAML files to a settings file, with an explanation for each key.
 
-    A key without a meaning here is refused, and nothing is written: leave it out, once you know what depended on it.
+    If a key has no equivalent, nothing is written: remove the key once you know that nothing depends on it.
     """
     from headrace.errors import UsageError
-    from headrace_cli.trinity_yaml.conversion import convert as converted
+    from headrace_cli.trinity_yaml.conversion import convert as convert_tables
     from headrace_cli.trinity_yaml.conversion import read, settings_file
 
     if out.exists():
-        raise UsageError(f"{out} is there already; name another file with --out")
-    found = converted(*map(read, files))
-    _tell(found)
-    if found.refused:
-        raise UsageError(f"{len(found.refused)} keys have no meaning here:\n  " + "\n  ".join(found.refused))
-    out.write_text(settings_file(found), encoding="utf-8")
+        raise UsageError(f"{out}: exists already; name another file with --out")
+    conversion = convert_tables(*map(read, files))
+    _print_lines(conversion)
+    if conversion.refused:
+        keys = "\n  ".join(conversion.refused)
+        raise UsageError(f"{len(conversion.refused)} keys have no equivalent:\n  {keys}")
+    out.write_text(settings_file(conversion), encoding="utf-8")
     console().print(f"[bold]{out}[/] is written; start with [bold]headrace up --config {out}[/]")
 
 
-def _tell(found: Conversion) -> None:
+def _print_lines(conversion: Conversion) -> None:
     from rich.markup import escape
 
-    console().print(table(["key", "what became of it"], [(key, escape(said)) for key, said in found.lines]))
+    rows = [(key, escape(explanation)) for key, explanation in conversion.lines]
+    console().print(table(["key", "conversion"], rows))
 
 
 def add_to(parent: typer.Typer) -> None:

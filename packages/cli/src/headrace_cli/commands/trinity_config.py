@@ -12,12 +12,12 @@ from headrace_cli.commands.shared import Config, echo
 
 def config(
     config: Config = None,
-    out: Annotated[Path | None, typer.Option(help="The YAML file to write; an existing one is not replaced.")] = None,
+    out: Annotated[Path | None, typer.Option(help="YAML file to write; an existing file is never replaced.")] = None,
 ) -> None:
-    """Print what Trinity's trainer is told: its YAML, from the settings of `[trainer]` and `[trainer.trinity]`.
+    """Print the configuration of Trinity's trainer, made of the settings `[trainer]` and `[trainer.trinity]`.
 
-    The trainer writes it anew for each job that it starts, with the job's name, model and table; this one shows the
-    values. Trinity checks it by `trinity run` itself.
+    The trainer writes it for each job with the job's name, model and table; this command shows the values. Trinity
+    itself checks the file in `trinity run`.
     """
     import os
     import subprocess
@@ -27,16 +27,16 @@ def config(
     from headrace_operations.supervisor.overrides import Overrides
 
     if out is not None and out.exists():
-        raise UsageError(f"{out} is there already; name another file with --out")
+        raise UsageError(f"{out}: exists already; name another file with --out")
     command = [sys.executable, "-m", "headrace_trainer.trinity_yaml"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=Overrides(config, {}, os.environ).environ, capture_output=True, text=True, check=False
     )
-    if done.returncode == 2:
-        raise UsageError(done.stderr.strip())
-    if done.returncode:
-        raise HeadraceError(f"the trainer could not tell its settings: {done.stderr.strip()[-500:]}")
+    if result.returncode == 2:
+        raise UsageError(result.stderr.strip())
+    if result.returncode:
+        raise HeadraceError(f"the trainer could not describe its settings: {result.stderr.strip()[-500:]}")
     if out is None:
-        echo(done.stdout, end="")
+        echo(result.stdout, end="")
     else:
-        out.write_text(done.stdout, encoding="utf-8")
+        out.write_text(result.stdout, encoding="utf-8")

@@ -43,19 +43,19 @@ def up(
         ),
     ] = None,
     auto_ports: Annotated[
-        bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
+        bool, typer.Option("--auto-ports", help="Use free ports instead of the default ports.")
     ] = False,
     pythons: Pythons = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until every service must answer.", min=1)] = 120.0,
     hang_timeout: Annotated[
-        float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
+        float, typer.Option(help="Seconds without a sign of life until a service is killed.", min=6)
     ] = 30.0,
 ) -> None:
     """Start every installed service on this machine and keep them running until Ctrl-C.
 
-    The broker is left out when [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
-    trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
-    dies or hangs. Stopping is clean; nothing is left running.
+    The broker is left out if [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
+    trainer without [bold]trainer.base[/]. Each service is a process with its own log and is restarted when it ends or
+    hangs. On Ctrl-C all services are stopped cleanly.
     """
     from headrace_operations.supervisor import Limits, Supervisor
     from headrace_operations.supervisor.overrides import parse_assignments
@@ -77,12 +77,12 @@ def up(
     try:
         supervisor.start()
         with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
-            state = _up(supervisor, stopping, timeout)
+            state = _wait_up(supervisor, stopping, timeout)
         if state is not None:
-            _announce(state)
-        with _decisions(state):
+            _print_summary(state)
+        with _print_decisions(state):
             while not supervisor.wait(0.2) and not stopping.is_set():
-                state = _tell_changes(state, supervisor.state) if state is not None else None
+                state = _print_changes(state, supervisor.state) if state is not None else None
     finally:
         with out.status("stopping"):
             supervisor.stop()
@@ -90,8 +90,8 @@ def up(
     out.print("stopped")
 
 
-def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
-    """None: somebody wants to stop before everything is up."""
+def _wait_up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
+    """Wait until all services answer; return None if a signal stops the start."""
     from headrace_operations.supervisor import StartFailed
 
     try:
@@ -103,8 +103,8 @@ def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> 
 
 
 @contextlib.contextmanager
-def _decisions(state: RunState | None) -> Iterator[None]:
-    """While the body runs: a line for each version that is measured, takes over or is refused, and for trends."""
+def _print_decisions(state: RunState | None) -> Iterator[None]:
+    """Print decisions about versions and reward findings while the block runs."""
     if state is None or "registry" not in state.services:
         yield
         return
@@ -112,14 +112,15 @@ def _decisions(state: RunState | None) -> Iterator[None]:
     from rich.markup import escape
 
     from headrace.decisions import Listener, line
-    from headrace_operations.guard import Warner
+    from headrace_operations.guard import FindingReporter
 
     def tell(event: ModelEvent) -> None:
-        if (said := line(event)) is not None:
+        if (text := line(event)) is not None:
             colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
-            console().print(f"[{colour}]{escape(said)}[/]")
+            console().print(f"[{colour}]{escape(text)}[/]")
 
-    listener = Listener(state.bus, tell, Warner(lambda said: console().print(f"[yellow]{escape(said)}[/]")))
+    reporter = FindingReporter(lambda text: console().print(f"[yellow]{escape(text)}[/]"))
+    listener = Listener(state.bus, tell, reporter)
     listener.start()
     try:
         yield
@@ -128,7 +129,7 @@ def _decisions(state: RunState | None) -> Iterator[None]:
 
 
 def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
-    """The first signal asks for a clean stop, the second one does not wait for it."""
+    """Stop cleanly on the first signal, and at once on the second one."""
     stopping = threading.Event()
 
     def stop(_number: int, _frame: object) -> None:
@@ -140,29 +141,36 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
     return stopping
 
 
-def _announce(state: RunState) -> None:
+def _print_summary(state: RunState) -> None:
     from headrace_schemas.stack_access import token_file
 
     out = console()
-    rows = [(name, condition(one), one.url, str(one.pid), one.log) for name, one in state.services.items()]
+    rows = [
+        (name, condition(service), service.url, str(service.pid), service.log)
+        for name, service in state.services.items()
+    ]
     out.print(table(["service", "state", "address", "pid>", "log"], rows))
     out.print(f"bus       [bold]{state.bus}[/]")
     if state.token_is_key or state.token_is_password:
-        out.print(f"token     {token_file(Path(state.data_dir))}   [dim]commands find it, other clients need it[/]")
+        token_path = token_file(Path(state.data_dir))
+        out.print(f"token     {token_path}   [dim]commands read it, other clients need it[/]")
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")
     if gateway and gateway.status != "ready":
-        out.print("[yellow]no model is served yet; the gateway is ready as soon as the first version is[/]")
+        out.print("[yellow]no model is served yet; the gateway is ready once the first version is loaded[/]")
     for name, reason in state.left_out.items():
         out.print(f"[dim]{name} is not started: {reason}[/]")
     out.print("[dim]Ctrl-C stops everything[/]")
 
 
-def _tell_changes(before: RunState, now: RunState) -> RunState:
+def _print_changes(before: RunState, now: RunState) -> RunState:
     for name, service in now.services.items():
-        was = before.services[name]
-        if (was.status, was.lacks) != (service.status, service.lacks) and service.status in ("ready", "unready"):
+        earlier = before.services[name]
+        if (earlier.status, earlier.lacks) != (service.status, service.lacks) and service.status in (
+            "ready",
+            "unready",
+        ):
             console().print(f"{name}: {condition(service)}")
     return now
 

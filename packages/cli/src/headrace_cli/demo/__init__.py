@@ -1,1 +1,1 @@
-"""`headrace demo`: an agent visibly gets better from its own calls. A demo is a folder with a `demo.toml`."""
+"""`headrace demo`: an agent that improves from its own calls. A demo is a folder with a `demo.toml`."""

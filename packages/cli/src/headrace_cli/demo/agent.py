@@ -1,4 +1,4 @@
-"""The agent's process. It ends when the demo ends."""
+"""Process of the agent, which ends with the demo."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _STOP_S_MAX = 60.0
 
 
 @contextlib.asynccontextmanager
-async def at_work(command: Sequence[str], environ: Mapping[str, str]) -> AsyncIterator[Process]:
-    """The body may wait for it to end; at the body's end it is asked to finish what it has begun."""
+async def running_agent(command: Sequence[str], environ: Mapping[str, str]) -> AsyncIterator[Process]:
+    """Run the agent during the block, which may wait for its end.
+
+    After the block it gets SIGTERM and time to finish.
+    """
     process = await asyncio.create_subprocess_exec(*bound_to_parent(command), env=environ)
     try:
         yield process

@@ -1,4 +1,4 @@
-"""What a demo checks without any service: the program `checks` of its recipe, a line of JSON for each thing."""
+"""Checks of a demo without services: the program `checks` of the recipe, which prints a line of JSON for each check."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _LINE: TypeAdapter[PromisedLine] = TypeAdapter(PromisedLine)
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> tuple[PromisedLine, ...]:
-    """Each line has `name`, `wanted`, `found` and `holds`. Raises `StartFailed` for a program that fails or says
-    something else."""
+    """Run the checks and return their lines, which have `name`, `wanted`, `found` and `holds`.
+
+    Raises:
+        StartFailed: the program failed or printed something else.
+    """
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, env=environ, timeout=_CHECKS_S_MAX, check=True)
         return tuple(_LINE.validate_json(line) for line in result.stdout.splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Prints the demo: a line for each version, and the progress of each step."""
+"""Console output of the demo: a line for each version, and the progress of each step."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 
 class ConsoleReporter:
-    """Everything that the demo says."""
+    """Prints the course and the results of a demo."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._first: float | None = None
 
-    def happened(self, line: str) -> None:
+    def print_event(self, line: str) -> None:
+        """Print an event of the supervisor."""
         self._console.print(f"[yellow]{line}[/]")
 
-    def decided(self, event: ModelEvent) -> None:
-        """One line for each version that was evaluated, and for what became of it."""
+    def print_decision(self, event: ModelEvent) -> None:
+        """Print a line for each evaluated version, and for each version that was refused or taken back."""
         score = event.statistics.get("score")
         if event.decision == "evaluated" and score is not None:
             self._first = score if self._first is None else self._first
@@ -44,29 +45,32 @@ class ConsoleReporter:
             self._console.print(f"{event.version}  [yellow]{event.decision}[/]: {event.reason}")
 
     @contextlib.contextmanager
-    def doing(self, what: str, *, with_its_own_bar: bool = False) -> Iterator[None]:
-        """`with_its_own_bar`: what is done draws a bar in a terminal, and is silent elsewhere."""
+    def doing(self, activity: str, *, with_its_own_bar: bool = False) -> Iterator[None]:
+        """Show the activity while the block runs. `with_its_own_bar`: the activity draws its own bar in a terminal."""
         began = time.monotonic()
-        drawn = with_its_own_bar and self._console.is_terminal
-        with contextlib.nullcontext() if drawn else ProgressDisplay("demo", doing=what, console=self._console):
+        has_own_bar = with_its_own_bar and self._console.is_terminal
+        with (
+            contextlib.nullcontext() if has_own_bar else ProgressDisplay("demo", doing=activity, console=self._console)
+        ):
             yield
-        self._console.print(f"[dim]{what}: {time.monotonic() - began:.1f} s[/]")
+        self._console.print(f"[dim]{activity}: {time.monotonic() - began:.1f} s[/]")
 
     @contextlib.contextmanager
-    def working(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
-        """The agent works for so many seconds at most; it stops as soon as it has become good enough."""
+    def agent_progress(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
+        """Show the progress of the agent, which works for at most `seconds` and may stop earlier."""
         began = time.monotonic()
         with ProgressDisplay(
             "the agent works", seconds, unit="s at most", estimate=False, console=self._console
         ) as progress:
 
             def update(watch: Watch) -> None:
-                told = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
-                progress.at(time.monotonic() - began, doing=told)
+                status = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
+                progress.update(time.monotonic() - began, doing=status)
 
             yield update
 
-    def ended(self, report: Report, shortfalls: list[str]) -> None:
+    def print_summary(self, report: Report, shortfalls: list[str]) -> None:
+        """Print the summary of a demo and its missed promises."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in report.turns_dropped.items()) or "none"
         takeover_s = takeover_mean_s(report.versions)
         serving = "" if takeover_s is None else f", {takeover_s:.1f} s after they were published"
@@ -81,25 +85,28 @@ class ConsoleReporter:
             self._console.print(f"[red]not as promised:[/] {text}")
 
     def table(self, recipe: Recipe, reports: Sequence[Report]) -> None:
-        """What the recipe measures of its versions; medians where there are several seeds."""
+        """Print the measures of the recipe's versions; with several seeds, their medians."""
         if recipe.rows is None:
-            self.measured(recipe.measures, [report.measures for report in reports])
+            self.print_measures(recipe.measures, [report.measures for report in reports])
             return
         self.rows(recipe, [report.rows for report in reports])
 
     def rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
-        """A column for each row of the recipe. Of a single seed with 95 % intervals over its plays."""
+        """Print a column for each row of the recipe. A single seed has 95 % intervals over its plays."""
         assert recipe.rows is not None
         table = _table(len(seeds), recipe.rows.unit, *(str(row.at) for row in seeds[0]))
         for name, measure in recipe.measures.items():
             texts = map(measure.text, median_row(name, seeds))
             margins = [row.margins.get(name) if len(seeds) == 1 else None for row in seeds[0]]
-            found = zip(texts, margins, strict=True)
-            table.add_row(name, *(text if one is None else f"{text} ± {measure.text(one)}" for text, one in found))
+            cells = zip(texts, margins, strict=True)
+            cells_with_margins = (
+                text if margin is None else f"{text} ± {measure.text(margin)}" for text, margin in cells
+            )
+            table.add_row(name, *cells_with_margins)
         self._console.print(table)
 
-    def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
-        """A row for each measure: before, after, and by how much it changed; medians where there are several seeds."""
+    def print_measures(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
+        """Print a row for each measure: before, after and change; with several seeds, their medians."""
         if not measures:
             return
         table = _table(len(seeds), "", "before", "after", "change")
@@ -109,18 +116,19 @@ class ConsoleReporter:
             table.add_row(name, measure.text(before), f"[bold]{measure.text(after)}[/]", change)
         self._console.print(table)
 
-    def showed(self, shown: ShownTask | None) -> None:
-        """What both versions wrote, as it is: none of it is markup."""
-        for when, text in (("before", shown.before), ("after", shown.after)) if shown else ():
-            self._console.print(f"\n[dim]{when}[/]")
+    def print_example(self, example: ShownTask | None) -> None:
+        """Print the texts of both versions for one task, without interpreting markup."""
+        for label, text in (("before", example.before), ("after", example.after)) if example else ():
+            self._console.print(f"\n[dim]{label}[/]")
             self._console.print(text, markup=False, highlight=False)
 
-    def held(self, report: SeedsReport) -> None:
+    def print_promises(self, report: SeedsReport) -> None:
+        """Print for each promise whether it holds."""
         for line in report.lines:
-            told = "" if line.holds else f": wanted {line.wanted}, found {line.found}"
+            difference = "" if line.holds else f": wanted {line.wanted}, found {line.found}"
             style = "green" if line.holds else "red"
             self._console.print(f"[{style}]{'holds' if line.holds else 'FAILS':6}[/]", end="")
-            self._console.print(f"{line.name}{told}", markup=False, highlight=False)
+            self._console.print(f"{line.name}{difference}", markup=False, highlight=False)
 
 
 def _table(seeds: int, first: str, *columns: str) -> Table:

@@ -1,4 +1,4 @@
-"""Models of a demo that nobody trains: registered from a folder, served, and pinned before the agent begins."""
+"""Untrained models of a demo: registered from a folder, served, and pinned before the agent begins."""
 
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ _WHY = "plays beside the agent, and stays as it is"
 
 
 async def register(registry: str, name: str, folder: Path, label: str, environ: Mapping[str, str]) -> str:
-    """The version, once it serves as the pinned champion of `name`. `folder` is absolute; `environ` has the settings of
-    the services, as `headrace models register` reads them. Raises `HeadraceError`."""
-    made = await importing.stored(folder, name, None, environ)
-    await asyncio.to_thread(_pin, registry, name, label, made)
-    return made.version
+    """Register a version and return it once it is served as the pinned champion of `name`.
+
+    Args:
+        registry: URL of the registry.
+        name: model name.
+        folder: absolute path of the model.
+        label: label of the version.
+        environ: environment with the settings of the services.
+
+    Raises:
+        HeadraceError: the version could not be registered, or not served in time.
+    """
+    stored = await importing.store_folder(folder, name, None, environ)
+    await asyncio.to_thread(_pin, registry, name, label, stored)
+    return stored.version
 
 
-def _pin(registry: str, name: str, label: str, made: StoredLine) -> None:
+def _pin(registry: str, name: str, label: str, stored: StoredLine) -> None:
     with ModelRegistry(registry, who="headrace demo") as api:
-        importing.register(api, made, label=label, serve=True, why=_WHY)
-        _until_champion(api, name, made.version)
-        api.pin(name, made.version, reason=_WHY)
+        importing.register(api, stored, label=label, serve=True, why=_WHY)
+        _wait_champion(api, name, stored.version)
+        api.pin(name, stored.version, reason=_WHY)
 
 
-def _until_champion(api: ModelRegistry, name: str, version: str) -> None:
-    """Replicas load and probe it first."""
+def _wait_champion(api: ModelRegistry, name: str, version: str) -> None:
+    """Wait until replicas have loaded and probed the version and it is champion."""
     deadline = time.monotonic() + _SERVED_S_MAX
     while (champion := api.model(name).champion) != version:
         if time.monotonic() > deadline:

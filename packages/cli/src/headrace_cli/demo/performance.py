@@ -1,4 +1,4 @@
-"""What a demo does while Headrace runs: measure the first version, have the agent work, measure what came of it."""
+"""Course of a demo while Headrace runs: measure the first version, let the agent work, measure the last version."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import MeasuredPlays
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.rows import Row, RowsRecipe
-from headrace_cli.demo.settled import Settling
+from headrace_cli.demo.settled import TrainingWait
 from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_runtime.program_environment import program_environment
 
 _FIRST_VERSION_S_MAX = 300.0
-"""An engine core of vLLM takes a minute to start on two quiet cores."""
+"""Long, because an engine core of vLLM takes a minute to start on two idle CPU cores."""
 _LAST_AUDIT_S_MAX = 60.0
 _MEASURE_S_MAX = 600.0
 _SETTLED_S_MAX = 120.0
@@ -32,7 +32,7 @@ _SETTLED_S_MAX = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller chooses."""
+    """Options that the caller chooses."""
 
     seed: int
     goal: Goal
@@ -41,21 +41,21 @@ class Options:
     out: Path
     settings: Mapping[str, object]
     pythons: Mapping[str, str] = field(default_factory=dict)
-    """Interpreters of services that are in environments of their own."""
+    """Interpreter by service, for services with their own environment."""
 
     @property
     def values(self) -> dict[str, object]:
-        """For the recipe's commands."""
+        """Values for the placeholders of the recipe's commands."""
         return {"cache": self.cache, "seed": self.seed, "out": self.out.absolute()}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where Headrace runs, whoever started it."""
+class StackAddress:
+    """Addresses of a running Headrace, whoever started it."""
 
     bus: str
     gateway: str
-    """Root of its HTTP."""
+    """Root URL of the gateway."""
 
     @property
     def base_url(self) -> str:
@@ -63,80 +63,83 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Performed:
-    """What was measured first and last, and how the agent fared in between."""
+class PerformanceResult:
+    """Measurements of the first and the last version, and counts of the agent's requests."""
 
     before: MeasuredPlays
     after: MeasuredPlays
     requests: int
     failed_requests: int
     traffic_began: float
-    """Unix time."""
+    """Unix time in seconds."""
     traffic_s: float
     rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """One of a recipe, at one place."""
+    """One run of a recipe with one Headrace."""
 
     recipe: Recipe
     options: Options
-    place: Place
+    stack: StackAddress
     reporter: ConsoleReporter
     watch: Watch
 
-    async def under_a_gate(self) -> Performed:
-        """The agent works until the registry's audit says that it is enough."""
+    async def run_with_gate(self) -> PerformanceResult:
+        """Let the agent work until the audit of the registry reaches the goal."""
         with self.reporter.doing("loading, probing and evaluating the first version"):
-            await self._first_version(lambda: self.watch.champions[0] in self.watch.scores)
+            await self._wait_first_version(lambda: self.watch.champions[0] in self.watch.scores)
         with self.reporter.doing("measuring it as the last one will be"):
-            before = await self._measured(self.watch.champions[0])
+            before = await self._measure(self.watch.champions[0])
         began = time.time()
-        summary = await self._agent_at_work({}, self.options.goal.traffic_s_max)
+        summary = await self._run_agent({}, self.options.goal.traffic_s_max)
         traffic_s = time.time() - began
         with self.reporter.doing("waiting until the last version is measured"):
-            await self._last_audit()
+            await self._wait_last_audit()
         with self.reporter.doing("measuring the last version"):
-            after = await self._measured(self.watch.champions[-1])
-        return Performed(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
+            after = await self._measure(self.watch.champions[-1])
+        return PerformanceResult(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
 
-    async def by_rows(self, rows: RowsRecipe) -> Performed:
-        """The agent works from row to row. Each measures what serves once all before it is trained."""
+    async def run_rows(self, rows: RowsRecipe) -> PerformanceResult:
+        """Let the agent work from row to row, and measure the serving version once everything before is trained."""
         with self.reporter.doing("loading and probing the first version"):
-            await self._first_version(lambda: True)
+            await self._wait_first_version(lambda: True)
         began = time.time()
         first, row = await self._row(rows, 0, [])
-        done = Performed(first, first, 0, 0, began, 0.0, (row,))
-        settling = Settling(self.place.bus, self.recipe.model)
+        result = PerformanceResult(first, first, 0, 0, began, 0.0, (row,))
+        settling = TrainingWait(self.stack.bus, self.recipe.model)
         for before, at in rows.stretches:
-            worked = time.monotonic()
-            left_s = self.options.goal.traffic_s_max - done.traffic_s
-            summary = await self._agent_at_work({"row_before": before, "row": at}, left_s)
-            traffic_s = done.traffic_s + time.monotonic() - worked
+            started_s = time.monotonic()
+            left_s = self.options.goal.traffic_s_max - result.traffic_s
+            summary = await self._run_agent({"row_before": before, "row": at}, left_s)
+            traffic_s = result.traffic_s + time.monotonic() - started_s
             with self.reporter.doing("waiting until all of it is trained and serves"):
                 await settling.until_settled(self.watch, _SETTLED_S_MAX)
-            last, row = await self._row(rows, at, done.rows)
-            requests = done.requests + summary["requests"]
-            failed = done.failed_requests + summary["failed_requests"]
-            kept = (*done.rows, row)
-            done = replace(done, after=last, requests=requests, failed_requests=failed, traffic_s=traffic_s, rows=kept)
-        return done
+            last, row = await self._row(rows, at, result.rows)
+            requests = result.requests + summary["requests"]
+            failed = result.failed_requests + summary["failed_requests"]
+            measured_rows = (*result.rows, row)
+            result = replace(
+                result, after=last, requests=requests, failed_requests=failed, traffic_s=traffic_s, rows=measured_rows
+            )
+        return result
 
-    async def _row(self, rows: RowsRecipe, at: int, before: Sequence[Row]) -> tuple[MeasuredPlays, Row]:
+    async def _row(self, rows: RowsRecipe, at: int, earlier_rows: Sequence[Row]) -> tuple[MeasuredPlays, Row]:
         version = self.watch.champions[-1]
         with self.reporter.doing(f"measuring {version} after {at} {rows.unit}"):
-            played = await self._measured(version)
-        row = Row.of(at, version, self.recipe.measures, played)
-        self.reporter.rows(self.recipe, [[*before, row]])
-        return played, row
+            plays = await self._measure(version)
+        row = Row.of(at, version, self.recipe.measures, plays)
+        self.reporter.rows(self.recipe, [[*earlier_rows, row]])
+        return plays, row
 
-    async def _measured(self, version: str) -> MeasuredPlays:
-        """Its plays; the same tasks and seeds for every version. The registry's audit, with others, may have told the
-        agent to stop: these chose nothing.
+    async def _measure(self, version: str) -> MeasuredPlays:
+        """Play the tasks with a version; all versions get the same tasks and seeds.
+
+        These plays select no version: the agent stops by the registry's audit, which uses other plays.
         """
         command = bound_to_parent(self.recipe.command("measure", {**self._values(), "version": version}))
-        environ = environ_of_commands(self.recipe)
+        environ = command_environment(self.recipe)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
         try:
             output, _ = await asyncio.wait_for(process.communicate(), _MEASURE_S_MAX)
@@ -146,42 +149,42 @@ class Performance:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        found = MeasuredPlays.read(output)
-        if process.returncode or not found.lines:
-            status = f"exit status {process.returncode}, {len(found.lines)} scores"
+        plays = MeasuredPlays.read(output)
+        if process.returncode or not plays.lines:
+            status = f"exit status {process.returncode}, {len(plays.lines)} scores"
             raise StartFailed(f"{version} was not measured: {status}")
-        return found
+        return plays
 
-    async def _agent_at_work(self, given: Mapping[str, object], traffic_s_max: float) -> dict[str, Any]:
-        """Let the agent work until it ends or has shown enough; returns its own summary."""
-        command = self.recipe.command("agent", {**self._values(), **given})
+    async def _run_agent(self, values: Mapping[str, object], traffic_s_max: float) -> dict[str, Any]:
+        """Run the agent until it ends or the goal is reached, and return its own summary."""
+        command = self.recipe.command("agent", {**self._values(), **values})
         deadline = time.monotonic() + traffic_s_max
-        told = self.options.out / "agent.json"
-        told.unlink(missing_ok=True)  # what an earlier stretch told is not this one's
-        async with agent.at_work(command, environ_of_commands(self.recipe)) as process:
-            with self.reporter.working(traffic_s_max) as update:
-                while process.returncode is None and time.monotonic() < deadline and not self._enough():
+        summary_file = self.options.out / "agent.json"
+        summary_file.unlink(missing_ok=True)  # remove the summary of an earlier row
+        async with agent.running_agent(command, command_environment(self.recipe)) as process:
+            with self.reporter.agent_progress(traffic_s_max) as update:
+                while process.returncode is None and time.monotonic() < deadline and not self._goal_reached():
                     update(self.watch)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), 0.5)
-            if "row" in given and process.returncode is None:
-                raise StartFailed(f"the agent was not at row {given['row']} after {traffic_s_max:.0f} s more")
-        summary: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+            if "row" in values and process.returncode is None:
+                raise StartFailed(f"the agent did not reach row {values['row']} within another {traffic_s_max:.0f} s")
+        summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
         return summary
 
-    def _enough(self) -> bool:
+    def _goal_reached(self) -> bool:
         goal = self.options.goal
         return self.watch.gain >= goal.enough_gain and self.watch.swaps >= goal.swaps_min
 
-    async def _first_version(self, known: Callable[[], bool]) -> None:
-        """It serves, and `known` says that enough is known of it."""
+    async def _wait_first_version(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until a first version serves and `is_ready` returns true."""
         async with _within(_FIRST_VERSION_S_MAX, "no version took over and was measured"):
-            while not (self.watch.champions and known()):
+            while not (self.watch.champions and is_ready()):
                 self.watch.changed.clear()
                 await self.watch.changed.wait()
 
-    async def _last_audit(self) -> None:
-        """A version is measured after it has taken over: the last one, too, before anything is reported of it."""
+    async def _wait_last_audit(self) -> None:
+        """Wait until the last champion is measured, because versions are measured after they have taken over."""
         watch = self.watch
         async with _within(_LAST_AUDIT_S_MAX, f"{watch.champions[-1]} was not measured"):
             while watch.champions[-1] not in watch.scores:
@@ -189,27 +192,27 @@ class Performance:
                 await watch.changed.wait()
 
     def _values(self) -> dict[str, object]:
-        return {**self.options.values, "base_url": self.place.base_url, "gateway": self.place.gateway}
+        return {**self.options.values, "base_url": self.stack.base_url, "gateway": self.stack.gateway}
 
 
 @contextlib.asynccontextmanager
-async def _within(limit_s: float, failed: str) -> AsyncIterator[None]:
-    """Raises `StartFailed` with what `failed`, after so long."""
+async def _within(limit_s: float, problem: str) -> AsyncIterator[None]:
+    """Limit the time of a block; raise `StartFailed` with `problem` if it takes longer."""
     try:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError:
         raise StartFailed(
-            f"{failed} within {limit_s:g} s; with --data-dir the services' logs stay, see `headrace logs`"
+            f"{problem} within {limit_s:g} s; use --data-dir to keep the logs of the services for `headrace logs`"
         ) from None
 
 
-def environ_of(recipe: Recipe) -> dict[str, str]:
+def service_environment(recipe: Recipe) -> dict[str, str]:
     """Return the environment of the services. The demo's folder is importable as a package, for reward functions."""
     paths = [str(recipe.folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def environ_of_commands(recipe: Recipe) -> dict[str, str]:
+def command_environment(recipe: Recipe) -> dict[str, str]:
     """Return the environment of the demo's own commands, which are a user's programs."""
-    return program_environment(recipe.environment, environ=environ_of(recipe))
+    return program_environment(recipe.environment, environ=service_environment(recipe))

@@ -1,4 +1,4 @@
-"""The picture of a demo: held-out success over the calls that the agent made. Needs matplotlib."""
+"""Chart of a demo: held-out success over the time of the agent's traffic. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from headrace_operations.drawing import FAINT, INK, LINE, pyplot, save
 
 
 def draw(report: Report, title: str, path: Path) -> bool:
-    """Write a PNG; False when matplotlib is not installed, or no gate measured anything."""
-    if not any(one.promoted and one.score is not None for one in report.versions):
+    """Write a PNG; return False if matplotlib is not installed or no version has a score."""
+    if not any(version.promoted and version.score is not None for version in report.versions):
         return False
     try:
         plt = pyplot()
     except ImportError:
         return False
     figure, axes = plt.subplots(figsize=(7.2, 3.8), dpi=150)
-    measured = [(one.at_s, one.score * 100) for one in report.versions if one.promoted and one.score is not None]
-    rejected = [one.at_s for one in report.versions if not one.promoted]
-    times, scores = zip(*measured, strict=True)
+    scored = [
+        (version.at_s, version.score * 100)
+        for version in report.versions
+        if version.promoted and version.score is not None
+    ]
+    rejected = [version.at_s for version in report.versions if not version.promoted]
+    times, scores = zip(*scored, strict=True)
     axes.step(times, scores, where="post", color=LINE, linewidth=2)
     axes.plot(times, scores, "o", color=LINE, label="took over")
     if rejected:

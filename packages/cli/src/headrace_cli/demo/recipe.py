@@ -1,4 +1,4 @@
-"""The file `demo.toml`: the commands of a demo, settings of Headrace, and the goal at which it stops."""
+"""The file `demo.toml`: commands of a demo, settings of Headrace, and the goal of the demo."""
 
 from __future__ import annotations
 
@@ -20,90 +20,97 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Goal(BaseModel):
-    """When the agent may stop working, and what makes the demo a success."""
+    """Limits of the agent's work and minimum result of the demo."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     traffic_s_max: Positive
-    """The agent works at most this long."""
+    """Maximum time of the agent's work in seconds."""
     enough_gain: float = math.inf
-    """It stops earlier once a promoted version is this much better than the first one, and `swaps_min` is reached."""
+    """The agent stops earlier once a promoted version exceeds the first one by this gain and `swaps_min` is reached."""
     gain_min: float
-    """Held-out success has to rise by this much, in 0..1."""
+    """Minimum gain of held-out success, in 0..1."""
     swaps_min: Annotated[int, Field(ge=0)]
-    """This many versions have to take over while the agent works."""
+    """Minimum number of versions that take over while the agent works."""
 
 
 class SignalRecipe(BaseModel):
-    """How the same demo is played when its users say something else: `[signals.NAME]`."""
+    """Variant of the demo whose users give another kind of feedback: `[signals.NAME]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     agent: tuple[str, ...] = ()
-    """What is added to the agent's command."""
+    """Arguments that are added to the agent's command."""
     settings: dict[str, JsonValue] = Field(default_factory=dict)
-    """Settings of Headrace by their dotted names, instead of those of `config`."""
+    """Settings of Headrace by dotted name; they override `config`."""
     goal: Goal | None = None
-    """Instead of the recipe's."""
+    """Goal of the variant; None takes that of the recipe."""
     short: Goal | None = None
 
 
 class Opponent(BaseModel):
-    """A model beside the one that learns, made of the base model's folder: registered, served and pinned."""
+    """Another model, which is not trained: registered from the base model's folder, served and pinned."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     label: Annotated[str, Field(min_length=1)]
-    """Of its version: the agent asks for `NAME:LABEL`."""
+    """Label of its version, which the agent calls as `NAME:LABEL`."""
 
 
 class Recipe(BaseModel):
-    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced, and
-    where there are rows `{row_before} {row}` in the agent's."""
+    """Contents of a `demo.toml`.
+
+    In commands the placeholders `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced,
+    and in the agent's command of a recipe with rows also `{row_before} {row}`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str
     model: str
-    """The name that the agent asks for."""
+    """Model name that the agent calls."""
     config: Path
-    """Settings of Headrace, relative to the folder."""
+    """Settings file of Headrace, relative to the folder."""
     base: tuple[str, ...]
-    """Builds the base model, or finds it built; the last line that it prints is the folder."""
+    """Command that builds the base model unless it exists; the last line of its output is the folder."""
     agent: tuple[str, ...]
-    """The agent at work. Ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`."""
+    """Command of the agent. It ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`."""
     measure: tuple[str, ...]
-    """Plays the audit tasks with `{version}`, with other seeds than the registry does, and prints a line of JSON with a
-    `score` for each."""
+    """Command that plays the audit tasks with `{version}` and other seeds than the registry, and prints a line of JSON
+    with a `score` for each play."""
     measures: dict[str, DemoMeasure] = Field(default_factory=dict)
-    """What else is told of the first and of the last version, and promised, by name in the order of the table."""
+    """Further measures of the first and last version with their promises, by name in the order of the table."""
     rows: RowsRecipe | None = None
-    """Measures between the first version and the last one. Then the agent works from row to row."""
+    """Measurements between the first and the last version; the agent then works from row to row."""
     shown: str | None = None
-    """A text in the lines of `measure` that is printed before and after, of one task."""
+    """Field of the lines of `measure` whose text is printed for one task, before and after."""
     models: dict[str, Opponent] = Field(default_factory=dict)
-    """Models that nobody trains, by name."""
+    """Untrained models by name."""
     checks: tuple[str, ...] = ()
-    """Checks something without any service, and prints a line of JSON with `name`, `wanted`, `found` and `holds` for
-    each promise."""
+    """Command that checks promises without services and prints a line of JSON with `name`, `wanted`, `found` and
+    `holds` for each."""
     seed_s_max: Positive | None = None
-    """`--seeds`: each may take this long, base model included."""
+    """Maximum time of each seed in seconds, base model included, with `--seeds`."""
     goal: Goal
     short: Goal
-    """The goal with `--short`."""
+    """Goal with `--short`."""
     signals: dict[str, SignalRecipe] = Field(default_factory=dict)
-    """What users may say (`headrace demo --signal NAME`), by name."""
+    """Variants by kind of feedback (`headrace demo --signal NAME`)."""
     settings: dict[str, JsonValue] = Field(default_factory=dict)
-    """Settings of Headrace by their dotted names, before those of the command line."""
+    """Settings of Headrace by dotted name; those of the command line override them."""
     environment: tuple[VariableName, ...] = ()
-    """Environment variables that the commands get besides the system's own."""
+    """Environment variables that the commands get in addition to those of the system."""
     folder: Path = Path()
 
     def with_signal(self, name: str) -> Recipe:
-        """The recipe of a signal. Raises `UsageError` for one that it has not."""
+        """Return the recipe of a variant.
+
+        Raises:
+            UsageError: the recipe has no such variant.
+        """
         if name not in self.signals:
-            known = ", ".join(self.signals) or "none"
-            raise UsageError(f"--signal {name}: {self.folder / 'demo.toml'} has no [signals.{name}]; there are {known}")
+            signals = ", ".join(self.signals) or "none"
+            raise UsageError(f"--signal {name}: {self.folder / 'demo.toml'} has no [signals.{name}]; it has {signals}")
         chosen = self.signals[name]
         return self.model_copy(
             update={
@@ -115,18 +122,22 @@ class Recipe(BaseModel):
         )
 
     def command(self, name: str, values: Mapping[str, object]) -> list[str]:
-        """A command with everything filled in."""
-        filled = {"python": sys.executable, "model": self.model, **values}
-        return [part.format(**filled) for part in getattr(self, name)]
+        """Return a command with all placeholders replaced."""
+        replacements = {"python": sys.executable, "model": self.model, **values}
+        return [part.format(**replacements) for part in getattr(self, name)]
 
 
 def read(folder: Path) -> Recipe:
-    """Raises `UsageError` when the folder holds no demo or the demo is wrong."""
+    """Read a recipe.
+
+    Raises:
+        UsageError: the folder has no valid `demo.toml`.
+    """
     path = folder / "demo.toml"
     try:
         data = parse_toml(path.read_bytes())
         return Recipe.model_validate({**data, "folder": folder.absolute()})
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; name the folder of a demo, e.g. examples/email_agent") from None
+        raise UsageError(f"{path}: {error.strerror}; name the folder of a demo, such as examples/email_agent") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""The report of a demo, and whether it reached its goal."""
+"""Report of a demo, and whether it reached its goal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from headrace_operations.turn_account import TurnAccount
 
 @dataclass(frozen=True, slots=True)
 class VersionScore:
-    """Held-out success of one version on the audit tasks, None of one that was refused; `at_s` counts from the start of
-    the traffic, `takeover_s` from the registration to the promotion.
+    """Held-out success of one version on the audit tasks.
+
+    `score` is None for a refused version. `at_s` counts from the start of the traffic, `takeover_s` from the
+    registration of the version to its promotion.
     """
 
     version: str
@@ -28,14 +30,14 @@ class VersionScore:
 
 
 def takeover_mean_s(versions: Sequence[VersionScore]) -> float | None:
-    """Mean seconds from published to serving of the versions that took over after the first; None without any."""
+    """Return the mean seconds from publication to serving of the versions after the first; None if there are none."""
     waits_s = [version.takeover_s for version in versions[1:] if version.takeover_s is not None]
     return statistics.fmean(waits_s) if waits_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTask:
-    """What the first version and the last one wrote of one task."""
+    """Texts of the first and the last version for one task."""
 
     task: str
     before: str
@@ -44,8 +46,9 @@ class ShownTask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`reports/demo.json`. Success rates are in 0..1, on tasks that chose no version; the account is that of turns,
-    from topics alone.
+    """Contents of `reports/demo.json`.
+
+    Success rates are in 0..1, on tasks that selected no version. The counts of turns are those of the turn account.
     """
 
     before: float
@@ -63,16 +66,16 @@ class Report:
     seed: int
     account_problems: tuple[str, ...] = ()
     measures: dict[str, BeforeAfter] = field(default_factory=dict)
-    """What the recipe measures besides, of the first version and of the last."""
+    """Further measures of the recipe, of the first and the last version."""
     shown: ShownTask | None = None
     rows: tuple[Row, ...] = ()
-    """The same at each row of the recipe."""
+    """The same measures at each row of the recipe."""
     checks: tuple[PromisedLine, ...] = ()
-    """What it checks without any service."""
+    """Results of the checks without services."""
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:
-        """The part of the report that the account gives."""
+        """Return the fields that come from the turn account."""
         return {
             "turns_captured": account.captured,
             "turns_trained": account.trained,
@@ -82,22 +85,22 @@ class Report:
         }
 
     def shortfalls(self, goal: Goal) -> list[str]:
-        """What is not as promised; empty on success."""
+        """Return the missed promises; empty on success."""
         dropped = sum(self.turns_dropped.values())
         total = self.turns_trained + self.turns_waiting + dropped
-        checks = {
-            f"success rose by {self.after - self.before:+.3f}, wanted {goal.gain_min:+.3f}": (
+        promises = {
+            f"success rose by {self.after - self.before:+.3f}, the goal is {goal.gain_min:+.3f}": (
                 self.after - self.before >= goal.gain_min
             ),
-            f"{self.swaps} versions took over, wanted {goal.swaps_min}": self.swaps >= goal.swaps_min,
+            f"{self.swaps} versions took over, the goal is {goal.swaps_min}": self.swaps >= goal.swaps_min,
             f"{self.failed_requests} of the agent's {self.requests} requests failed": not self.failed_requests,
             f"the account does not add up: {self.turns_captured} captured, {total} accounted": (
                 total == self.turns_captured
             ),
-            f"the account contradicts itself: {'; '.join(self.account_problems[:3])}": not self.account_problems,
+            f"the account has contradictions: {'; '.join(self.account_problems[:3])}": not self.account_problems,
             "no turn was trained": self.turns_trained > 0,
         }
-        return [text for text, holds in checks.items() if not holds]
+        return [text for text, holds in promises.items() if not holds]
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

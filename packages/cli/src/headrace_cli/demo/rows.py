@@ -1,4 +1,4 @@
-"""A demo that is measured between its beginning and its end, too: `[rows]` of a recipe, and what was found."""
+"""Measurements between the beginning and the end of a demo: `[rows]` of a recipe, and their results."""
 
 from __future__ import annotations
 
@@ -16,68 +16,77 @@ from headrace_statistics import student_t
 
 
 class RowsRecipe(BaseModel):
-    """When to measure, in whatever the agent counts.
+    """Points at which to measure, in a unit that the agent counts.
 
-    The agent's command is run from each row to the next one, as `{row_before}` and `{row}`. It ends by itself when it
-    has got there, and with it the traffic: what answers then is measured, and nothing else goes on.
+    The agent's command runs from each row to the next one, as `{row_before}` and `{row}`. It ends when it has reached
+    the row, and with it the traffic; the version that serves then is measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     unit: Annotated[str, Field(min_length=1)]
-    """Rounds, games."""
+    """Unit of the rows, such as rounds or games."""
     at: Annotated[tuple[int, ...], Field(min_length=2)]
-    """Ascending from 0, which is the first version."""
+    """Ascending positions; the first is 0, the first version."""
 
     @model_validator(mode="after")
     def _ascend_from_0(self) -> Self:
-        if self.at[0] != 0 or any(one >= following for one, following in itertools.pairwise(self.at)):
-            raise ValueError(f"at = {list(self.at)}: rows ascend from 0, for example [0, 5, 10]")
+        if self.at[0] != 0 or any(row >= next_row for row, next_row in itertools.pairwise(self.at)):
+            raise ValueError(f"at = {list(self.at)}: must ascend from 0, for example [0, 5, 10]")
         return self
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """What the agent plays between two rows."""
+        """Pairs of adjacent rows, between which the agent plays."""
         return tuple(itertools.pairwise(self.at))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Means over the same plays, of the version that answered then."""
+    """Means of the measures of one version over the same plays."""
 
     at: int
     version: str
     measures: Mapping[str, float]
     margins: Mapping[str, float] = field(default_factory=dict)
-    """Half the width of each one's 95 % interval over plays."""
+    """Half widths of the 95 % intervals over plays."""
     plays: int = 0
 
     @classmethod
-    def of(cls, at: int, version: str, measures: Mapping[str, DemoMeasure], played: MeasuredPlays) -> Row:
-        """Raises `UsageError` when a play has no number of a measure."""
-        found = {name: played.numbers(measure.field) for name, measure in measures.items()}
-        means = {name: statistics.fmean(numbers) for name, numbers in found.items()}
-        return cls(at, version, means, {name: _margin(numbers) for name, numbers in found.items()}, len(played.lines))
+    def of(cls, at: int, version: str, measures: Mapping[str, DemoMeasure], plays: MeasuredPlays) -> Row:
+        """Compute the means of all measures.
+
+        Raises:
+            UsageError: a play has no number of a measure.
+        """
+        numbers_by_measure = {name: plays.numbers(measure.field) for name, measure in measures.items()}
+        means = {name: statistics.fmean(numbers) for name, numbers in numbers_by_measure.items()}
+        margins = {name: _margin(numbers) for name, numbers in numbers_by_measure.items()}
+        return cls(at, version, means, margins, len(plays.lines))
 
 
 def median_row(name: str, seeds: Sequence[Sequence[Row]]) -> list[float]:
-    """One measure at each row, the median over the seeds."""
+    """Return the median of one measure over the seeds, for each row."""
     return [statistics.median(row.measures[name] for row in same) for same in zip(*seeds, strict=True)]
 
 
 def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]]) -> Iterable[PromisedLine]:
-    """What is promised of rows, of the medians over `seeds`. A row that nobody measured fails what it promised."""
+    """Yield the promises about rows, checked with the medians over `seeds`. A row without a measurement fails."""
     at = [row.at for row in seeds[0]]
     for name, measure in measures.items():
-        found = dict(zip(at, median_row(name, seeds), strict=True))
-        for place, least in measure.at_min.items():
-            value = found.get(place, math.nan)
-            text = measure.text(value) if place in found else "not measured"
-            yield PromisedLine(f"{name}: at {place}", f">= {measure.text(least)}", text, value >= least - ROUNDING)
+        values = dict(zip(at, median_row(name, seeds), strict=True))
+        for position, minimum in measure.at_min.items():
+            value = values.get(position, math.nan)
+            text = measure.text(value) if position in values else "not measured"
+            yield PromisedLine(
+                f"{name}: at {position}", f">= {measure.text(minimum)}", text, value >= minimum - ROUNDING
+            )
         if measure.rises:
-            rising = len(found) > 1 and all(one < other for one, other in itertools.pairwise(found.values()))
-            text = ", ".join(map(measure.text, found.values()))
-            yield PromisedLine(f"{name}: rises", "each row above the one before", text, rising)
+            increases = len(values) > 1 and all(
+                value < next_value for value, next_value in itertools.pairwise(values.values())
+            )
+            text = ", ".join(map(measure.text, values.values()))
+            yield PromisedLine(f"{name}: rises", "each row above the row before", text, increases)
 
 
 def _margin(numbers: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""A demo on several seeds, one after the other, held to what its recipe promises: `reports/<name>.json`."""
+"""A demo with several seeds, compared with the promises of its recipe: `reports/<name>.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_cli.demo.rows import row_lines
 
 @dataclass(frozen=True, slots=True)
 class SeedsReport:
-    """A report for each seed, and whether the lines hold: those of measures for the medians, the others for each."""
+    """Reports of all seeds, and the promises: those about measures for the medians, the others for each seed."""
 
     title: str
     seeds: tuple[Report, ...]
@@ -23,11 +23,11 @@ class SeedsReport:
 
     @classmethod
     def of(cls, recipe: Recipe, goal: Goal, reports: Sequence[Report]) -> SeedsReport:
-        found = lines(recipe.measures, [report.measures for report in reports])
+        promises = lines(recipe.measures, [report.measures for report in reports])
         if recipe.rows is not None:
-            found += row_lines(recipe.measures, [report.rows for report in reports])
-        found += reports[0].checks  # the same for every seed
-        found += [
+            promises += row_lines(recipe.measures, [report.rows for report in reports])
+        promises += reports[0].checks  # equal for all seeds
+        promises += [
             PromisedLine(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
             for report in reports
             for shortfalls in [report.shortfalls(goal)]
@@ -35,10 +35,10 @@ class SeedsReport:
         if recipe.seed_s_max is not None:
             seconds = max(report.wall_s for report in reports)
             holds = seconds <= recipe.seed_s_max
-            found.append(
+            promises.append(
                 PromisedLine("seconds of the longest seed", f"<= {recipe.seed_s_max:g}", f"{seconds:.0f}", holds)
             )
-        return cls(recipe.title, tuple(reports), tuple(found))
+        return cls(recipe.title, tuple(reports), tuple(promises))
 
     @property
     def holds(self) -> bool:

@@ -1,4 +1,4 @@
-"""Waits until all that the agent did so far is trained and serves."""
+"""Waiting until everything that the agent did so far is trained and serves."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from headrace_schemas import Experience, TrainingMetrics
 
 _POLL_S = 0.5
 _QUIET_S = 4.0
-"""No new experience for so long: collector and scorer have nothing left of runs that have ended."""
-_STILL_S = 20.0
-"""After so long without news what is left is less than the trainer's smallest batch. It waits for the next runs."""
+"""Without a new experience for this time, collector and scorer have processed all runs that ended."""
+_STALLED_S = 20.0
+"""Without a report for this time, the remaining experiences are too few for the trainer's smallest batch."""
 
 
-class Settling:
-    """Follows experiences of a model and what became of them. `until_settled` as often as needed."""
+class TrainingWait:
+    """Follows the experiences of a model and their training. `until_settled` can be called repeatedly."""
 
     def __init__(self, bus: str, model: str) -> None:
         self._bus, self._model = bus, model
         self._follow = Follower(Experience.topic, TrainingMetrics.topic)
-        self._open: set[str] = set()
+        self._untrained: set[str] = set()
         self._version: str | None = None
-        """The newest one."""
+        """Newest version that the trainer reported."""
         self._changed_s = 0.0
 
     async def until_settled(self, watch: Watch, timeout_s: float) -> None:
-        """Returns once the newest version is promoted or refused, and nothing waits for the trainer that it would take.
-        Raises `StartFailed` when that takes longer."""
+        """Wait until the newest version is promoted or refused and the trainer has nothing more to train.
+
+        Raises:
+            StartFailed: this takes longer than `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         self._changed_s = time.monotonic()
         async with connected(self._bus) as topics:
             await self._read(topics)
-            while not self._settled(watch):
+            while not self._is_settled(watch):
                 if time.monotonic() > deadline:
                     raise StartFailed(
-                        f"after {timeout_s:g} s {len(self._open)} experiences are not trained, and the newest version "
+                        f"after {timeout_s:g} s {len(self._untrained)} experiences are not trained, and the newest "
+                        "version "
                         f"is {self._version}; see `headrace logs trainer` and `headrace logs registry`"
                     )
                 await asyncio.sleep(_POLL_S)
                 await self._read(topics)
 
-    def _settled(self, watch: Watch) -> bool:
-        still_s = time.monotonic() - self._changed_s
+    def _is_settled(self, watch: Watch) -> bool:
+        quiet_s = time.monotonic() - self._changed_s
         decided = self._version is None or self._version in watch.champions or self._version in watch.rejected
-        return decided and still_s > (_STILL_S if self._open else _QUIET_S)
+        return decided and quiet_s > (_STALLED_S if self._untrained else _QUIET_S)
 
     async def _read(self, topics: Topics) -> None:
-        async for made in self._follow.events(topics, Experience):
-            if made.model == self._model:
-                self._open.add(made.experience_id)
+        async for experience in self._follow.events(topics, Experience):
+            if experience.model == self._model:
+                self._untrained.add(experience.experience_id)
                 self._changed_s = time.monotonic()
         async for report in self._follow.events(topics, TrainingMetrics):
             if report.model == self._model:
@@ -62,6 +66,6 @@ class Settling:
     def _add(self, report: TrainingMetrics) -> None:
         self._changed_s = time.monotonic()
         self._version = report.version or self._version
-        self._open -= {one.experience_id for one in report.verdicts}
-        self._open |= {one.experience_id for one in report.undone if one.queued}
-        self._open -= {one.experience_id for one in report.restored}
+        self._untrained -= {outcome.experience_id for outcome in report.verdicts}
+        self._untrained |= {outcome.experience_id for outcome in report.undone if outcome.queued}
+        self._untrained -= {outcome.experience_id for outcome in report.restored}

@@ -1,4 +1,4 @@
-"""Follows the decisions of the registry while the demo runs."""
+"""Decisions of the registry, followed while the demo runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A version whose score is measured, on tasks that chose nothing."""
+class VersionAudit:
+    """Audit score of a version, measured on tasks that selected no version."""
 
     version: str
     score: float
@@ -26,22 +26,22 @@ class Scored:
 
 @dataclass(slots=True)
 class Watch:
-    """`run` until cancelled; the rest may be read at any time."""
+    """Follower of the registry's events. `run` it until cancelled; the fields may be read at any time."""
 
     bus: str
     model: str
-    """The one that learns; what is decided about others is passed over."""
-    tell: Callable[[ModelEvent], None] = lambda event: None
-    scores: dict[str, Scored] = field(default_factory=dict)
-    """Held-out success by version, on the audit tasks, in the order of evaluation. Versions that serve have one."""
+    """The trained model; events of other models are ignored."""
+    on_event: Callable[[ModelEvent], None] = lambda event: None
+    scores: dict[str, VersionAudit] = field(default_factory=dict)
+    """Audit score by version, in the order of evaluation; only versions that served have one."""
     rejected: dict[str, datetime] = field(default_factory=dict)
-    """Versions that the gate refused, and when."""
+    """Versions that the gate refused, with the time."""
     champions: list[str] = field(default_factory=list)
-    """Versions that took over, in order; the first one began the demo."""
+    """Versions that took over, in order; the first one is the base."""
     registered: dict[str, datetime] = field(default_factory=dict)
-    """When the registry first had each version."""
+    """Time at which the registry registered each version."""
     takeover_s: dict[str, float] = field(default_factory=dict)
-    """Seconds from the registration of each version that took over to its promotion, both by the registry's clock."""
+    """Seconds between registration and promotion of each version that took over, by the registry's clock."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: set[str] = field(default_factory=set)
     _offset: int = 0
@@ -52,12 +52,12 @@ class Watch:
 
     @property
     def gain(self) -> float:
-        """How much better the last champion that is measured is than the first; 0 before there are two scores."""
+        """Score of the last measured champion minus that of the first; 0 with fewer than two scores."""
         scores = [self.scores[version].score for version in self.champions if version in self.scores]
         return scores[-1] - scores[0] if scores else 0.0
 
     async def run(self) -> None:
-        """A bus that is away is waited for: it is started again, and what it had is still there."""
+        """Follow the events. If the bus does not answer, try again until it does."""
         while True:
             with contextlib.suppress(Unreachable):
                 async with connected(self.bus) as topics:
@@ -72,12 +72,12 @@ class Watch:
                 event = entry.event
                 if isinstance(event, ModelEvent) and event.model == self.model and event.event_id not in self._seen:
                     self._seen.add(event.event_id)
-                    self._take(event)
+                    self._add(event)
             await asyncio.sleep(_POLL_S)
 
-    def _take(self, event: ModelEvent) -> None:
+    def _add(self, event: ModelEvent) -> None:
         if "score" in event.statistics:
-            self.scores.setdefault(event.version, Scored(event.version, event.statistics["score"], event.time))
+            self.scores.setdefault(event.version, VersionAudit(event.version, event.statistics["score"], event.time))
         if event.decision == "registered":
             self.registered.setdefault(event.version, event.time)
         elif event.decision == "promoted":
@@ -89,5 +89,5 @@ class Watch:
             self.rejected[event.version] = event.time
         elif event.decision == "rolled_back" and event.previous is not None:
             self.champions.append(event.previous)
-        self.tell(event)
+        self.on_event(event)
         self.changed.set()

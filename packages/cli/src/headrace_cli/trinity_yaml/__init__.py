@@ -1,1 +1,1 @@
-"""Trinity-RFT's YAML files as settings of Headrace: `headrace trinity convert`."""
+"""Conversion of Trinity-RFT's YAML files to settings of Headrace: `headrace trinity convert`."""

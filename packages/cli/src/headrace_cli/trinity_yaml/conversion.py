@@ -1,6 +1,6 @@
-"""Trinity's explorer and trainer YAML as settings of Headrace: of each key it is said what became of it.
+"""Conversion of Trinity's explorer and trainer YAML to settings of Headrace, with an explanation for every key.
 
-A key that has no meaning here, and could not be left out without a change of what happens, is refused by name.
+A key without an equivalent is refused by name if leaving it out would change the behaviour.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from headrace_schemas.user_text import read_user_text
 
 @dataclass
 class Conversion:
-    """`settings` by dotted name; `lines` say of each key of the files what became of it; `refused` stop a
-    conversion."""
+    """Result of a conversion.
+
+    `settings` are by dotted name, `lines` has an explanation for every key, and `refused` has the reasons why the
+    conversion fails.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
-    """What a program needs besides: where the tasks are, how many steps."""
+    """Values for the program that plays, such as the location of tasks and the number of steps."""
     keys: dict[str, str] = field(default_factory=dict)
-    """The key behind each name of `settings` and `data`."""
+    """Name in `settings` or `data` to the key that it comes from."""
     idle: list[tuple[str, str]] = field(default_factory=list)
-    """Keys that change nothing here, with the reason."""
+    """Keys without an effect in Headrace, with the reason."""
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would take the last and drop the first."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that refuses duplicate keys, of which YAML would silently use the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -46,113 +49,130 @@ class _OnceLoader(yaml.SafeLoader):
             if name in seen and name != "<<":
                 line = key.start_mark.line + 1
                 raise yaml.YAMLError(
-                    f"line {line}: the key {printable(name)} stands twice in a table; keep one of them"
+                    f"line {line}: the key {printable(name)} is used twice in a table; remove one of them"
                 )
             seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One of the files. Raises `UsageError`."""
+    """Read a YAML file.
+
+    Raises:
+        UsageError: the file is not a YAML table.
+    """
     try:
-        found = yaml.load(read_user_text(path), Loader=_OnceLoader)  # noqa: S506 (a SafeLoader)
+        table = yaml.load(read_user_text(path), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path} is no YAML: {printable_lines(str(error), 500)}") from None
+        raise UsageError(f"{path} is not YAML: {printable_lines(str(error), 500)}") from None
     except ValueError as error:
         raise UsageError(f"{path} {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: a table of keys is wanted")
-    return found
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: must be a table of keys")
+    return table
 
 
 def convert(*files: Mapping[str, Any]) -> Conversion:
-    """The files, explorer and trainer or one for both, as one. What both say has to be the same: `refused`
-    otherwise."""
-    found = Conversion()
-    whole: dict[str, Any] = {}
+    """Convert the tables of the files, explorer and trainer or one for both, as one.
+
+    A key with different values in two files is refused.
+    """
+    conversion = Conversion()
+    keys: dict[str, Any] = {}
     for file in files:
         for key, value in flat(file).items():
-            if key in whole and whole[key] != value and key not in _OWN:
-                found.refused.append(f"{key}: one file says {whole[key]!r}, the other {value!r}; they have to agree")
-            whole[key] = value
-    for key in sorted(whole):
-        _one(key, whole[key], found)
-    _together(whole, found)
-    return found
+            if key in keys and keys[key] != value and key not in _PER_FILE_KEYS:
+                conversion.refused.append(
+                    f"{key}: is {keys[key]!r} in one file and {value!r} in the other; must be equal"
+                )
+            keys[key] = value
+    for key in sorted(keys):
+        _convert_key(key, keys[key], conversion)
+    _combine_keys(keys, conversion)
+    return conversion
 
 
-_OWN = frozenset({"mode", "buffer.train_batch_size", "trainer.save_interval", "trainer.ulysses_sequence_parallel_size"})
-"""Each file has its own; the last one's counts, which is the trainer's."""
+_PER_FILE_KEYS = frozenset(
+    {"mode", "buffer.train_batch_size", "trainer.save_interval", "trainer.ulysses_sequence_parallel_size"}
+)
+"""Keys that each file has for itself; the value of the last file, the trainer's, is used."""
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return nested keys as dotted keys; tables that `KEYS` knows stay values."""
+    keys: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in KEYS:
-            found |= flat(value, f"{key}.")
+            keys |= flat(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            keys[key] = value
+    return keys
 
 
-def _one(key: str, value: Any, found: Conversion) -> None:
+def _convert_key(key: str, value: Any, conversion: Conversion) -> None:
     rule = KEYS.get(key) or KEYS.get(f"{key.rpartition('.')[0]}.*")
     if value is None:
-        found.lines.append((key, "is not set, and left to the default here"))
+        conversion.lines.append((key, "is not set; Headrace uses its default"))
     elif rule is None:
-        shown = f"{printable(key)} = {printable(repr(value))}"
-        found.refused.append(f"{shown}: has no meaning here; take it out, if nothing depends on it")
+        assignment = f"{printable(key)} = {printable(repr(value))}"
+        conversion.refused.append(f"{assignment}: has no equivalent; remove it if nothing depends on it")
     else:
-        _applied(key, value, rule, found)
+        _apply_rule(key, value, rule, conversion)
 
 
-def _applied(key: str, value: Any, rule: str | Callable[[Any], tuple[dict[str, Any], str]], found: Conversion) -> None:
+def _apply_rule(
+    key: str, value: Any, rule: str | Callable[[Any], tuple[dict[str, Any], str]], conversion: Conversion
+) -> None:
     if isinstance(rule, str):
-        found.lines.append((key, rule))
-        found.idle.append((key, rule))
+        conversion.lines.append((key, rule))
+        conversion.idle.append((key, rule))
         return
     try:
         if isinstance(value, list | tuple | dict):
             raise Unconvertible("must be one value")
-        settings, said = rule(value)
+        settings, explanation = rule(value)
     except Unconvertible as error:
-        found.refused.append(f"{printable(key)} = {printable(repr(value))}: {error}")
+        conversion.refused.append(f"{printable(key)} = {printable(repr(value))}: {error}")
         return
     except (TypeError, ValueError, OverflowError):
-        found.refused.append(f"{printable(key)} = {printable(repr(value))}: must be a number")
+        conversion.refused.append(f"{printable(key)} = {printable(repr(value))}: must be a number")
         return
-    for name, one in settings.items():
-        (found.data if name.startswith("data.") else found.settings)[name] = one
-        found.keys[name] = key
-    found.lines.append((key, said or ", ".join(f"{name} = {one!r}" for name, one in settings.items())))
+    for name, converted in settings.items():
+        (conversion.data if name.startswith("data.") else conversion.settings)[name] = converted
+        conversion.keys[name] = key
+    conversion.lines.append(
+        (key, explanation or ", ".join(f"{name} = {converted!r}" for name, converted in settings.items()))
+    )
 
 
-def _together(whole: Mapping[str, Any], found: Conversion) -> None:
-    """What two keys say between them."""
-    names = [str(whole[key]) for key in ("project", "group", "name") if whole.get(key)]
+def _combine_keys(keys: Mapping[str, Any], conversion: Conversion) -> None:
+    """Derive the settings that depend on two keys."""
+    names = [str(keys[key]) for key in ("project", "group", "name") if keys.get(key)]
     if names:
-        found.settings["trainer.lineage"] = model_name("-".join(names))
+        conversion.settings["trainer.lineage"] = model_name("-".join(names))
     counts = {"trainer.group_size": 1, "data.tasks_per_step": 0}
     for name in counts:
-        value = found.settings.get(name, found.data.get(name, counts[name]))
+        value = conversion.settings.get(name, conversion.data.get(name, counts[name]))
         if isinstance(value, bool) or not isinstance(value, int):
-            found.refused.append(f"{found.keys[name]} = {printable(repr(value))}: must be a whole number")
+            conversion.refused.append(f"{conversion.keys[name]} = {printable(repr(value))}: must be a whole number")
             return
         counts[name] = value
     group, tasks = counts.values()
-    if tasks and "trainer.batch_experiences" not in found.settings:
-        found.settings["trainer.batch_experiences"] = tasks * group
+    if tasks and "trainer.batch_experiences" not in conversion.settings:
+        conversion.settings["trainer.batch_experiences"] = tasks * group
 
 
-def settings_file(found: Conversion) -> str:
-    """The settings as a file of ours, a section for each service."""
+def settings_file(conversion: Conversion) -> str:
+    """Return the settings as the text of a settings file, with a section for each service."""
     tables: dict[str, list[str]] = {}
-    for name, value in sorted(found.settings.items()):
+    for name, value in sorted(conversion.settings.items()):
         section, _, setting = name.rpartition(".")
         tables.setdefault(section, []).append(f"{setting} = {toml(value)}")
     parts = [("", tables.pop(""))] if "" in tables else []
-    written = [(f"[{section}]\n" if section else "") + "\n".join(lines) for section, lines in [*parts, *tables.items()]]
-    return "# From Trinity-RFT's files, by `headrace trinity convert`.\n" + "\n\n".join(written) + "\n"
+    sections = [
+        (f"[{section}]\n" if section else "") + "\n".join(lines) for section, lines in [*parts, *tables.items()]
+    ]
+    return "# From Trinity-RFT's files, by `headrace trinity convert`.\n" + "\n\n".join(sections) + "\n"

@@ -1,4 +1,4 @@
-"""The keys of Trinity 0.6.0's YAML that mean something here: a setting, or a sentence about why none is needed."""
+"""Keys of Trinity 0.6.0's YAML that Headrace converts: to a setting, or to an explanation why none is needed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from headrace.stack.connection import model_name
 
 Rule = Callable[[Any], tuple[dict[str, Any], str]]
 ALGORITHMS = {"reinforceplusplus": "reinforce++"}
-"""Names that differ. An algorithm that the trainer does not have is refused by the trainer."""
+"""Names of algorithms that differ. The trainer refuses an algorithm that it does not have."""
 _REPLICA = 8010
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 
 
 class Unconvertible(Exception):
-    """Why a value cannot be carried out. The message follows the key and the value."""
+    """A value cannot be converted. The message follows the key and the value."""
 
 
 def setting(name: str) -> Rule:
+    """Return the rule that copies the value to the setting `name`."""
     return lambda value: ({name: value}, "")
 
 
-def only(*allowed: Any, why: str, said: str) -> Rule:
+def only(*allowed: Any, why: str, explanation: str) -> Rule:
     def rule(value: Any) -> tuple[dict[str, Any], str]:
         if value not in allowed:
             raise Unconvertible(why)
-        return {}, said
+        return {}, explanation
 
     return rule
 
@@ -54,13 +55,13 @@ def tasks(count: Any) -> tuple[dict[str, Any], str]:
 
 
 def port(number: Any) -> tuple[dict[str, Any], str]:
-    """8010, which is usual there, is the replica's here where nobody says another one."""
-    beside = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
-    return {"gateway.port": number, **beside}, ""
+    """Convert the port of the explorer. 8010, its usual port, is the replica's default port, which then moves."""
+    replica_port = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
+    return {"gateway.port": number, **replica_port}, ""
 
 
-def data(name: str, said: str = "for the program that plays the tasks") -> Rule:
-    return lambda value: ({f"data.{name}": value}, said)
+def data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
+    return lambda value: ({f"data.{name}": value}, explanation)
 
 
 def text(name: str) -> Rule:
@@ -74,13 +75,15 @@ def text(name: str) -> Rule:
 
 _ALWAYS = "always so"
 _DEVICES = "devices belong to where services are started: docs/guides/sizing.md"
-_KEPT = "registry.versions_bytes_max and trainer.memory.restore_points_bytes bound what is kept"
+_RETENTION = "registry.versions_bytes_max and trainer.memory.restore_points_bytes bound what is kept"
 _IGNORED = "Trinity itself ignores it with verl 0.8"
 _CLIENT = "each call says it itself; the gateway records it and changes nothing"
-_ON = only(True, why="it cannot be turned off here", said=_ALWAYS)
+_ON = only(True, why="it cannot be turned off here", explanation=_ALWAYS)
 
 KEYS: dict[str, str | Rule] = {
-    "mode": only("serve", "train", "both", why="`headrace up` serves and trains", said="`headrace up` does both"),
+    "mode": only(
+        "serve", "train", "both", why="`headrace up` serves and trains", explanation="`headrace up` does both"
+    ),
     "project": data("project", "names the lineage"), "group": data("group", "names the lineage"),
     "name": data("name", "names the lineage"),
     "checkpoint_root_dir": setting("data_dir"),
@@ -90,13 +93,13 @@ KEYS: dict[str, str | Rule] = {
     "model.max_response_tokens": data("max_tokens", _CLIENT),
     "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
     "model.temperature": data("temperature", _CLIENT), "model.top_p": data("top_p", _CLIENT),
-    "model.top_k": only(-1, 0, why="truncated answers are not trained; set -1, or leave it out", said=_CLIENT),
+    "model.top_k": only(-1, 0, why="truncated answers are not trained; set -1, or leave it out", explanation=_CLIENT),
     "algorithm.algorithm_type": algorithm,
     "algorithm.repeat_times": setting("trainer.group_size"),
     "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
     "algorithm.kl_loss_fn_args.kl_coef": setting("trainer.loss.kl"),
     "algorithm.kl_loss_fn": only(
-        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", said="k3"
+        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", explanation="k3"
     ),
     "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
     "explorer.name": "one gateway",
@@ -137,22 +140,24 @@ KEYS: dict[str, str | Rule] = {
     "trainer.save_interval": data("save_interval", "a version is made as often as weights are to be synchronised"),
     "trainer.trainer_type": _ALWAYS,
     "trainer.total_steps": setting("trainer.max_steps"),
-    "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", said="so"),
-    "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", said=_ALWAYS),
-    "trainer.max_checkpoints_to_keep": _KEPT,
+    "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", explanation="so"),
+    "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", explanation=_ALWAYS),
+    "trainer.max_checkpoints_to_keep": _RETENTION,
     "trainer.trainer_config.trainer.balance_batch": _IGNORED,
     "trainer.trainer_config.trainer.max_actor_ckpt_to_keep": _IGNORED,
     "trainer.trainer_config.trainer.max_critic_ckpt_to_keep": _IGNORED,
     "trainer.grad_clip": setting("trainer.optimizer.gradient_norm_max"),
-    "synchronizer.sync_method": only("checkpoint", why="weights travel as versions: set checkpoint", said=_ALWAYS),
+    "synchronizer.sync_method": only(
+        "checkpoint", why="weights travel as versions: set checkpoint", explanation=_ALWAYS
+    ),
     "synchronizer.sync_style": only(
         "fixed", "dynamic_by_explorer", "explorer_driven",
-        why="training begins when a batch is there", said="as soon as a batch is there",
+        why="training begins when a batch is there", explanation="as soon as a batch is there",
     ),
     "synchronizer.sync_interval": setting("trainer.steps_per_version"),
     "synchronizer.sync_timeout": "there is nothing to wait for: versions are loaded beside what serves",
     "synchronizer.sync_offset": "there is nothing to wait for: versions are loaded beside what serves",
     "monitor.monitor_type": only(
-        "tensorboard", why="TensorBoard and Prometheus are there", said="<data_dir>/trainer/tensorboard"
+        "tensorboard", why="TensorBoard and Prometheus are there", explanation="<data_dir>/trainer/tensorboard"
     ),
 }  # fmt: skip

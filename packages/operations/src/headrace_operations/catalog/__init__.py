@@ -1,1 +1,1 @@
-"""Folders become versions, versions become folders, and two versions are compared."""
+"""Import of folders as versions, export of versions to folders, and comparison of two versions."""

@@ -1,4 +1,4 @@
-"""Two versions side by side: files and settings, scores, and what both answer to the same tokens. Pure."""
+"""Comparison of two versions: files and settings, scores, and logprobs of the same tokens. Pure."""
 
 from __future__ import annotations
 
@@ -17,80 +17,89 @@ _SCORES = ("score", "difference", "anchor_difference", "tasks")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that is otherwise in the second version. None: it is not there at all."""
+    """A value that differs between two versions. None means that the version does not have it."""
 
     what: str
+    """Path of the file or name of the setting."""
     before: str | None
     after: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How far apart two versions' logprobs of the same tokens are; None where they have no tokens in common."""
+    """Absolute differences between two versions' logprobs of the same tokens: number of tokens, mean, maximum."""
 
     tokens: int
     mean: float
     most: float
 
 
-def settings(one: Manifest, other: Manifest, read: Callable[[Manifest, str], bytes]) -> Iterator[Change]:
-    """Kind and base, files, and each value of the JSON files that act."""
+def settings(
+    before_manifest: Manifest, after_manifest: Manifest, read: Callable[[Manifest, str], bytes]
+) -> Iterator[Change]:
+    """Yield the differences of kind and base, of files, and of each value in configuration files."""
     for field in ("kind", "base", "lineage", "step", "parent"):
-        before, after = (_text(getattr(manifest, field)) for manifest in (one, other))
+        before, after = (_text(getattr(manifest, field)) for manifest in (before_manifest, after_manifest))
         if before != after:
             yield Change(field, before, after)
-    mine, theirs = ({file.path: file.blob for file in manifest.files} for manifest in (one, other))
-    for path in sorted({*mine, *theirs}):
-        if mine.get(path) == theirs.get(path):
+    before_files, after_files = (
+        {file.path: file.blob for file in manifest.files} for manifest in (before_manifest, after_manifest)
+    )
+    for path in sorted({*before_files, *after_files}):
+        if before_files.get(path) == after_files.get(path):
             continue
-        if path not in mine or path not in theirs:
-            yield Change(path, _size(mine, path), _size(theirs, path))
+        if path not in before_files or path not in after_files:
+            yield Change(path, _size(before_files, path), _size(after_files, path))
         elif path.endswith("config.json"):
-            yield from _values(path, read(one, path), read(other, path))
+            yield from _compare_values(path, read(before_manifest, path), read(after_manifest, path))
         else:
-            yield Change(path, mine[path].sha256[:12], theirs[path].sha256[:12])
+            yield Change(path, before_files[path].sha256[:12], after_files[path].sha256[:12])
 
 
-def scores(one: VersionState, other: VersionState) -> dict[str, tuple[float | None, float | None]]:
-    """The last number that was found of each."""
-    mine, theirs = _scores(one), _scores(other)
-    return {name: (mine.get(name), theirs.get(name)) for name in _SCORES if name in mine or name in theirs}
+def scores(before: VersionState, after: VersionState) -> dict[str, tuple[float | None, float | None]]:
+    """Return the latest statistics of both versions by name."""
+    before_scores, after_scores = _latest_scores(before), _latest_scores(after)
+    return {
+        name: (before_scores.get(name), after_scores.get(name))
+        for name in _SCORES
+        if name in before_scores or name in after_scores
+    }
 
 
-def answers(one: Fingerprint, other: Fingerprint) -> Answers | None:
-    """By the fingerprints, which every version has: the same tokens for the same vocabulary."""
-    if one.token_ids != other.token_ids:
+def answers(before: Fingerprint, after: Fingerprint) -> Answers | None:
+    """Compare the fingerprints of two versions; None if they are about different tokens."""
+    if before.token_ids != after.token_ids:
         return None
-    apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
-    return Answers(len(apart), math.fsum(apart) / len(apart), max(apart))
+    differences = [abs(a - b) for a, b in zip(before.logprobs, after.logprobs, strict=True)]
+    return Answers(len(differences), math.fsum(differences) / len(differences), max(differences))
 
 
-def _scores(version: VersionState) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _latest_scores(version: VersionState) -> dict[str, float]:
+    statistics: dict[str, float] = {}
     for event in version.decisions:
-        found |= event.statistics
-    return found
+        statistics |= event.statistics
+    return statistics
 
 
-def _values(path: str, before: bytes, after: bytes) -> Iterator[Change]:
+def _compare_values(path: str, before: bytes, after: bytes) -> Iterator[Change]:
     try:
-        mine, theirs = _flat(json.loads(before)), _flat(json.loads(after))
+        before_settings, after_settings = _flatten(json.loads(before)), _flatten(json.loads(after))
     except (ValueError, RecursionError):
-        yield Change(path, "no JSON", "no JSON")
+        yield Change(path, "not JSON", "not JSON")
         return
-    for name in sorted({*mine, *theirs}):
-        if mine.get(name) != theirs.get(name):
-            yield Change(f"{path}: {name}", mine.get(name), theirs.get(name))
+    for name in sorted({*before_settings, *after_settings}):
+        if before_settings.get(name) != after_settings.get(name):
+            yield Change(f"{path}: {name}", before_settings.get(name), after_settings.get(name))
 
 
-def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Dotted names; lists are values."""
+def _flatten(value: Any, name: str = "") -> dict[str, str]:
+    """Return the leaf values of nested tables by dotted name; a list is one value."""
     if not isinstance(value, dict):
         return {name: json.dumps(value)[:_VALUE_LENGTH_MAX]}
     return {
         inner: text
-        for key, held in value.items()
-        for inner, text in _flat(held, f"{name}.{key}" if name else str(key)).items()
+        for key, entry in value.items()
+        for inner, text in _flatten(entry, f"{name}.{key}" if name else str(key)).items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Writes a version's files where transformers, PEFT or vLLM load them, each checked against its digest."""
+"""Export of a version's files to a folder that transformers, PEFT or vLLM can load; each digest is checked."""
 
 from __future__ import annotations
 
@@ -11,25 +11,40 @@ from headrace_schemas.importing import MANIFEST_FILE
 from headrace_schemas.manifest import Manifest
 
 
-def manifest_of(ref: BlobRef) -> Manifest:
-    """Raises `HeadraceError` when the blob does not hash to its name."""
+def fetch_manifest(ref: BlobRef) -> Manifest:
+    """Fetch a manifest.
+
+    Raises:
+        HeadraceError: the digest of the blob differs.
+    """
     return Manifest.model_validate_json(fetch(ref), extra="ignore")
 
 
-def file_of(manifest: Manifest, path: str) -> bytes:
-    """One file of a version. Raises `HeadraceError` when it does not hash to its name."""
+def fetch_file(manifest: Manifest, path: str) -> bytes:
+    """Fetch one file of a version.
+
+    Raises:
+        HeadraceError: the digest of the file differs.
+    """
     return fetch(next(file.blob for file in manifest.files if file.path == path))
 
 
 def check_empty(folder: Path) -> None:
-    """Raises `UsageError` for a folder that holds something: what is there would be part of the model."""
+    """Check that the folder is empty or missing, because other files in it would become part of the model.
+
+    Raises:
+        UsageError: the folder is not empty.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is not empty; name a new folder")
+        raise UsageError(f"{folder}: is not empty; name a new folder")
 
 
 def export(manifest: Manifest, folder: Path) -> int:
-    """The version's own files, and its manifest, with which `import` makes the very same version of them. Returns how
-    many bytes."""
+    """Write the files of the version and its manifest, from which `import` creates the same version again.
+
+    Returns:
+        The size of the files in bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     size_bytes = 0
     for file in manifest.files:

@@ -1,4 +1,4 @@
-"""Has the inference service's own program make a version of a folder, and tells the registry of it."""
+"""Import of a folder as a version by the program of the inference service, and its registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from headrace.errors import HeadraceError
 from headrace.registry import ModelRegistry
-from headrace_operations.replay.program import started
+from headrace_operations.replay.program import start_program
 from headrace_schemas.base import Model
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.catalog import RegisterRequest
@@ -20,30 +20,44 @@ _SERVICE = "inference"
 _FILTER = "importer"
 
 
-async def stored(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
-    """An absolute folder in the blob store, checked as a replica would. Raises `HeadraceError` with what is wrong."""
+async def store_folder(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
+    """Check a folder as a replica would and store it as a version.
+
+    Args:
+        folder: absolute path of the model's files.
+        name: model name; None takes it from the manifest in the folder.
+        base: manifest of the base version, for an adapter.
+        environ: environment with the settings of the blob store.
+
+    Raises:
+        HeadraceError: the folder is not a valid model.
+    """
     line = FolderLine(folder=str(folder), name=name, base=base)
-    return await _asked("folder", line, StoredLine, environ)
+    return await _run_importer("folder", line, StoredLine, environ)
 
 
-async def merged(adapter: BlobRef, base: BlobRef, folder: Path, environ: Mapping[str, str]) -> None:
-    """Adapter and base as one model in `folder`, which is absolute."""
+async def merge_adapter(adapter: BlobRef, base: BlobRef, folder: Path, environ: Mapping[str, str]) -> None:
+    """Merge an adapter into its base and write the model to `folder`, an absolute path."""
     line = MergeLine(adapter=adapter, base=base, folder=str(folder))
-    await _asked("merge", line, MergedLine, environ)
+    await _run_importer("merge", line, MergedLine, environ)
 
 
 def register(api: ModelRegistry, stored_as: StoredLine, *, label: str | None, serve: bool, why: str) -> ModelState:
-    """Tell the registry. Raises `ApiError` with its reason."""
+    """Register a stored version.
+
+    Raises:
+        ApiError: the registry refused the version.
+    """
     name = stored_as.version.partition("@")[0]
     request = RegisterRequest(manifest=stored_as.manifest, label=label, serve=serve, why=why)
     return api.ask("POST", f"/v1/models/{name}/register", ModelState, request)
 
 
-async def _asked(word: str, line: Model, answer: type[M], environ: Mapping[str, str]) -> M:
-    async with started(_SERVICE, environ, _FILTER) as program:
-        await program.feed(word, line.model_dump_json().encode())
+async def _run_importer(command: str, line: Model, answer_type: type[M], environ: Mapping[str, str]) -> M:
+    async with start_program(_SERVICE, environ, _FILTER) as program:
+        await program.feed(command, line.model_dump_json().encode())
         program.close()
-        found = [answer.model_validate_json(value) async for _, value in program.lines()]
-    if not found:
-        raise HeadraceError(f"the {_SERVICE} program ended without an answer")
-    return found[0]
+        answers = [answer_type.model_validate_json(value) async for _, value in program.lines()]
+    if not answers:
+        raise HeadraceError(f"the importer of the {_SERVICE} service ended without an answer")
+    return answers[0]

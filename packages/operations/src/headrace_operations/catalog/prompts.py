@@ -1,4 +1,4 @@
-"""A fixed set of prompts, answered greedily by two versions that are served: what users would notice."""
+"""A fixed set of prompts that two served versions answer greedily, to show differences that users would notice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What two versions say to one prompt."""
+    """Answers of two versions to one prompt."""
 
     prompt: str
     before: str
@@ -35,12 +35,17 @@ class Pair:
         return self.before == self.after
 
 
-def ask(base_url: str, one: str, other: str, key: str | None) -> tuple[Pair, ...]:
-    """At temperature 0, as evaluation traffic, so nothing is trained. Raises `HeadraceError` when one is not served."""
+def compare_answers(base_url: str, before: str, after: str, key: str | None) -> tuple[Pair, ...]:
+    """Let both versions answer all prompts at temperature 0, as evaluation traffic, which is never trained.
+
+    Raises:
+        HeadraceError: a version is not served.
+        Unreachable: the gateway does not answer.
+    """
     headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
         with httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
-            return tuple(Pair(text, _answer(http, one, text), _answer(http, other, text)) for text in PROMPTS)
+            return tuple(Pair(text, _answer(http, before, text), _answer(http, after, text)) for text in PROMPTS)
     except httpx2.TransportError as error:
         raise Unreachable(f"{base_url}: {error}") from error
 
@@ -54,5 +59,5 @@ def _answer(http: httpx2.Client, version: str, prompt: str) -> str:
     }
     answer = http.post("/chat/completions", json=body)
     if answer.status_code != 200:
-        raise HeadraceError(f"{version} does not answer: {answer.text[:300]}; serve it first")
+        raise HeadraceError(f"{version}: does not answer ({answer.text[:300]}); serve it first")
     return str(answer.json()["choices"][0]["message"]["content"] or "")

@@ -1,5 +1,5 @@
-"""Controls: the same training with rewards that must teach nothing, or something else. See docs/controls.md.
+"""Control experiments: the same training with shuffled, flipped, random or partial rewards. See docs/controls.md.
 
-A score that rises says that training did something. Whether it was the reward that did it, only a run can say in which
-the reward says nothing: what learns there as well is luck, drift, or a leak.
+A rising score shows that training had an effect. Only a run with rewards without information shows whether the reward
+caused it: an effect that remains there is chance, drift or a leak.
 """

@@ -1,4 +1,4 @@
-"""The picture of a report: what each control gained. Needs matplotlib."""
+"""Chart of a report: the gain of each control. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 
 
 def draw(report: Report, path: Path) -> bool:
-    """Write a PNG; False when matplotlib is not installed."""
+    """Write a PNG; return False if matplotlib is not installed."""
     try:
         plt = pyplot()
     except ImportError:
         return False
     figure, axes = plt.subplots(figsize=(7.2, 0.5 * len(report.rows) + 1.4), dpi=150)
     axes.axvline(0, color=FAINT, linewidth=1)
-    for place, row in zip(range(len(report.rows))[::-1], report.rows, strict=True):
+    for y, row in zip(range(len(report.rows))[::-1], report.rows, strict=True):
         axes.errorbar(
             row.gain.value * 100,
-            place,
+            y,
             xerr=200 * row.gain.error,
             fmt="o",
             color=LINE if row.as_expected else WRONG,

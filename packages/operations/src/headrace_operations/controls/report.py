@@ -1,4 +1,4 @@
-"""The result of the controls: a table, JSON, a sentence for each expectation that did not hold, and advice."""
+"""Report of the controls as a table and JSON, with problems and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_schemas.controls import ShortRun
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A control with a seed: its training, and its plays of the audit tasks."""
+    """One training with a control and a seed, and the scores of its plays of audit tasks."""
 
     control: Control
     seed: int
@@ -23,12 +23,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A control over all seeds."""
+    """Results of one control over all seeds."""
 
     control: Control
     score: Mean
     gain: Mean
-    """Over the base, play by play."""
+    """Gain over the base, compared play by play."""
     steps: int
     trained: int
     stopped: tuple[str, ...]
@@ -39,47 +39,47 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """How the score went, at two standard errors."""
+        """Change of the score, at two standard errors."""
         if self.gain.within():
             return "same"
         return "better" if self.gain.value > 0 else "worse"
 
     @property
     def as_expected(self) -> bool:
-        """`open` is wrong only when the score falls."""
-        wanted = self.control.expected
-        if wanted in ("not better", "open"):
-            return self.verdict != ("better" if wanted == "not better" else "worse")
-        return self.verdict == wanted
+        """Whether the result is the expected one. A result that is `open` is only unexpected if the score falls."""
+        expected = self.control.expected
+        if expected in ("not better", "open"):
+            return self.verdict != ("better" if expected == "not better" else "worse")
+        return self.verdict == expected
 
 
 _NOISE = (
-    "rewards that say nothing lower the score: at this learning rate the noise of a batch moves the model. Lower "
-    "trainer.optimizer.learning_rate or raise trainer.batch_experiences: shorter steps, and more of them, learn the "
+    "rewards without information lower the score: at this learning rate the noise of a batch changes the model. Lower "
+    "trainer.optimizer.learning_rate or raise trainer.batch_experiences: smaller steps, and more of them, learn the "
     "same with less noise"
 )
 
 
 class Report:
-    """All controls beside the base, in the order in which they were trained."""
+    """Results of all controls and of the base, in the order of training."""
 
     def __init__(self, experiences: int, base: Sequence[Score], runs: Sequence[Run]) -> None:
         self.experiences = experiences
         self.base = mean([base])
         by_control: dict[str, list[Run]] = {}
-        for one in runs:
-            by_control.setdefault(one.control.name, []).append(one)
-        self.rows = tuple(_row(found, base) for found in by_control.values())
+        for run in runs:
+            by_control.setdefault(run.control.name, []).append(run)
+        self.rows = tuple(_row(same_control, base) for same_control in by_control.values())
 
     @property
     def problems(self) -> list[str]:
-        """In words, what did not come out as it has to."""
+        """Explanations of unexpected results."""
         truth = next((row for row in self.rows if row.control is TRUE), None)
-        return [f"{row.control.name}: {_said(row, truth)}" for row in self.rows if not row.as_expected]
+        return [f"{row.control.name}: {_problem_text(row, truth)}" for row in self.rows if not row.as_expected]
 
     @property
     def advice(self) -> list[str]:
-        """In words, what is as it may be, and could be better."""
+        """Suggestions for results that are expected, but could be better."""
         ruined = [row for row in self.rows if row.control.expected == "not better" and row.verdict == "worse"]
         return [f"{row.control.name}: {_NOISE} ({row.gain_text})" for row in ruined]
 
@@ -108,18 +108,18 @@ class Report:
 
 
 def _row(runs: Sequence[Run], base: Sequence[Score]) -> Row:
-    plays = [one.scores for one in runs]
+    plays = [run.scores for run in runs]
     return Row(
         runs[0].control,
         mean(plays, shared=True),
         difference(plays, [base] * len(plays), shared=True),
-        sum(one.run.steps for one in runs),
-        sum(one.run.trained for one in runs),
-        tuple(one.run.stopped for one in runs if one.run.stopped),
+        sum(run.run.steps for run in runs),
+        sum(run.run.trained for run in runs),
+        tuple(run.run.stopped for run in runs if run.run.stopped),
     )
 
 
-def _said(row: Row, truth: Row | None) -> str:
+def _problem_text(row: Row, truth: Row | None) -> str:
     gain = row.gain_text
     if truth is not None and row is not truth and row.verdict == "better":
         gain += f", the true reward {truth.gain_text}"

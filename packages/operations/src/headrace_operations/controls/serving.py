@@ -1,4 +1,4 @@
-"""Runs a gateway and a replica on a separate bus, so that the gate's program can play the trained versions."""
+"""A gateway and a replica on a separate bus, with which the gate program plays the trained versions."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ from headrace_schemas import Checkpoint, Replica, Routing, ServedVersion
 
 _SERVICES = ("broker", "gateway", "inference")
 _LOADED_S_MAX = 600.0
-_LOOK_S = 0.3
+_POLL_S = 0.3
 
 
 class Stage:
-    """`serving` makes one. One version beside its base at a time: memory is that of the live service's swap."""
+    """Serves one version and its base at a time, so memory is as large as in a live swap. `serving` creates one."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._bus = supervisor.plan.bus
         self._revision = 0
         self.base_url = f"{supervisor.url('gateway')}/v1"
 
-    async def show(self, base: Checkpoint, one: Checkpoint) -> None:
-        """Returns once a replica has `one` ready; an adapter needs its base beside it.
+    async def show(self, base: Checkpoint, checkpoint: Checkpoint) -> None:
+        """Serve a version and its base, and return when a replica has loaded it.
 
-        Raises `HeadraceError` with what the replica says against it.
+        Raises:
+            HeadraceError: the replica could not load the version, or not in time.
         """
         self._revision += 1
-        chosen = {shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (base, one)}
+        served = {
+            entry.version: ServedVersion(version=entry.version, manifest=entry.manifest) for entry in (base, checkpoint)
+        }
         routing = Routing(
             time=datetime.now(UTC),
-            model=one.model,
+            model=checkpoint.model,
             revision=self._revision,
-            aliases={"champion": one.version},
-            serve=tuple(chosen.values()),
+            aliases={"champion": checkpoint.version},
+            serve=tuple(served.values()),
         )
         async with producing(self._bus, "headrace-controls") as producer:
             await producer.send([Outgoing.of(routing, "headrace/controls")])
-        until = time.monotonic() + _LOADED_S_MAX
-        while not await self._ready(one.version):
-            if time.monotonic() > until:
-                raise HeadraceError(f"{one.version} was not loaded within {_LOADED_S_MAX:g} s")
-            await asyncio.sleep(_LOOK_S)
+        deadline = time.monotonic() + _LOADED_S_MAX
+        while not await self._ready(checkpoint.version):
+            if time.monotonic() > deadline:
+                raise HeadraceError(f"{checkpoint.version} was not loaded within {_LOADED_S_MAX:g} s")
+            await asyncio.sleep(_POLL_S)
 
     async def _ready(self, version: str) -> bool:
-        """By the last heartbeat."""
+        """Return whether the last heartbeat reports the version as ready."""
         last: Replica | None = None
         async with connected(self._bus) as topics:
             async for entry in topics.read(Range(Replica.topic)):
                 last = entry.event if isinstance(entry.event, Replica) else last
-        state = next((one for one in last.versions if one.version == version), None) if last else None
+        state = next((entry for entry in last.versions if entry.version == version), None) if last else None
         if state is not None and state.state == "failed":
             raise HeadraceError(f"{version} could not be loaded: {state.error}")
         return state is not None and state.state == "ready"
@@ -66,13 +69,13 @@ class Stage:
 async def serving(
     data_dir: Path, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]
 ) -> AsyncIterator[Stage]:
-    """Everything is stopped when it is left."""
-    own = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0, "bus.replication": 1}
+    """Start the services and stop them at the end of the block."""
+    overrides = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0, "bus.replication": 1}
     supervisor = await asyncio.to_thread(
         Supervisor,
         data_dir,
         config=config,
-        settings={**settings, **own},
+        settings={**settings, **overrides},
         only=_SERVICES,
         auto_ports=True,
         environ=environ,

@@ -1,14 +1,15 @@
 """Means over seeds and tasks with their standard errors.
 
-Whatever is compared has played the same tasks with the same seeds of the plays, so the difference on each play counts.
-The error *over seeds* is the standard deviation of the seeds' means over √seeds. The error *over tasks* takes the seeds
-as they are and tasks, clusters of plays, as drawn at random.
+Compared versions have played the same tasks with the same seeds, so the differences of single plays are averaged. The
+error *over seeds* is the standard deviation of the means of the seeds divided by √seeds. The error *over tasks* treats
+the seeds as fixed and the tasks, which are clusters of plays, as drawn at random.
 
-- Seeds with tasks of their own: the first holds all that differs between seeds, tasks too, but of few seeds it is a
-  rough estimate and too small by luck now and then. The larger of both counts.
-- Seeds that share their tasks: the first knows nothing of tasks and the second nothing of seeds. Their squares add up.
+- If each seed has its own tasks, the error over seeds includes the variation of tasks, but with few seeds it is a rough
+  estimate and sometimes too small. The larger of both errors is used.
+- If the seeds share their tasks, the error over seeds does not include tasks, and the error over tasks does not include
+  seeds. The squares of both are added.
 
-One seed has only the second.
+With one seed only the error over tasks is available.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Score = tuple[str, float]
-"""Of one play: the task, and 0..1."""
+"""Task and score (0..1) of one play."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Of scores or of differences, with its standard error."""
+    """Mean of scores or of differences, with its standard error."""
 
     value: float
     error: float
@@ -34,7 +35,7 @@ class Mean:
     by_seed: tuple[float, ...]
 
     def within(self, errors: float = 2.0) -> bool:
-        """Whether it is 0 as far as one can see."""
+        """Return whether the mean is at most `errors` standard errors from 0."""
         return abs(self.value) <= errors * self.error
 
     def report(self) -> dict[str, object]:
@@ -43,22 +44,22 @@ class Mean:
             "standard_error": round(self.error, 4),
             "over_seeds": None if self.over_seeds is None else round(self.over_seeds, 4),
             "over_tasks": round(self.over_tasks, 4),
-            "by_seed": [round(one, 4) for one in self.by_seed],
+            "by_seed": [round(value, 4) for value in self.by_seed],
         }
 
 
 def mean(plays: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
-    """The mean score; one list of plays for each seed. `shared`: all seeds have the same tasks."""
+    """Return the mean score of the plays, one list for each seed. `shared`: all seeds have the same tasks."""
     return _over(plays, shared)
 
 
 def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
-    """How much better than `base` on the same plays; lists of one seed are in the same order."""
+    """Return the mean difference from `base` on the same plays; the lists of a seed must have the same order."""
     paired = []
-    for ours, theirs in zip(plays, base, strict=True):
-        pairs = list(zip(ours, theirs, strict=True))
-        assert all(one[0] == other[0] for one, other in pairs), "the same tasks in the same order"
-        paired.append([(task, score - other) for (task, score), (_, other) in pairs])
+    for run, base_plays in zip(plays, base, strict=True):
+        pairs = list(zip(run, base_plays, strict=True))
+        assert all(play[0] == base_play[0] for play, base_play in pairs), "the same tasks in the same order"
+        paired.append([(task, score - base_score) for (task, score), (_, base_score) in pairs])
     return _over(paired, shared)
 
 
@@ -75,17 +76,17 @@ def _over(seeds: Sequence[Sequence[Score]], shared: bool) -> Mean:
 
 
 def _over_tasks(plays: Sequence[Score]) -> float:
-    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster).
+    """Return the standard error of the mean if tasks are drawn at random with all their plays (clusters).
 
-    No less than that of independent plays. One task says nothing: half the range of scores.
+    It is at least that of independent plays. With a single task it is half the range of scores.
     """
-    middle = math.fsum(value for _, value in plays) / len(plays)
-    rests: dict[str, float] = defaultdict(float)
+    mean_score = math.fsum(value for _, value in plays) / len(plays)
+    residuals: dict[str, float] = defaultdict(float)
     for task, value in plays:
-        rests[task] += value - middle
-    clusters = len(rests)
+        residuals[task] += value - mean_score
+    clusters = len(residuals)
     if clusters < 2:
         return 0.5
-    clustered = math.fsum(rest * rest for rest in rests.values()) * clusters / (clusters - 1) / len(plays) ** 2
-    alone = math.fsum((value - middle) ** 2 for _, value in plays) / (len(plays) - 1) / len(plays)
-    return math.sqrt(max(clustered, alone))  # the sums of few tasks agree by luck now and then
+    clustered = math.fsum(rest * rest for rest in residuals.values()) * clusters / (clusters - 1) / len(plays) ** 2
+    alone = math.fsum((value - mean_score) ** 2 for _, value in plays) / (len(plays) - 1) / len(plays)
+    return math.sqrt(max(clustered, alone))  # with few tasks the cluster estimate can be too small by chance

@@ -1,4 +1,4 @@
-"""Retries dead letters by putting their records back onto their topics, or discards them. Either is recorded."""
+"""Retrying and discarding of dead letters. Both are recorded as decisions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from headrace_schemas.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
 
 TABLES = frozenset({"replicas", "routing"})
-"""Compacted topics: an old record that is put back would replace the newest one."""
-_CLOSED = frozenset({("collector", "invalid_trajectory")})
-"""Records of these had their effect before they were refused. Put back, they would count as duplicates."""
+"""Compacted topics: an old record would replace the newest one."""
+_NOT_RETRIABLE = frozenset({("collector", "invalid_trajectory")})
+"""Service and reason of letters whose records took effect before they were refused; a retry would be a duplicate."""
 _SOURCE = "headrace/dead-letters"
-_AT_ONCE_MAX = 50
+_GROUP_SIZE_MAX = 50
 _KEY_LENGTH_MAX = 512
 Report = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
 class Plan:
-    """What is going to happen. Letters are kept here without the bytes that were refused."""
+    """The letters that an action applies to. Letters are stored without the refused bytes."""
 
     at: Cut
     chosen: dict[str, Letter] = field(default_factory=dict)
@@ -36,106 +36,128 @@ class Plan:
     """Letters that cannot be retried, with the reason."""
 
 
-async def plan(topics: Topics, action: Literal["retry", "discard"], wanted: Selection, *, force: bool = False) -> Plan:
-    """Which letters of `wanted` are retried or discarded, and which are not and why. Changes nothing.
+async def plan(
+    topics: Topics, action: Literal["retry", "discard"], selection: Selection, *, force: bool = False
+) -> Plan:
+    """Select the letters of `selection` to retry or discard, and those that cannot be retried. Nothing is published.
 
-    `force` retries also what would be refused again as far as can be seen here. Raises `UsageError`.
+    Args:
+        topics: connection to the bus.
+        action: the planned action.
+        selection: the letters to consider.
+        force: retry also letters that would be refused again.
+
+    Raises:
+        UsageError: an id matches no letter or several letters.
     """
-    made = Plan(await cut(topics))
-    async for one in read(topics, wanted, made.at):
-        problem = await obstacle(one, force=force) if action == "retry" else None
+    result = Plan(await cut(topics))
+    async for letter in read(topics, selection, result.at):
+        problem = await retry_problem(letter, force=force) if action == "retry" else None
         if problem is None:
-            made.chosen[one.id] = one.without_value()
+            result.chosen[letter.id] = letter.without_value()
         else:
-            made.held_back[one.id] = one.without_value(), problem
-    check_ids(wanted, [*made.chosen, *made.held_back])
-    return made
+            result.held_back[letter.id] = letter.without_value(), problem
+    check_ids(selection, [*result.chosen, *result.held_back])
+    return result
 
 
-async def obstacle(one: Letter, *, force: bool = False) -> str | None:
-    """Why a letter cannot be put back as it was, None when it can."""
-    letter = one.letter
-    if letter.source_topic in TABLES:
-        return f"{letter.source_topic} is a table: its producer publishes the newest row again, an old one would win"
-    if (letter.service, letter.reason) in _CLOSED:
-        return "its session is closed; what is wrong with it can only be mended by a replay"
-    key = letter.source_key or ""
+async def retry_problem(letter: Letter, *, force: bool = False) -> str | None:
+    """Return why a letter cannot be retried; None if it can."""
+    record = letter.letter
+    if record.source_topic in TABLES:
+        return (
+            f"{record.source_topic} is a table: its producer publishes the newest row again, and an old row would win"
+        )
+    if (record.service, record.reason) in _NOT_RETRIABLE:
+        return "its session is closed; only a replay can apply the record"
+    key = record.source_key or ""
     if "\ufffd" in key or len(key) >= _KEY_LENGTH_MAX:
-        return "its key was no text, or longer than a letter keeps"
+        return "its key is not text or is longer than a dead letter stores"
     if force:
         return None
     try:
-        await _event(one)
+        await _parse_event(letter)
     except (HeadraceError, OSError, ValueError) as error:
         return f"would be refused again: {error}"
     return None
 
 
-async def retry(bus: str, made: Plan, by: str, report: Report = lambda _done, _all: None) -> None:
-    """Put the records of `made.chosen` back, with key, headers and partition, and say so; a bounded number at once.
+async def retry(bus: str, plan: Plan, by: str, report: Report = lambda _completed, _total: None) -> None:
+    """Publish the records of `plan.chosen` again with key, headers and partition, and record the decisions in groups.
 
-    A crash leaves letters open whose records are back; retried again, consumers know their ids.
+    After a crash, letters may still be open whose records were published; when they are retried again, consumers
+    recognize the ids.
     """
-    await _carry_out(bus, made, lambda one: _decision(one, "retried", None, by), report)
+    await _publish_decisions(bus, plan, lambda letter: _decision(letter, "retried", None, by), report)
 
 
-async def discard(bus: str, made: Plan, reason: str, by: str, report: Report = lambda _done, _all: None) -> None:
-    """Record that nobody will do anything about the letters of `made.chosen`."""
-    await _carry_out(bus, made, lambda one: _decision(one, "discarded", reason, by), report)
+async def discard(bus: str, plan: Plan, reason: str, by: str, report: Report = lambda _completed, _total: None) -> None:
+    """Record that the letters of `plan.chosen` will not be retried."""
+    await _publish_decisions(bus, plan, lambda letter: _decision(letter, "discarded", reason, by), report)
 
 
-async def _carry_out(bus: str, made: Plan, decide: Callable[[Letter], DeadLetterDecision], report: Report) -> None:
-    if not made.chosen:
+async def _publish_decisions(
+    bus: str, plan: Plan, decide: Callable[[Letter], DeadLetterDecision], report: Report
+) -> None:
+    if not plan.chosen:
         return
     async with connected(bus) as topics, producing(bus) as producer:
         if not await topics.partitions(DeadLetterDecision.topic):
-            raise UsageError(f"there is no topic {DeadLetterDecision.topic!r} yet; start one service of this release")
-        known = {one.letter.source_topic for one in made.chosen.values()}
-        partitions = {topic: await topics.partitions(topic) for topic in known}
-        done = 0
-        async for some in _in_groups(topics, made):
-            decisions = [decide(one) for one in some]
+            raise UsageError(f"topic {DeadLetterDecision.topic!r} does not exist yet; start a service of this release")
+        source_topics = {letter.letter.source_topic for letter in plan.chosen.values()}
+        partitions = {topic: await topics.partitions(topic) for topic in source_topics}
+        published = 0
+        async for group in _read_groups(topics, plan):
+            decisions = [decide(letter) for letter in group]
             if decisions[0].action == "retried":
-                await producer.send([await _original(one, partitions[one.letter.source_topic]) for one in some])
-            await producer.send([Outgoing.of(one, _SOURCE) for one in decisions])
-            done += len(some)
-            report(done, len(made.chosen))
+                records = [await _restore_record(letter, partitions[letter.letter.source_topic]) for letter in group]
+                await producer.send(records)
+            await producer.send([Outgoing.of(decision, _SOURCE) for decision in decisions])
+            published += len(group)
+            report(published, len(plan.chosen))
 
 
-async def _in_groups(topics: Topics, made: Plan) -> AsyncIterator[list[Letter]]:
+async def _read_groups(topics: Topics, plan: Plan) -> AsyncIterator[list[Letter]]:
     group: list[Letter] = []
-    async for one in read(topics, Selection(ids=tuple(made.chosen)), made.at):
-        group.append(one)
-        if len(group) == _AT_ONCE_MAX:
+    async for letter in read(topics, Selection(ids=tuple(plan.chosen)), plan.at):
+        group.append(letter)
+        if len(group) == _GROUP_SIZE_MAX:
             yield group
             group = []
     if group:
         yield group
 
 
-async def _original(one: Letter, partitions: tuple[int, ...]) -> Outgoing:
-    """The record as it was. What never was on a topic goes to where its event belongs. Raises `UsageError`."""
-    letter = one.letter
+async def _restore_record(letter: Letter, partitions: tuple[int, ...]) -> Outgoing:
+    """Return the refused record as it was. A record that never was on a topic gets the key of its event.
+
+    Raises:
+        UsageError: the source topic does not exist.
+    """
+    record = letter.letter
     if not partitions:
-        raise UsageError(f"letter {one.id}: there is no topic {letter.source_topic!r} to put it back on")
-    partition = letter.source_partition if letter.source_partition in partitions else None
-    key = letter.source_key.encode() if letter.source_key else None
+        raise UsageError(f"letter {letter.id}: its topic {record.source_topic!r} does not exist")
+    partition = record.source_partition if record.source_partition in partitions else None
+    key = record.source_key.encode() if record.source_key else None
     if key is None and partition is None:
-        with contextlib.suppress(HeadraceError, OSError, ValueError):  # forced: no event, so no place of its own
-            key = (await _event(one)).key.encode()
-    headers = [(name, text.encode()) for name, text in letter.headers.items() if name != RETRY_HEADER]
-    marked = [*headers, (RETRY_HEADER, one.id.encode())]
-    if partition is not None and letter.source_offset is not None and SEQUENCE_HEADER not in letter.headers:
-        marked.append((SEQUENCE_HEADER, str(letter.source_offset).encode()))  # what was said after it stays after it
-    return Outgoing(letter.source_topic, key, letter.value, tuple(marked), partition)
+        with contextlib.suppress(HeadraceError, OSError, ValueError):  # forced: a value that is no event has no key
+            key = (await _parse_event(letter)).key.encode()
+    headers = [(name, text.encode()) for name, text in record.headers.items() if name != RETRY_HEADER]
+    new_headers = [*headers, (RETRY_HEADER, letter.id.encode())]
+    if partition is not None and record.source_offset is not None and SEQUENCE_HEADER not in record.headers:
+        # Keep the order of what the client sent: records after the original one stay after it.
+        new_headers.append((SEQUENCE_HEADER, str(record.source_offset).encode()))
+    return Outgoing(record.source_topic, key, record.value, tuple(new_headers), partition)
 
 
-async def _event(one: Letter) -> Event:
-    headers = [(name, text.encode()) for name, text in one.letter.headers.items()]
-    return await event_of(one.letter.source_topic, one.letter.value, headers)
+async def _parse_event(letter: Letter) -> Event:
+    headers = [(name, text.encode()) for name, text in letter.letter.headers.items()]
+    return await event_of(letter.letter.source_topic, letter.letter.value, headers)
 
 
-def _decision(one: Letter, action: Literal["retried", "discarded"], reason: str | None, by: str) -> DeadLetterDecision:
+def _decision(
+    letter: Letter, action: Literal["retried", "discarded"], reason: str | None, by: str
+) -> DeadLetterDecision:
     return DeadLetterDecision(
-        time=utcnow(), dead_letter_id=one.id, number=len(one.decisions) + 1, action=action, reason=reason, by=by
+        time=utcnow(), dead_letter_id=letter.id, number=len(letter.decisions) + 1, action=action, reason=reason, by=by
     )

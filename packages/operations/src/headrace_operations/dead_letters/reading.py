@@ -1,4 +1,4 @@
-"""Reads dead letters together with what was decided about them."""
+"""Reading of dead letters together with the decisions about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["open", "retried", "discarded"]
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A dead letter and every decision about it, in order."""
+    """A dead letter with all decisions about it, in order."""
 
     letter: DeadLetter
     decisions: tuple[DeadLetterDecision, ...] = ()
@@ -33,27 +33,29 @@ class Letter:
 
     @property
     def retry_of(self) -> str | None:
-        """The letter whose retry was refused, when this is what came of it."""
+        """Id of the letter whose retry failed with this letter; None if this is not the result of a retry."""
         return self.letter.headers.get(RETRY_HEADER)
 
     @property
     def position(self) -> str:
-        """Where the record was, as `topic[partition]@offset`; less where it never was on a topic."""
+        """Position of the record as `topic[partition]@offset`; the topic alone if the record never was on it."""
         letter = self.letter
-        where = f"[{letter.source_partition}]" if letter.source_partition is not None else ""
-        return letter.source_topic + where + (f"@{letter.source_offset}" if letter.source_offset is not None else "")
+        partition = f"[{letter.source_partition}]" if letter.source_partition is not None else ""
+        return (
+            letter.source_topic + partition + (f"@{letter.source_offset}" if letter.source_offset is not None else "")
+        )
 
     def without_value(self) -> Letter:
-        """The same without the refused bytes, to be kept in numbers."""
+        """Return the letter without the refused bytes, so that many letters fit into memory."""
         return Letter(self.letter.model_copy(update={"value_base64": ""}), self.decisions)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which letters are meant. What is left empty does not matter; offsets and partitions are those of the refused."""
+    """Filter of dead letters. An empty field matches all letters; offsets and partitions are those of the record."""
 
     ids: tuple[str, ...] = ()
-    """Ids or their first characters."""
+    """Ids or prefixes of ids."""
     states: Collection[State] = ()
     reasons: Collection[str] = ()
     topics: Collection[str] = ()
@@ -66,25 +68,25 @@ class Selection:
 
     @property
     def chooses(self) -> bool:
-        """Whether anything but the state narrows it down."""
+        """Whether any field but the state is set."""
         return any(
             value not in ((), None)
             for value in (self.ids, self.reasons, self.topics, self.services, self.since, self.until, self.partitions,
                           self.from_offset, self.to_offset)
         )  # fmt: skip
 
-    def matches(self, one: Letter) -> bool:
-        letter = one.letter
+    def matches(self, letter: Letter) -> bool:
+        record = letter.letter
         return (
-            (not self.ids or one.id.startswith(self.ids))
-            and (not self.states or one.state in self.states)
-            and (not self.reasons or letter.reason in self.reasons)
-            and (not self.topics or letter.source_topic in self.topics)
-            and (not self.services or letter.service in self.services)
-            and (self.since is None or letter.time >= self.since)
-            and (self.until is None or letter.time < self.until)
-            and (not self.partitions or letter.source_partition in self.partitions)
-            and self._offset_matches(letter.source_offset)
+            (not self.ids or letter.id.startswith(self.ids))
+            and (not self.states or letter.state in self.states)
+            and (not self.reasons or record.reason in self.reasons)
+            and (not self.topics or record.source_topic in self.topics)
+            and (not self.services or record.service in self.services)
+            and (self.since is None or record.time >= self.since)
+            and (self.until is None or record.time < self.until)
+            and (not self.partitions or record.source_partition in self.partitions)
+            and self._offset_matches(record.source_offset)
         )
 
     def _offset_matches(self, offset: int | None) -> bool:
@@ -97,7 +99,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Cut:
-    """Where the letters end and what is decided, at one moment: letters that come later are not in it."""
+    """End offsets of `dead-letters` and all decisions at one moment; later letters are not read."""
 
     ends: Mapping[int, int]
     decisions: Mapping[str, tuple[DeadLetterDecision, ...]]
@@ -106,36 +108,46 @@ class Cut:
 
 
 async def cut(topics: Topics) -> Cut:
-    """Raises `UsageError` when the topics do not exist."""
+    """Read the present end offsets and decisions.
+
+    Raises:
+        UsageError: the topics do not exist.
+    """
     ends = (await topics.ends([DeadLetter.topic]))[DeadLetter.topic]
-    found: dict[str, dict[str, DeadLetterDecision]] = collections.defaultdict(dict)
-    if await topics.partitions(DeadLetterDecision.topic):  # a bus of an older release has no such topic
+    by_letter: dict[str, dict[str, DeadLetterDecision]] = collections.defaultdict(dict)
+    if await topics.partitions(DeadLetterDecision.topic):  # the bus of an older release does not have the topic
         async for entry in topics.read(Range(DeadLetterDecision.topic)):
             if isinstance(entry.event, DeadLetterDecision):
-                found[entry.event.dead_letter_id].setdefault(entry.event.event_id, entry.event)
-    made = {name: tuple(sorted(all_of.values(), key=lambda one: one.number)) for name, all_of in found.items()}
-    return Cut(ends, made)
+                by_letter[entry.event.dead_letter_id].setdefault(entry.event.event_id, entry.event)
+    decisions = {
+        name: tuple(sorted(events.values(), key=lambda decision: decision.number)) for name, events in by_letter.items()
+    }
+    return Cut(ends, decisions)
 
 
-async def read(topics: Topics, wanted: Selection, at: Cut) -> AsyncIterator[Letter]:
-    """The letters of `wanted`, each once, in the order of each partition."""
-    told: set[str] = set()
+async def read(topics: Topics, selection: Selection, at: Cut) -> AsyncIterator[Letter]:
+    """Yield each letter of `selection` once, in the order of each partition."""
+    seen_ids: set[str] = set()
     async for entry in topics.read(Range(DeadLetter.topic), ends=at.ends):
         if not isinstance(entry.event, DeadLetter):
             at.unreadable[f"{entry.topic}[{entry.partition}]@{entry.offset}"] = entry.problem or "no dead letter"
             continue
-        one = Letter(entry.event, at.decisions.get(entry.event.event_id, ()))
-        if one.id not in told and wanted.matches(one):
-            told.add(one.id)
-            yield one
+        letter = Letter(entry.event, at.decisions.get(entry.event.event_id, ()))
+        if letter.id not in seen_ids and selection.matches(letter):
+            seen_ids.add(letter.id)
+            yield letter
 
 
-def check_ids(wanted: Selection, found: Collection[str]) -> None:
-    """Every id that was named means exactly one of `found`. Raises `UsageError`."""
-    for name in wanted.ids:
-        meant = sorted(one for one in found if one.startswith(name))
-        if not meant:
-            kind = f"{' or '.join(wanted.states)} dead letter" if wanted.states else "dead letter"
-            raise UsageError(f"there is no {kind} here whose id begins with {name!r}")
-        if len(meant) > 1:
-            raise UsageError(f"{len(meant)} dead letters have ids that begin with {name!r}: {', '.join(meant[:5])}")
+def check_ids(selection: Selection, ids: Collection[str]) -> None:
+    """Check that every selected id is the prefix of exactly one of `ids`.
+
+    Raises:
+        UsageError: an id matches none or several.
+    """
+    for name in selection.ids:
+        matches = sorted(letter_id for letter_id in ids if letter_id.startswith(name))
+        if not matches:
+            kind = f"{' or '.join(selection.states)} dead letter" if selection.states else "dead letter"
+            raise UsageError(f"no {kind} has an id that begins with {name!r}")
+        if len(matches) > 1:
+            raise UsageError(f"{len(matches)} dead letters have ids that begin with {name!r}: {', '.join(matches[:5])}")

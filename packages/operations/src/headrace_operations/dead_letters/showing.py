@@ -1,4 +1,4 @@
-"""Shows dead letters as JSON, and as text without control characters."""
+"""Rendering of dead letters as JSON, and as text without control characters."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from headrace_schemas.text import printable_lines
 _HEX_BYTES_MAX = 4096
 
 
-def as_json(one: Letter, *, with_value: bool = False) -> dict[str, Any]:
-    """Everything about a letter; the refused bytes only when asked, as base64 and, where they are JSON, as that."""
-    found: dict[str, Any] = {"id": one.id, "state": one.state, "retry_of": one.retry_of}
-    found |= one.letter.model_dump(mode="json", exclude_none=True, exclude={"value_base64"})
-    found["decisions"] = [item.model_dump(mode="json", exclude_none=True) for item in one.decisions]
+def as_json(letter: Letter, *, with_value: bool = False) -> dict[str, Any]:
+    """Return all fields of a letter. `with_value` adds the refused bytes in base64 and, if they are JSON, parsed."""
+    fields: dict[str, Any] = {"id": letter.id, "state": letter.state, "retry_of": letter.retry_of}
+    fields |= letter.letter.model_dump(mode="json", exclude_none=True, exclude={"value_base64"})
+    fields["decisions"] = [decision.model_dump(mode="json", exclude_none=True) for decision in letter.decisions]
     if with_value:
-        found["value_base64"] = one.letter.value_base64
+        fields["value_base64"] = letter.letter.value_base64
         with contextlib.suppress(ValueError, RecursionError):
-            found["value"] = json.loads(one.letter.value)
-    return found
+            fields["value"] = json.loads(letter.letter.value)
+    return fields
 
 
-def counted(letters: Iterable[Letter]) -> list[dict[str, Any]]:
-    """How many there are by service, topic, reason and state, with the first and last time; the most first."""
+def count_letters(letters: Iterable[Letter]) -> list[dict[str, Any]]:
+    """Return the number of letters by service, topic, reason and state, with the first and last time; largest first."""
     groups: dict[tuple[str, str, str], list[Letter]] = collections.defaultdict(list)
-    for one in letters:
-        groups[one.letter.service, one.letter.source_topic, one.letter.reason].append(one)
+    for letter in letters:
+        groups[letter.letter.service, letter.letter.source_topic, letter.letter.reason].append(letter)
     rows = []
     for (service, topic, reason), members in groups.items():
-        states = collections.Counter(one.state for one in members)
-        times = sorted(one.letter.time for one in members)
+        states = collections.Counter(letter.state for letter in members)
+        times = sorted(letter.letter.time for letter in members)
         rows.append(
             {
                 "service": service, "topic": topic, "reason": reason, "total": len(members),
@@ -45,19 +45,19 @@ def counted(letters: Iterable[Letter]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["total"], row["service"], row["topic"], row["reason"]))
 
 
-def decoded(value: bytes) -> str:
-    """The refused bytes for people: JSON laid out, other text as it is, anything else in hexadecimal."""
+def decode_value(value: bytes) -> str:
+    """Render the refused bytes: JSON indented, other text unchanged, anything else in hexadecimal."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
-        shown = value[:_HEX_BYTES_MAX]
-        lines = [f"{at:08x}  {shown[at : at + 16].hex(' ')}" for at in range(0, len(shown), 16)]
-        return "\n".join([*lines, *([f"... {len(value)} bytes in all"] if len(value) > len(shown) else [])])
+        prefix = value[:_HEX_BYTES_MAX]
+        lines = [f"{at:08x}  {prefix[at : at + 16].hex(' ')}" for at in range(0, len(prefix), 16)]
+        return "\n".join([*lines, *([f"... {len(value)} bytes in total"] if len(value) > len(prefix) else [])])
     with contextlib.suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    return harmless(text)
+    return escape_control_characters(text)
 
 
-def harmless(text: str) -> str:
-    """Return `text` with control characters written out: what was refused may hold anything."""
+def escape_control_characters(text: str) -> str:
+    """Return `text` with control characters escaped, because a refused record may contain anything."""
     return printable_lines(text, len(text))

@@ -1,4 +1,4 @@
-"""Plays tasks with one exact version and measures what comes of it: `headrace evaluate`, and a gate's program."""
+"""Evaluation of one exact version on tasks, for `headrace evaluate` and for gate programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from headrace_schemas.lazy import lazily
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "headrace_operations.evaluation.asking": ("Asking", "Playthrough"),
+        "headrace_operations.evaluation.asking": ("ModelClient", "Playthrough"),
         "headrace_operations.evaluation.runner": ("evaluate",),
         "headrace_operations.evaluation.task_metrics": ("TaskMetric",),
     },

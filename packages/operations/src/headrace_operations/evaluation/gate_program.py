@@ -1,4 +1,7 @@
-"""The same tasks as a gate's program: it names them, then answers each play with a metric's value (docs/gate.md)."""
+"""Gate program that evaluates the tasks of a file: it sends their names, then a metric's value for each play.
+
+docs/gate.md describes the protocol.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TextIO
 
 from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation.runner import EvaluationOptions, Player
-from headrace_operations.evaluation.task_metrics import chosen, value_of
+from headrace_operations.evaluation.task_metrics import compute_metric, load_metrics
 from headrace_operations.evaluation.tasks import EvaluationTask, splits
 from headrace_schemas.gate import Play
 
@@ -22,31 +25,38 @@ def serve(
     source: TextIO | None = None,
     target: TextIO | None = None,
 ) -> None:
-    """Until standard input ends. Raises `HeadraceError` with the first play that has no score: the registry then begins
-    the trial again, for a failure is no wrong answer (P6)."""
+    """Answer plays until standard input ends.
+
+    Raises:
+        UsageError: `options` does not name exactly one metric.
+        HeadraceError: a play has no score. The registry then starts the trial again, because a failure is not a wrong
+            answer (P6).
+    """
     if len(options.metrics) != 1:
-        raise UsageError(f"a gate has one score: name one --metric, not {len(options.metrics)}")
-    ((name, metric),) = chosen(options.metrics).items()
+        raise UsageError(f"--metric: a gate has exactly one score, but {len(options.metrics)} metrics were given")
+    ((name, metric),) = load_metrics(options.metrics).items()
     by_name = {task.name: task for task in tasks}
-    out, lock = target or sys.stdout, threading.Lock()
+    output, lock = target or sys.stdout, threading.Lock()
     failures: list[Exception] = []
     names = splits(tasks)
 
     def answer(play: Play) -> None:
         try:
-            score = value_of(name, metric, by_name[play.task], player.play(play.version, by_name[play.task], play.seed))
+            score = compute_metric(
+                name, metric, by_name[play.task], player.play(play.version, by_name[play.task], play.seed)
+            )
             if score is None or not 0 <= score <= 1:
-                raise HeadraceError(f"{name} is {score} on task {play.task!r}; a gate's scores lie in 0..1")
+                raise HeadraceError(f"{name} = {score} on task {play.task!r}: scores of a gate must be in 0..1")
             line = json.dumps({"version": play.version, "task": play.task, "seed": play.seed, "score": score})
             with lock:
-                out.write(line + "\n")
-                out.flush()
-        except Exception as error:  # noqa: BLE001 (raised by who reads)
+                output.write(line + "\n")
+                output.flush()
+        except Exception as error:  # noqa: BLE001 (the reading loop raises it)
             failures.append(error)
 
     player = Player(options)
-    out.write(json.dumps(names) + "\n")
-    out.flush()
+    output.write(json.dumps(names) + "\n")
+    output.flush()
     try:
         with ThreadPoolExecutor(options.concurrency) as pool:
             for line in source or sys.stdin:

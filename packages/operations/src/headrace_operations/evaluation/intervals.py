@@ -1,4 +1,4 @@
-"""Intervals of 95 % for what was measured on tasks. Pure."""
+"""Confidence intervals of 95 % for metrics of tasks. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A mean with its interval. `count`: values; `tasks`: tasks that they are of."""
+    """Mean of a metric with its confidence interval. `count` is the number of values, `tasks` that of their tasks."""
 
     mean: float
     low: float
@@ -25,19 +25,22 @@ class Measurement:
 
 
 def bootstrap(by_task: Sequence[Sequence[float]], seed: int) -> tuple[float, float]:
-    """The percentile interval of the mean (Efron 1979). Tasks are drawn, each with all of its plays: plays of one task
-    are alike, and drawing them singly would make the interval too narrow."""
-    draw = random.Random(f"bootstrap {seed}")
+    """Return the percentile bootstrap interval of the mean (Efron 1979).
+
+    Tasks are resampled, each with all of its plays, because plays of one task are correlated: resampling single plays
+    would make the interval too narrow.
+    """
+    generator = random.Random(f"bootstrap {seed}")
     means = []
     for _ in range(RESAMPLES):
-        drawn = draw.choices(by_task, k=len(by_task))
-        means.append(sum(map(sum, drawn)) / sum(map(len, drawn)))
+        sample = generator.choices(by_task, k=len(by_task))
+        means.append(sum(map(sum, sample)) / sum(map(len, sample)))
     means.sort()
     return means[round(0.025 * (RESAMPLES - 1))], means[round(0.975 * (RESAMPLES - 1))]
 
 
-def measured(by_task: Sequence[Sequence[float]], seed: int) -> Measurement:
-    """Wilson's interval where each task was played once and the values are 0 or 1, else the bootstrap's."""
+def measure(by_task: Sequence[Sequence[float]], seed: int) -> Measurement:
+    """Measure a metric: with Wilson's interval for binary values of tasks that were played once, else by bootstrap."""
     values = [value for plays in by_task for value in plays]
     single = all(len(plays) == 1 for plays in by_task)
     if single and all(value in (0.0, 1.0) for value in values):

@@ -1,4 +1,4 @@
-"""The metrics that come with Headrace. Each says which columns of a task it reads. Pure."""
+"""Built-in metrics of tasks. Each documents the task columns that it reads. Pure."""
 
 from __future__ import annotations
 
@@ -17,111 +17,125 @@ _EDGES = " \t\n.!?,;:'\"`*()[]{}$"
 
 
 def success(task: EvaluationTask, played: Playthrough) -> bool | None:
-    """The last answer is one of `answer`: the same words, or, of a number, the same last number."""
-    wanted = _listed(task.fields.get("answer"))
-    return None if not wanted else any(_answers(played.text, one) for one in wanted)
+    """Return whether the last answer equals one of the column `answer`: the same words, or the same last number."""
+    accepted_answers = _as_list(task.fields.get("answer"))
+    return None if not accepted_answers else any(_matches(played.text, answer) for answer in accepted_answers)
 
 
 def steps(_task: EvaluationTask, played: Playthrough) -> float:
-    """Calls of the model."""
+    """Return the number of model calls."""
     return float(len(played.answers))
 
 
-def format_kept(task: EvaluationTask, played: Playthrough) -> bool | None:
-    """The last answer matches `format`, a regular expression, as a whole; and every call names a tool that was offered
-    and has JSON arguments. Without either there is no format."""
+def follows_format(task: EvaluationTask, played: Playthrough) -> bool | None:
+    """Return whether the last answer matches the column `format`, a regular expression, and all tool calls are valid.
+
+    A call is valid if it names an offered tool and has JSON arguments. The result is None for a task without `format`
+    and without tools.
+    """
     pattern = task.fields.get("format")
-    offered = {tool.function.name for tool in task.tools}
-    if pattern is None and not offered:
+    tool_names = {tool.function.name for tool in task.tools}
+    if pattern is None and not tool_names:
         return None
-    valid = all(name in offered and isinstance(arguments, dict) for name, arguments in played.calls)
+    valid = all(name in tool_names and isinstance(arguments, dict) for name, arguments in played.calls)
     return valid and (pattern is None or fits_whole(played.text.strip(), str(pattern)))
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:
-    """The share of the tools in `tool` (one, or several in order) that were called in this order. A task whose `tool`
-    is an empty list wants none."""
+    """Return the share of the tools in the column `tool` that were called, in the same order.
+
+    If `tool` is an empty list, the result is 1 if no tool was called.
+    """
     if task.fields.get("tool") is None:
         return None
-    wanted = _listed(task.fields["tool"])
-    called = [name for name, _ in played.calls]
-    return _in_order(wanted, called) / len(wanted) if wanted else float(not called)
+    expected_tools = _as_list(task.fields["tool"])
+    called_tools = [name for name, _ in played.calls]
+    return (
+        _common_subsequence_length(expected_tools, called_tools) / len(expected_tools)
+        if expected_tools
+        else float(not called_tools)
+    )
 
 
 def arguments(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Whether the call of `tool` has each of the `arguments`; of several tools, the share. A tool that was not called
-    has none of them."""
+    """Return the share of the tools in the column `tool` that were called with their entry of the column `arguments`.
+
+    A tool that was not called counts as a mismatch.
+    """
     expected = task.fields.get("arguments")
     if expected is None or task.fields.get("tool") is None:
         return None
-    wanted, values = _listed(task.fields["tool"]), expected if isinstance(expected, Sequence) else [expected]
-    left = list(played.calls)
-    right = 0
-    for name, value in zip(wanted, values, strict=True):
-        place = next((n for n, (called, given) in enumerate(left) if called == name and _has(given, value)), None)
-        if place is not None:
-            right += 1
-            del left[place]
-    return right / len(wanted) if wanted else None
+    expected_tools, values = _as_list(task.fields["tool"]), expected if isinstance(expected, Sequence) else [expected]
+    remaining_calls = list(played.calls)
+    matching = 0
+    for name, value in zip(expected_tools, values, strict=True):
+        index = next(
+            (n for n, (called, actual) in enumerate(remaining_calls) if called == name and _contains(actual, value)),
+            None,
+        )
+        if index is not None:
+            matching += 1
+            del remaining_calls[index]
+    return matching / len(expected_tools) if expected_tools else None
 
 
 def recall(task: EvaluationTask, played: Playthrough) -> float | None:
-    """The share of `relevant` that the agent found: named in its last answer, or in the field `found` of the play."""
-    relevant = _listed(task.fields.get("relevant"))
+    """Return the share of the column `relevant` that the last answer or the field `found` of the play names."""
+    relevant = _as_list(task.fields.get("relevant"))
     if not relevant:
         return None
-    found = {str(one) for one in played.fields.get("found", ())}
-    return sum(one in found or _mentions(played.text, one) for one in relevant) / len(relevant)
+    found_names = {str(name) for name in played.fields.get("found", ())}
+    return sum(name in found_names or _mentions(played.text, name) for name in relevant) / len(relevant)
 
 
 SUCCESS = TaskMetric(success, "answer")
 STEPS = TaskMetric(steps)
-FORMAT = TaskMetric(format_kept)
+FORMAT = TaskMetric(follows_format)
 TOOL = TaskMetric(tool, "tool")
 ARGUMENTS = TaskMetric(arguments, "arguments")
 RECALL = TaskMetric(recall, "relevant")
 
 
-def _answers(text: str, wanted: str) -> bool:
-    if _plain(text) == _plain(wanted):
+def _matches(text: str, expected: str) -> bool:
+    if _normalize(text) == _normalize(expected):
         return True
-    number = _number(wanted)
+    number = _parse_number(expected)
     numbers = _NUMBER.findall(text)
-    return number is not None and bool(numbers) and _number(numbers[-1]) == number
+    return number is not None and bool(numbers) and _parse_number(numbers[-1]) == number
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     stripped = text.strip(_EDGES.replace("-", "")).replace(",", "")
     return float(stripped) if _NUMBER.fullmatch(stripped) else None
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(text.casefold().split()).strip(_EDGES)
 
 
-def _mentions(text: str, wanted: str) -> bool:
-    """As a word of its own: `m1` is not mentioned by `m12`."""
-    return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text) is not None
+def _mentions(text: str, name: str) -> bool:
+    """Return whether `text` contains `name` as a separate word: `m12` does not mention `m1`."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
-def _listed(value: Any) -> list[str]:
+def _as_list(value: Any) -> list[str]:
     if value is None:
         return []
-    return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+    return [str(entry) for entry in value] if isinstance(value, list | tuple) else [str(value)]
 
 
-def _has(given: Any, wanted: Any) -> bool:
-    if not isinstance(given, Mapping) or not isinstance(wanted, Mapping):
-        return bool(given == wanted)
-    return all(name in given and given[name] == value for name, value in wanted.items())
+def _contains(actual: Any, expected: Any) -> bool:
+    if not isinstance(actual, Mapping) or not isinstance(expected, Mapping):
+        return bool(actual == expected)
+    return all(name in actual and actual[name] == value for name, value in expected.items())
 
 
-def _in_order(wanted: Sequence[str], called: Sequence[str]) -> int:
-    """How many of `wanted` are among `called`, in the same order: the longest common subsequence."""
-    row = [0] * (len(called) + 1)
-    for one in wanted:
+def _common_subsequence_length(expected: Sequence[str], called_names: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence of both lists."""
+    row = [0] * (len(called_names) + 1)
+    for name in expected:
         below = [0]
-        for (diagonal, above), other in zip(pairwise(row), called, strict=True):
-            below.append(diagonal + 1 if one == other else max(above, below[-1]))
+        for (diagonal, above), called_name in zip(pairwise(row), called_names, strict=True):
+            below.append(diagonal + 1 if name == called_name else max(above, below[-1]))
         row = below
     return row[-1]

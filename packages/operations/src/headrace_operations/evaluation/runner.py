@@ -1,5 +1,7 @@
-"""Plays every task so many times with one version, and measures. A play that could not be played fails the evaluation:
-it is no wrong answer, and leaving it out would flatter."""
+"""Plays every task several times with one version and measures the results.
+
+A play that fails makes the whole evaluation fail: it is not a wrong answer, and leaving it out would bias the mean.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, UsageError
-from headrace_operations.evaluation.asking import Agent, Asking, Playthrough, connection, simple_agent
-from headrace_operations.evaluation.intervals import Measurement, measured
-from headrace_operations.evaluation.task_metrics import TaskMetric, chosen, fitting, loaded, value_of
+from headrace_operations.evaluation.asking import Agent, ModelClient, Playthrough, connection, simple_agent
+from headrace_operations.evaluation.intervals import Measurement, measure
+from headrace_operations.evaluation.task_metrics import (
+    TaskMetric,
+    applicable_metrics,
+    compute_metric,
+    load_function,
+    load_metrics,
+)
 from headrace_operations.evaluation.tasks import EvaluationTask
 
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}")
@@ -28,22 +36,22 @@ class EvaluationOptions:
     base_url: str = "http://127.0.0.1:8000/v1"
     key: str | None = None
     metrics: tuple[str, ...] = ()
-    """None: those that come with Headrace and that the tasks have something for."""
+    """Names of metrics; empty selects the built-in metrics whose columns the tasks have."""
     agent: str | None = None
-    """`FILE.py:NAME`, a function of a task and an `Asking`; None: the one that needs nothing."""
+    """Custom agent as `FILE.py:NAME`, a function of a task and a `ModelClient`; None is the built-in agent."""
     plays: int = 1
-    """Of each task."""
+    """Number of plays of each task."""
     seed: int = 0
     concurrency: int = 8
     calls_max: int = 8
-    """Calls of the model in one play of the agent that needs nothing."""
+    """Maximum number of model calls in one play of the built-in agent."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into each request: temperature, max_tokens."""
+    """Fields of every request, such as temperature and max_tokens."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one version."""
+    """Measurements of one version."""
 
     version: str
     tasks: int
@@ -51,28 +59,36 @@ class Evaluation:
     seed: int
     metrics: Mapping[str, Measurement]
     unmeasured: Mapping[str, int]
-    """Plays about which a metric had nothing to say."""
+    """Number of plays, by metric, for which the metric returned None."""
 
 
 class Player:
-    """Plays tasks with any version, several at a time. Close it."""
+    """Plays tasks with any version, several at a time. The caller must close it."""
 
     def __init__(self, options: EvaluationOptions) -> None:
-        """Raises `UsageError` for an agent that cannot be loaded."""
+        """Load the agent and open the client.
+
+        Raises:
+            UsageError: the agent cannot be loaded.
+        """
         self._options = options
         self._agent = _agent(options)
         self._http = connection(options.base_url, options.key)
 
     def play(self, version: str, task: EvaluationTask, seed: int) -> Playthrough:
-        """Raises `HeadraceError` when it could not be played."""
-        asking = Asking(self._http, self._options.base_url, version, seed, self._options.body)
+        """Play one task.
+
+        Raises:
+            HeadraceError: the task could not be played.
+        """
+        model = ModelClient(self._http, self._options.base_url, version, seed, self._options.body)
         try:
-            found = self._agent(task, asking)
+            result = self._agent(task, model)
         except HeadraceError:
             raise
         except Exception as error:
             raise HeadraceError(f"the agent failed on task {task.name!r}: {type(error).__name__}: {error}") from error
-        return found if isinstance(found, Playthrough) else Playthrough(*_parts(found))
+        return result if isinstance(result, Playthrough) else Playthrough(*_playthrough_parts(result))
 
     def close(self) -> None:
         self._http.close()
@@ -82,14 +98,19 @@ def evaluate(
     version: str,
     tasks: Sequence[EvaluationTask],
     options: EvaluationOptions,
-    tick: Tick = lambda doing, done, total: None,
+    tick: Tick = lambda activity, completed, total: None,
 ) -> Evaluation:
-    """Raises `UsageError` for what is no exact version, `HeadraceError` when a play fails."""
+    """Play all tasks and measure the metrics.
+
+    Raises:
+        UsageError: `version` is not an exact version, or a metric or the agent cannot be loaded.
+        HeadraceError: a play failed.
+    """
     if not _VERSION.fullmatch(version):
         raise UsageError(
-            f"{version!r} is no exact version; name one as in `headrace models list`, model@3f9c2d41aa07b6e5"
+            f"{version!r} is not an exact version; use one of `headrace models list`, such as model@3f9c2d41aa07b6e5"
         )
-    metrics = chosen(options.metrics or fitting(tasks))
+    metrics = load_metrics(options.metrics or applicable_metrics(tasks))
     player = Player(options)
     values: dict[str, dict[str, list[float]]] = {name: {} for name in metrics}
     unmeasured = dict.fromkeys(metrics, 0)
@@ -97,31 +118,35 @@ def evaluate(
     try:
         with ThreadPoolExecutor(options.concurrency) as pool:
             plays = {
-                pool.submit(player.play, version, task, seed_of(task, options.seed, number)): task
+                pool.submit(player.play, version, task, play_seed(task, options.seed, number)): task
                 for task in tasks
                 for number in range(options.plays)
             }
             try:
-                for done, play in enumerate(as_completed(plays), 1):
+                for completed, play in enumerate(as_completed(plays), 1):
                     task = plays[play]
                     _measure(metrics, task, play.result(), values, unmeasured)
-                    tick("playing", done, total)
+                    tick("playing", completed, total)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
         player.close()
-    found = {name: measured(ordered(of, tasks), options.seed) for name, of in values.items() if of}
-    return Evaluation(version, len(tasks), total, options.seed, found, {n: c for n, c in unmeasured.items() if c})
+    measurements = {
+        name: measure(values_by_task(by_name, tasks), options.seed) for name, by_name in values.items() if by_name
+    }
+    return Evaluation(
+        version, len(tasks), total, options.seed, measurements, {n: c for n, c in unmeasured.items() if c}
+    )
 
 
-def ordered(of: Mapping[str, list[float]], tasks: Sequence[EvaluationTask]) -> list[list[float]]:
-    """By task, in the order of the file: what is drawn from it must not depend on who answered first."""
-    return [sorted(of[task.name]) for task in tasks if task.name in of]
+def values_by_task(by_name: Mapping[str, list[float]], tasks: Sequence[EvaluationTask]) -> list[list[float]]:
+    """Return the values of each task in the order of the file, so that resampling does not depend on answer times."""
+    return [sorted(by_name[task.name]) for task in tasks if task.name in by_name]
 
 
-def seed_of(task: EvaluationTask, seed: int, number: int) -> int:
-    """The same for every version, so that versions are compared on equal terms."""
+def play_seed(task: EvaluationTask, seed: int, number: int) -> int:
+    """Return the seed of one play. It is the same for every version, so that comparisons are paired."""
     digest = hashlib.sha256(f"{task.name} {seed} {number}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -134,7 +159,7 @@ def _measure(
     unmeasured: dict[str, int],
 ) -> None:
     for name, metric in metrics.items():
-        value = value_of(name, metric, task, played)
+        value = compute_metric(name, metric, task, played)
         if value is None:
             unmeasured[name] += 1
         else:
@@ -146,16 +171,16 @@ def _agent(options: EvaluationOptions) -> Agent:
         return simple_agent(options.calls_max)
     path, sign, name = options.agent.rpartition(":")
     if not sign:
-        raise UsageError(f"--agent {options.agent}: write FILE.py:NAME")
-    return loaded(Path(path), name)
+        raise UsageError(f"--agent {options.agent}: the form is FILE.py:NAME")
+    return load_function(Path(path), name)
 
 
-def _parts(found: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """What agents may return besides a `Playthrough`: messages, a text, or an object with messages in it."""
-    if isinstance(found, str):
-        return [{"role": "assistant", "content": found}], {}
-    if isinstance(found, Mapping):
-        return list(found.get("messages", ())), {name: value for name, value in found.items() if name != "messages"}
-    if isinstance(found, Sequence):
-        return list(found), {}
-    raise HeadraceError(f"the agent returned {type(found).__name__}; messages, a text or a Playthrough is wanted")
+def _playthrough_parts(result: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """Convert the result of an agent to messages and fields: from messages, a text, or an object with messages."""
+    if isinstance(result, str):
+        return [{"role": "assistant", "content": result}], {}
+    if isinstance(result, Mapping):
+        return list(result.get("messages", ())), {name: value for name, value in result.items() if name != "messages"}
+    if isinstance(result, Sequence):
+        return list(result), {}
+    raise HeadraceError(f"the agent returned {type(result).__name__}; it must return messages, a text or a Playthrough")

@@ -1,7 +1,7 @@
-"""Metrics by name: whatever an installed package announces under `headrace.task_metrics`, and functions in files.
+"""Metrics of tasks by name: plug-ins of the group `headrace.task_metrics`, and functions in files.
 
-A metric is a plain function of a task and what came of playing it. It returns a number, or true or false, or None where
-the task says nothing that it could measure. None is left out of the mean and counted; it is no zero.
+A metric is a function of a task and its playthrough. It returns a number, a boolean, or None if the task has no column
+that it could measure. None is left out of the mean and counted; it is not a zero.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headrace_runtime.registries import PluginError, Registry
 from headrace_schemas.plain_values import plain_number
 
 Compute = Callable[[EvaluationTask, Playthrough], object]
-"""A function of anybody: what it returns is looked at."""
+"""Custom function; its result is validated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskMetric:
-    """One of them. `reads`: the column of a task without which it measures nothing; empty: none is needed."""
+    """A metric. `reads` is the task column that it requires; empty if it requires none."""
 
     compute: Compute
     reads: str = ""
@@ -34,48 +34,58 @@ class TaskMetric:
 TASK_METRICS: Registry[TaskMetric] = Registry("task_metrics", TaskMetric, "metric")
 
 
-def chosen(names: Iterable[str]) -> dict[str, TaskMetric]:
-    """Announced names, and `FILE.py:NAME`. Raises `UsageError`."""
-    found = {}
+def load_metrics(names: Iterable[str]) -> dict[str, TaskMetric]:
+    """Load metrics by plug-in name or as `FILE.py:NAME`.
+
+    Raises:
+        UsageError: a metric does not exist or cannot be loaded.
+    """
+    metrics = {}
     for name in names:
         path, sign, function = name.rpartition(":")
         if sign and path.endswith(".py"):
-            found[function] = TaskMetric(loaded(Path(path), function))
+            metrics[function] = TaskMetric(load_function(Path(path), function))
         else:
             try:
-                found[name] = TASK_METRICS.get(name)
+                metrics[name] = TASK_METRICS.get(name)
             except PluginError as error:
-                raise UsageError(f"{error}; one of yours is named FILE.py:NAME") from None
-    return found
+                raise UsageError(f"{error}; a metric in a file is named FILE.py:NAME") from None
+    return metrics
 
 
-def fitting(tasks: Iterable[EvaluationTask]) -> list[str]:
-    """Announced metrics that measure something of these tasks."""
+def applicable_metrics(tasks: Iterable[EvaluationTask]) -> list[str]:
+    """Return the names of the plug-in metrics that can measure these tasks."""
     columns = {column for task in tasks for column, value in task.fields.items() if value is not None}
     return [name for name, metric in TASK_METRICS.all().items() if not metric.reads or metric.reads in columns]
 
 
-def value_of(name: str, metric: TaskMetric, task: EvaluationTask, played: Playthrough) -> float | None:
-    """Raises `HeadraceError` when the metric fails or returns what is no number: that is no score of the model."""
+def compute_metric(name: str, metric: TaskMetric, task: EvaluationTask, played: Playthrough) -> float | None:
+    """Compute a metric.
+
+    Raises:
+        HeadraceError: the metric failed or returned no finite number; neither is a score of the model.
+    """
     try:
-        found = metric.compute(task, played)
+        result = metric.compute(task, played)
     except Exception as error:
-        raise HeadraceError(
-            f"the metric {name} failed on task {task.name!r}: {type(error).__name__}: {error}"
-        ) from error
-    if found is None:
+        raise HeadraceError(f"metric {name} failed on task {task.name!r}: {type(error).__name__}: {error}") from error
+    if result is None:
         return None
     try:
-        return plain_number(found)
+        return plain_number(result)
     except (TypeError, ValueError) as error:
-        wrong = f"the metric {name} returned {reprlib.repr(found)} on task {task.name!r}"
-        raise HeadraceError(f"{wrong}; a finite number is wanted: {error}") from None
+        problem = f"metric {name} returned {reprlib.repr(result)} on task {task.name!r}"
+        raise HeadraceError(f"{problem}; it must return a finite number: {error}") from None
 
 
-def loaded(path: Path, name: str) -> Callable[..., Any]:
-    """A function of a file. Raises `UsageError`."""
+def load_function(path: Path, name: str) -> Callable[..., Any]:
+    """Load a function from a Python file.
+
+    Raises:
+        UsageError: the file or the function does not exist, or the import fails.
+    """
     if not path.is_file():
-        raise UsageError(f"{path}:{name}: there is no such file")
+        raise UsageError(f"{path}:{name}: the file does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -84,7 +94,7 @@ def loaded(path: Path, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise UsageError(f"{path} has no function {name}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]

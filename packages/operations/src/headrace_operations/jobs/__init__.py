@@ -1,8 +1,8 @@
-"""Training from files and from topics, beside what runs: `headrace train`. See docs/guides/offline-training.md.
+"""Offline training on files and topics: `headrace train`. See docs/guides/offline-training.md.
 
-Rows of files are checked, become the tokens that a replica would make of them, and go as experiences to a topic of the
-job's own. A trainer then makes a lineage of it, as in a replay. Everything that is decided on the way follows from the
-files' digests and the options, so a job that was killed goes on where it was and ends with the same bytes.
+Rows of files are checked, tokenized as a replica would, and published as experiences on a topic of the job. A trainer
+then trains a lineage on that topic, as in a replay. Every decision follows from the digests of the files and from the
+options, so a job that was killed resumes where it stopped and ends with the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the checks found in the rows of a job."""
+"""Report of the checks of a job's rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import quantiles
 from headrace.errors import UsageError
 from headrace_schemas.written import WrittenBranch
 
-REFUSALS_KEPT = 1000
-_SHOWN = 10
+REFUSALS_LISTED_MAX = 1000
+_PRINTED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A row that is not trained."""
+    """A row that cannot be trained, with the reason."""
 
     file: str
     row: int
@@ -27,8 +27,8 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A row as it would be trained, for people."""
+class PreviewRow:
+    """A row with its token texts as it would be trained, for printing."""
 
     file: str
     row: int
@@ -37,34 +37,36 @@ class Shown:
 
 @dataclass(slots=True)
 class CheckReport:
-    """Filled in while the rows are read."""
+    """Counts of the rows that were checked. It is filled in while the rows are read."""
 
     rows: int = 0
     kept: int = 0
     experiences: int = 0
-    """Branches of one epoch."""
+    """Number of branches of one epoch."""
     forks: int = 0
-    """Branches beyond the first of an answer: the template shows earlier messages otherwise later on."""
+    """Branches beyond the first of an answer; the template renders earlier messages differently in later turns."""
     trained_tokens: int = 0
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each branch."""
+    """Number of tokens of each branch."""
     tokens_max: int = 0
     held_out: int = 0
-    """Held-out tasks that were looked for."""
+    """Number of held-out tasks that the rows were compared with."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Columns that nobody read, with how many rows have them."""
+    """Number of rows by column that no format reads."""
     refused: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """Number of refused rows by kind."""
     refusals: list[Refusal] = field(default_factory=list)
-    """The first of them."""
-    shown: list[Shown] = field(default_factory=list)
+    """The first refusals, at most `REFUSALS_LISTED_MAX`."""
+    shown: list[PreviewRow] = field(default_factory=list)
 
     def refuse(self, refusal: Refusal) -> None:
+        """Count a refused row."""
         self.refused[refusal.kind] += 1
-        if len(self.refusals) < REFUSALS_KEPT:
+        if len(self.refusals) < REFUSALS_LISTED_MAX:
             self.refusals.append(refusal)
 
     def keep(self, answers: tuple[tuple[WrittenBranch, ...], ...]) -> None:
+        """Count a row that can be trained, with the branches of each of its answers."""
         self.kept += 1
         for branches in answers:
             self.experiences += len(branches)
@@ -78,22 +80,26 @@ class CheckReport:
         return self.refused.total()
 
     def spread(self) -> dict[str, int]:
-        """Tokens of a branch: the least, the median, what 95 of 100 stay within, the most."""
+        """Return minimum, median, 95th percentile and maximum of the tokens of a branch."""
         if not self.lengths:
             return {}
-        ordered = sorted(self.lengths)
-        cuts = quantiles(ordered, n=20, method="inclusive") if len(ordered) > 1 else ordered * 19
-        return {"least": ordered[0], "median": round(cuts[9]), "95 of 100": round(cuts[18]), "most": ordered[-1]}
+        lengths = sorted(self.lengths)
+        cuts = quantiles(lengths, n=20, method="inclusive") if len(lengths) > 1 else lengths * 19
+        return {"least": lengths[0], "median": round(cuts[9]), "95 of 100": round(cuts[18]), "most": lengths[-1]}
 
     def check(self, skip_bad: int) -> None:
-        """Raises `UsageError` with the first rows that are bad when they are more than may be left out."""
+        """Check that at most `skip_bad` rows were refused and at least one row can be trained.
+
+        Raises:
+            UsageError: names the first refused rows.
+        """
         if self.bad > skip_bad:
-            listed = "\n  ".join(map(str, self.refusals[:_SHOWN]))
-            more = f"\n  and {self.bad - _SHOWN} more" if self.bad > _SHOWN else ""
-            allowed = f", and --skip-bad is {skip_bad}" if skip_bad else ""
+            listed = "\n  ".join(map(str, self.refusals[:_PRINTED_MAX]))
+            remaining = f"\n  and {self.bad - _PRINTED_MAX} more" if self.bad > _PRINTED_MAX else ""
+            allowed = f", but --skip-bad allows {skip_bad}" if skip_bad else ""
             raise UsageError(
-                f"{self.bad} of {self.rows} rows cannot be trained{allowed}:\n  {listed}{more}\n"
-                f"mend them, or leave them out with --skip-bad {self.bad}"
+                f"{self.bad} of {self.rows} rows cannot be trained{allowed}:\n  {listed}{remaining}\n"
+                f"fix the rows, or skip them with --skip-bad {self.bad}"
             )
         if not self.kept:
             raise UsageError(f"none of {self.rows} rows can be trained")

@@ -1,4 +1,4 @@
-"""Reads, checks and tokenizes the rows of a job. What is left is a file, `jobs/<lineage>.rows`, whole or not there."""
+"""Checking and tokenizing of the rows of a job. The result, `jobs/<lineage>.rows`, is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import IO, Annotated
 
 from pydantic import Field
 
-from headrace_operations.jobs.check_report import CheckReport, Refusal, Shown
-from headrace_operations.jobs.checks import Repeats, check
+from headrace_operations.jobs.check_report import CheckReport, PreviewRow, Refusal
+from headrace_operations.jobs.checks import DuplicateDetector, check
 from headrace_operations.jobs.formats import RowReader
-from headrace_operations.jobs.held_out import HeldOut, tasks_of_files, tasks_of_gate
+from headrace_operations.jobs.held_out import HeldOutTasks, list_gate_tasks, read_task_texts
 from headrace_operations.jobs.job import PreparedJob
 from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_operations.jobs.sources import RowFile
-from headrace_operations.replay.pipeline import side_by_side
-from headrace_operations.replay.program import Program, started
+from headrace_operations.replay.pipeline import run_together
+from headrace_operations.replay.program import Program, start_program
 from headrace_runtime.program_environment import program_environment
 from headrace_schemas.base import Finite, Model, Sha256
 from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
@@ -29,19 +29,26 @@ Tick = Callable[[str, int, int], None]
 
 
 class CheckedRow(Model):
-    """A row that can be trained, with its tokens: a line of the file."""
+    """A row that can be trained with its tokens; one line of the file of checked rows."""
 
     file: Sha256
     row: Annotated[int, Field(ge=1)]
     label: bool | None = None
     reward: Finite | None = None
     prompt: Sha256
-    """Of what is asked."""
+    """Digest of the prompt."""
     answers: tuple[tuple[WrittenBranch, ...], ...]
 
 
-class Checking:
-    """One pass over the rows. `target`: where the lines go; None keeps nothing. The first `preview` rows are shown."""
+class RowChecker:
+    """One pass over the rows of a job.
+
+    Args:
+        prepared: the job.
+        tick: reports the progress.
+        target: file of the checked rows; None writes none.
+        preview: number of first rows that the report shows with their token texts.
+    """
 
     def __init__(self, prepared: PreparedJob, tick: Tick, target: Path | None = None, preview: int = 0) -> None:
         self._prepared = prepared
@@ -50,22 +57,27 @@ class Checking:
         self._preview = preview
         self._options = prepared.job.rows
         self._reader = RowReader(self._options.columns, self._options.form, self._options.ignored)
-        self._waiting: dict[int, tuple[RowFile, int, DataRow]] = {}
+        self._pending: dict[int, tuple[RowFile, int, DataRow]] = {}
         self._total_bytes = sum(file.size_bytes for file in prepared.files)
         self.report = CheckReport()
 
     async def run(self) -> CheckReport:
-        """Raises `UsageError` for files that cannot be read at all, `HeadraceError` when the program fails."""
-        held_out = self._held_out()
+        """Check all rows.
+
+        Raises:
+            UsageError: a file cannot be read.
+            HeadraceError: the tokenizer program failed.
+        """
+        held_out = self._load_held_out_tasks()
         self.report.held_out = len(held_out)
         draft = self._target.with_name(f".{self._target.name}.draft") if self._target else None
         with ExitStack() as stack:
-            out: IO[bytes] | None = None
+            output: IO[bytes] | None = None
             if draft is not None:
                 draft.parent.mkdir(parents=True, exist_ok=True)
-                out = stack.enter_context(draft.open("wb"))
-            async with started(_SERVICE, self._prepared.overrides.environ, _FILTER) as program:
-                await side_by_side(self._feed(program, held_out), self._drain(program, out))
+                output = stack.enter_context(draft.open("wb"))
+            async with start_program(_SERVICE, self._prepared.overrides.environ, _FILTER) as program:
+                await run_together(self._feed(program, held_out), self._drain(program, output))
         if draft is not None and self._target is not None:
             draft.replace(self._target)
         return self.report
@@ -75,94 +87,96 @@ class Checking:
         line = BaseLine(folder=str(self._prepared.base), tokens_max=bound)
         await program.feed("base", line.model_dump_json().encode())
 
-    async def _feed(self, program: Program, held_out: HeldOut) -> None:
+    async def _feed(self, program: Program, held_out: HeldOutTasks) -> None:
         await self._open(program)
-        repeats = Repeats(allowed=self._options.keep_duplicates)
-        for number, (file, place, found) in enumerate(self._numbered(), 1):
+        repeats = DuplicateDetector(allowed=self._options.keep_duplicates)
+        for number, (file, row_number, record) in enumerate(self._numbered_rows(), 1):
             self.report.rows += 1
             try:
-                row = self._checked(found, f"{file.path.name}, row {place}", repeats, held_out)
+                row = self._parse(record, f"{file.path.name}, row {row_number}", repeats, held_out)
             except BadRow as error:
-                self.report.refuse(Refusal(file.path.name, place, error.kind, str(error)))
+                self.report.refuse(Refusal(file.path.name, row_number, error.kind, str(error)))
                 continue
-            self._waiting[number] = file, place, row
-            shown = self.report.rows <= self._preview
+            self._pending[number] = file, row_number, row
+            has_preview = self.report.rows <= self._preview
             line = RowLine(
                 number=number,
                 prompt=row.prompt,
                 answers=row.answers,
                 tools=row.tools,
                 untrained=row.untrained,
-                shown=shown,
+                shown=has_preview,
             )
             await program.feed("row", line.model_dump_json(exclude_none=True).encode())
         program.close()
 
-    def _checked(self, found: dict[str, object] | BadRow, place: str, repeats: Repeats, held_out: HeldOut) -> DataRow:
-        if isinstance(found, BadRow):
-            raise found
-        row = self._reader.read(found)
-        self.report.unread.update(self._reader.unread(found))
+    def _parse(
+        self, record: dict[str, object] | BadRow, location: str, repeats: DuplicateDetector, held_out: HeldOutTasks
+    ) -> DataRow:
+        if isinstance(record, BadRow):
+            raise record
+        row = self._reader.read(record)
+        self.report.unread.update(self._reader.unread(record))
         check(row)
         held_out.check(row)
-        repeats.check(row, place)
+        repeats.check(row, location)
         return row
 
-    def _numbered(self) -> Iterator[tuple[RowFile, int, dict[str, object] | BadRow]]:
+    def _numbered_rows(self) -> Iterator[tuple[RowFile, int, dict[str, object] | BadRow]]:
         for file in self._prepared.files:
-            for place, found in file.rows():
-                yield file, place, found
+            for row_number, record in file.rows():
+                yield file, row_number, record
 
-    async def _drain(self, program: Program, out: IO[bytes] | None) -> None:
+    async def _drain(self, program: Program, output: IO[bytes] | None) -> None:
         answered = -1
         async for word, value in program.lines():
             answered += 1
             if word == "opened":
                 self.report.tokens_max = OpenedLine.model_validate_json(value).tokens_max
             elif word == "refused":
-                self._refused(RefusedLine.model_validate_json(value))
+                self._add_refusal(RefusedLine.model_validate_json(value))
             else:
-                self._written(WrittenLine.model_validate_json(value), out)
+                self._add_checked_row(WrittenLine.model_validate_json(value), output)
             if answered % _TICK == 0:
                 self._tick("checking rows", answered, 0)
         self._tick("checking rows", answered, answered)
 
-    def _refused(self, line: RefusedLine) -> None:
-        file, place, _ = self._waiting.pop(line.number)
-        self.report.refuse(Refusal(file.path.name, place, line.kind, line.reason))
+    def _add_refusal(self, line: RefusedLine) -> None:
+        file, row_number, _ = self._pending.pop(line.number)
+        self.report.refuse(Refusal(file.path.name, row_number, line.kind, line.reason))
 
-    def _written(self, line: WrittenLine, out: IO[bytes] | None) -> None:
-        file, place, row = self._waiting.pop(line.number)
+    def _add_checked_row(self, line: WrittenLine, output: IO[bytes] | None) -> None:
+        file, row_number, row = self._pending.pop(line.number)
         self.report.keep(line.answers)
         if any(branch.texts for branches in line.answers for branch in branches):
-            self.report.shown.append(Shown(file.path.name, place, line.answers))
-        if out is not None:
+            self.report.shown.append(PreviewRow(file.path.name, row_number, line.answers))
+        if output is not None:
             answers = tuple(
-                tuple(one.model_copy(update={"texts": ()}) for one in branches) for branches in line.answers
+                tuple(branch.model_copy(update={"texts": ()}) for branch in branches) for branches in line.answers
             )
             checked = CheckedRow(
                 file=file.sha256,
-                row=place,
+                row=row_number,
                 label=row.label,
                 reward=row.reward,
                 prompt=row.prompt_digest,
                 answers=answers,
             )
-            out.write(checked.model_dump_json(exclude_none=True).encode() + b"\n")
+            output.write(checked.model_dump_json(exclude_none=True).encode() + b"\n")
 
-    def _held_out(self) -> HeldOut:
-        tasks = tasks_of_files(self._options.held_out)
+    def _load_held_out_tasks(self) -> HeldOutTasks:
+        tasks = read_task_texts(self._options.held_out)
         overrides = self._prepared.overrides
         command = overrides.get("registry.gate.command")
         if command and self._options.gate_tasks:
             url = str(overrides.get("registry.gate.base_url") or "http://127.0.0.1:8000/v1")
-            passed_on = overrides.get("registry.gate.environment") or ()
-            tasks |= tasks_of_gate(command, url, program_environment(passed_on, environ=overrides.environ))
-        return HeldOut(tasks)
+            variables = overrides.get("registry.gate.environment") or ()
+            tasks |= list_gate_tasks(command, url, program_environment(variables, environ=overrides.environ))
+        return HeldOutTasks(tasks)
 
 
 class CheckedRows:
-    """The file of rows that can be trained, by their places in it. Holds where each line begins, and nothing else."""
+    """File of checked rows with random access. Only the offsets of the lines are in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -176,9 +190,9 @@ class CheckedRows:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def read(self, order: Iterator[int]) -> Iterator[tuple[int, CheckedRow]]:
-        """Rows at these places, with the places."""
+    def read(self, positions: Iterator[int]) -> Iterator[tuple[int, CheckedRow]]:
+        """Yield the rows at `positions` together with their positions."""
         with self._path.open("rb") as file:
-            for place in order:
-                file.seek(self._starts[place])
-                yield place, CheckedRow.model_validate_json(file.readline())
+            for position in positions:
+                file.seek(self._starts[position])
+                yield position, CheckedRow.model_validate_json(file.readline())

@@ -1,4 +1,4 @@
-"""Parquet and Arrow, as Hugging Face's `datasets` and hub keep them. Needs `pyarrow`."""
+"""Readers of Parquet and Arrow files, the formats of Hugging Face `datasets`. They need `pyarrow`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace_operations.jobs.rows import BadRow
 
-_ROWS_AT_ONCE = 256
+_BATCH_ROWS = 256
 
 
-def parquet(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Raises `UsageError` without `pyarrow`, and for a file that is no Parquet."""
+def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        UsageError: `pyarrow` is not installed, or the file is not Parquet.
+    """
     library, tables = _library(path), _library(path, "pyarrow.parquet")
     try:
-        yield from _numbered(tables.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE))
+        yield from _enumerate_rows(tables.ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS))
     except (library.ArrowException, OSError) as error:
-        raise UsageError(f"{path} is no Parquet file: {error}") from None
+        raise UsageError(f"{path}: is not a Parquet file: {error}") from None
 
 
-def arrow(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """A stream, as `datasets` writes it, or a file. Raises `UsageError` likewise."""
+def read_arrow(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Yield the rows of an Arrow file or of an Arrow stream, which `datasets` writes.
+
+    Raises:
+        UsageError: `pyarrow` is not installed, or the file is not Arrow.
+    """
     library, ipc = _library(path), _library(path, "pyarrow.ipc")
     try:
         with library.memory_map(str(path)) as mapped:
@@ -32,12 +40,12 @@ def arrow(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
             except library.ArrowInvalid:
                 file = ipc.open_file(mapped)
                 batches = (file.get_batch(number) for number in range(file.num_record_batches))
-            yield from _numbered(batches)
+            yield from _enumerate_rows(batches)
     except (library.ArrowException, OSError) as error:
-        raise UsageError(f"{path} is no Arrow file: {error}") from None
+        raise UsageError(f"{path}: is not an Arrow file: {error}") from None
 
 
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _enumerate_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -50,5 +58,5 @@ def _library(path: Path, name: str = "pyarrow") -> Any:
         return import_module(name)
     except ImportError:
         raise UsageError(
-            f"{path}: reading it needs pyarrow: pip install pyarrow; or write the data as JSON lines"
+            f"{path}: requires pyarrow; install it with pip install pyarrow, or write the data as JSON lines"
         ) from None

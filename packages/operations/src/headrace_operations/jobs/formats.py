@@ -1,8 +1,8 @@
-"""The forms that rows have, by name: whatever an installed package announces under `headrace.row_formats`.
+"""Row formats by name: plug-ins of the group `headrace.row_formats`.
 
-Ours are announced in this package's own `pyproject.toml`. Another package adds one without a change here: a `RowFormat`
-with the columns that it needs, and a function that reads them. Of those whose columns a row has, the one that needs the
-most is taken.
+The built-in formats are announced in this package's `pyproject.toml`. Another package adds a format by announcing a
+`RowFormat` with the columns that it needs and a function that reads them. If several formats match the columns of a
+row, the one with the most columns is used.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace_operations.jobs.messages import chat, said, tools, weights, zero_or_one
+from headrace_operations.jobs.messages import parse_chat, parse_messages, parse_tools, untrained_positions, zero_or_one
 from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_runtime.registries import Registry
 from headrace_schemas.plain_values import plain_number, plain_value
 
-Record = Mapping[str, Any]
-_ALWAYS = ("system", "tools", "reward")
-"""Columns that any row may have."""
+RawRecord = Mapping[str, Any]
+_COMMON_COLUMNS = ("system", "tools", "reward")
+"""Columns that rows of any format may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """One form. `read` gets a row that has `columns`, and raises `BadRow` for what it cannot mean."""
+    """A row format. `read` gets a row that has all `columns`, and raises `BadRow` if their values are invalid."""
 
     columns: tuple[str, ...]
-    read: Callable[[Record], DataRow]
+    read: Callable[[RawRecord], DataRow]
     optional: tuple[str, ...] = ()
 
 
@@ -36,104 +36,134 @@ ROW_FORMATS: Registry[RowFormat] = Registry("row_formats", RowFormat, "row forma
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads rows of one source. `columns` maps a column as a format calls it to what it is called there; `form` names
-    the format, else each row shows it by its columns; fields of messages in `ignored` are passed over."""
+    """Reader of the rows of one source.
+
+    Args:
+        columns: column name of the format to column name of the source.
+        form: name of the format; None selects it for each row by its columns.
+        ignored: fields of messages to ignore.
+    """
 
     columns: Mapping[str, str]
     form: str | None = None
     ignored: frozenset[str] = frozenset()
 
-    def read(self, record: Record) -> DataRow:
-        """Raises `BadRow`, and `PluginError` for a format that nobody announces."""
-        renamed = self._renamed(record)
-        found = self._format(renamed)
-        row = found.read(renamed)
+    def read(self, record: RawRecord) -> DataRow:
+        """Convert a row.
+
+        Raises:
+            BadRow: the row is invalid.
+            PluginError: the format does not exist.
+        """
+        renamed = self._rename_columns(record)
+        row_format = self._select_format(renamed)
+        row = row_format.read(renamed)
         if (text := renamed.get("system")) is not None:
             row = _with_system(row, text)
         if renamed.get("tools") is not None:
-            row = replace(row, tools=tools(renamed["tools"]))
+            row = replace(row, tools=parse_tools(renamed["tools"]))
         if renamed.get("reward") is not None:
-            row = replace(row, reward=_number(renamed["reward"]))
+            row = replace(row, reward=_parse_reward(renamed["reward"]))
         return row
 
-    def unread(self, record: Record) -> frozenset[str]:
-        """Columns of a row that nobody looks at."""
-        renamed = self._renamed(record)
-        found = self._format(renamed)
-        return frozenset(renamed) - {*found.columns, *found.optional, *_ALWAYS}
+    def unread(self, record: RawRecord) -> frozenset[str]:
+        """Return the columns of a row that its format does not read."""
+        renamed = self._rename_columns(record)
+        row_format = self._select_format(renamed)
+        return frozenset(renamed) - {*row_format.columns, *row_format.optional, *_COMMON_COLUMNS}
 
-    def _renamed(self, record: Record) -> dict[str, Any]:
+    def _rename_columns(self, record: RawRecord) -> dict[str, Any]:
         missing = [name for name in self.columns.values() if name not in record]
         if missing:
-            raise BadRow("format", f"there is no column {missing[0]!r}; it has {_listed(record)}")
-        taken = set(self.columns.values())
-        found = {name: value for name, value in record.items() if name not in taken and value is not None}
-        found |= {name: record[column] for name, column in self.columns.items()}
-        return {name: _passed_over(value, self.ignored) for name, value in found.items()} if self.ignored else found
+            raise BadRow("format", f"column {missing[0]!r} is missing; the row has {_column_names(record)}")
+        source_columns = set(self.columns.values())
+        renamed = {name: value for name, value in record.items() if name not in source_columns and value is not None}
+        renamed |= {name: record[column] for name, column in self.columns.items()}
+        return (
+            {name: _drop_ignored(value, self.ignored) for name, value in renamed.items()} if self.ignored else renamed
+        )
 
-    def _format(self, record: Record) -> RowFormat:
+    def _select_format(self, record: RawRecord) -> RowFormat:
         if self.form is not None:
-            found = ROW_FORMATS.get(self.form)
-            if missing := [name for name in found.columns if name not in record]:
-                raise BadRow("format", f"{self.form} needs the column {missing[0]!r}; it has {_listed(record)}")
-            return found
-        fitting = [one for one in ROW_FORMATS.all().values() if all(name in record for name in one.columns)]
-        if not fitting:
-            forms = "; ".join(f"{name}: {', '.join(one.columns)}" for name, one in ROW_FORMATS.all().items())
+            row_format = ROW_FORMATS.get(self.form)
+            if missing := [name for name in row_format.columns if name not in record]:
+                raise BadRow(
+                    "format", f"format {self.form} needs column {missing[0]!r}; the row has {_column_names(record)}"
+                )
+            return row_format
+        formats = ROW_FORMATS.all()
+        candidates = [entry for entry in formats.values() if all(name in record for name in entry.columns)]
+        if not candidates:
+            described = "; ".join(f"{name}: {', '.join(entry.columns)}" for name, entry in formats.items())
             raise BadRow(
                 "format",
-                f"no format has the columns {_listed(record)}; there are {forms}; see --column NAME=COLUMN",
+                f"no format has the columns {_column_names(record)}; the formats are {described}; map columns with "
+                "--column NAME=COLUMN",
             )
-        return max(fitting, key=lambda one: len(one.columns))
+        return max(candidates, key=lambda entry: len(entry.columns))
 
 
-def _messages(record: Record) -> DataRow:
-    return DataRow((), (chat(record["messages"], "messages", weighted=True),), untrained=weights(record["messages"]))
+def _messages(record: RawRecord) -> DataRow:
+    return DataRow(
+        (),
+        (parse_chat(record["messages"], "messages", weighted=True),),
+        untrained=untrained_positions(record["messages"]),
+    )
 
 
-def _conversations(record: Record) -> DataRow:
-    said_of_all = record["conversations"]
-    return DataRow((), (chat(said_of_all, "conversations", weighted=True),), untrained=weights(said_of_all))
+def _conversations(record: RawRecord) -> DataRow:
+    conversations = record["conversations"]
+    return DataRow(
+        (), (parse_chat(conversations, "conversations", weighted=True),), untrained=untrained_positions(conversations)
+    )
 
 
-def _completion(record: Record) -> DataRow:
-    return DataRow(said(record["prompt"], "user", "prompt"), (said(record["completion"], "assistant", "completion"),))
+def _completion(record: RawRecord) -> DataRow:
+    return DataRow(
+        parse_messages(record["prompt"], "user", "prompt"),
+        (parse_messages(record["completion"], "assistant", "completion"),),
+    )
 
 
-def _question(record: Record) -> DataRow:
-    return DataRow(said(record["question"], "user", "question"), (said(record["answer"], "assistant", "answer"),))
+def _question(record: RawRecord) -> DataRow:
+    return DataRow(
+        parse_messages(record["question"], "user", "question"),
+        (parse_messages(record["answer"], "assistant", "answer"),),
+    )
 
 
-def _instruction(record: Record) -> DataRow:
+def _instruction(record: RawRecord) -> DataRow:
     parts = [record["instruction"], record.get("input")]
-    if not all(one is None or isinstance(one, str) for one in parts):
-        raise BadRow("format", "instruction and input have to be texts")
-    asked = "\n\n".join(one for one in parts if one and one.strip())
-    return DataRow(said(asked, "user", "instruction"), (said(record["output"], "assistant", "output"),))
+    if not all(part is None or isinstance(part, str) for part in parts):
+        raise BadRow("format", "instruction and input must be texts")
+    question = "\n\n".join(part for part in parts if part and part.strip())
+    return DataRow(
+        parse_messages(question, "user", "instruction"), (parse_messages(record["output"], "assistant", "output"),)
+    )
 
 
-def _preference(record: Record) -> DataRow:
-    prompt = said(record["prompt"], "user", "prompt")
-    sides = [said(record[name], "assistant", name) for name in ("chosen", "rejected")]
+def _preference(record: RawRecord) -> DataRow:
+    prompt = parse_messages(record["prompt"], "user", "prompt")
+    sides = [parse_messages(record[name], "assistant", name) for name in ("chosen", "rejected")]
     sides = [
         side[len(prompt) :] if side[: len(prompt)] == prompt and len(side) > len(prompt) else side for side in sides
     ]
     return DataRow(prompt, (sides[0], sides[1]))
 
 
-def _preference_of_chats(record: Record) -> DataRow:
-    """Two whole conversations: what both begin with is the prompt."""
-    chosen, rejected = (chat(record[name], name) for name in ("chosen", "rejected"))
+def _preference_of_chats(record: RawRecord) -> DataRow:
+    """Read a preference between two conversations; their common beginning is the prompt."""
+    chosen, rejected = (parse_chat(record[name], name) for name in ("chosen", "rejected"))
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if shared is None:
         raise BadRow("equal", "chosen and rejected are equal, or one continues the other")
     return DataRow(chosen[:shared], (chosen[shared:], rejected[shared:]))
 
 
-def _labelled(record: Record) -> DataRow:
+def _labelled(record: RawRecord) -> DataRow:
     label = zero_or_one(record["label"])
     if label is None:
-        raise BadRow("format", f"label is {reprlib.repr(record['label'])}; true or false is wanted")
+        raise BadRow("format", f"label = {reprlib.repr(record['label'])}: must be true or false")
     return replace(_completion(record), label=label)
 
 
@@ -149,33 +179,33 @@ LABELLED = RowFormat(("prompt", "completion", "label"), _labelled)
 
 def _with_system(row: DataRow, text: object) -> DataRow:
     if not isinstance(text, str):
-        raise BadRow("format", "system has to be a text")
+        raise BadRow("format", "system must be a text")
     opening = row.prompt or row.answers[0]
     if not text.strip() or opening[0].role in ("system", "developer"):
         return row
-    (first,) = said(text, "system", "system")
+    (first,) = parse_messages(text, "system", "system")
     if row.prompt:
-        return replace(row, prompt=(first, *row.prompt), untrained=tuple(place + 1 for place in row.untrained))
+        return replace(row, prompt=(first, *row.prompt), untrained=tuple(position + 1 for position in row.untrained))
     answers = tuple((first, *answer) for answer in row.answers)
-    return replace(row, answers=answers, untrained=tuple(place + 1 for place in row.untrained))
+    return replace(row, answers=answers, untrained=tuple(position + 1 for position in row.untrained))
 
 
-def _number(value: object) -> float:
+def _parse_reward(value: object) -> float:
     try:
         if isinstance(plain_value(value), bool):
             raise TypeError("a boolean is a label")
         return plain_number(value)
     except (TypeError, ValueError) as error:
-        raise BadRow("format", f"reward is {reprlib.repr(value)}; a finite number is wanted: {error}") from None
+        raise BadRow("format", f"reward = {reprlib.repr(value)}: must be a finite number: {error}") from None
 
 
-def _passed_over(value: Any, ignored: frozenset[str]) -> Any:
+def _drop_ignored(value: Any, ignored: frozenset[str]) -> Any:
     if isinstance(value, list):
-        return [_passed_over(one, ignored) for one in value]
+        return [_drop_ignored(entry, ignored) for entry in value]
     if isinstance(value, dict):
         return {name: inner for name, inner in value.items() if name not in ignored}
     return value
 
 
-def _listed(record: Record) -> str:
+def _column_names(record: RawRecord) -> str:
     return ", ".join(sorted(map(str, record))) or "none"

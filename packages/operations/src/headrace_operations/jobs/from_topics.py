@@ -1,4 +1,4 @@
-"""Jobs whose source is a range of a topic: a replay with another algorithm, which goes on by itself where it was."""
+"""Jobs that train on a range of a topic: a replay with another algorithm that resumes by itself."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from headrace_operations.supervisor.plan import data_dir_of
 from headrace_operations.supervisor.state import read
 
 PREFIX = "topic:"
-"""Before the name of a topic, where a file could be named."""
+"""Prefix that distinguishes the name of a topic from that of a file."""
 Tick = Callable[[str, int, int], None]
 
 
 async def train(request: Request, tick: Tick) -> Report:
-    """Copy the range and train it, or go on with what an earlier process has copied."""
-    written = runner.Written.read(runner.place_of(request, ".json"))
+    """Copy the range and train on it, or resume with the copy of an earlier process."""
+    written = runner.CopyState.read(runner.file_path(request, ".json"))
     if written is not None:
         return await runner.resume(request, tick)
-    if request.lineage in await copying.lineages(request.bus):  # it was killed while it copied, and nothing was trained
+    if request.lineage in await copying.lineages(request.bus):  # an earlier process was killed during the copy
         await copying.remove(request.bus, request.lineage)
     return await runner.run(request, tick)
 
 
-def request_of(kind: str, wanted: Range, job: Job) -> Request:
-    """A replay of the range with the job's algorithm and settings. Raises `UsageError`."""
+def replay_request(kind: str, topic_range: Range, job: Job) -> Request:
+    """Build a replay request for the range with the job's algorithm and settings.
+
+    Raises:
+        UsageError: the lineage is missing or a setting is invalid.
+    """
     if job.lineage is None:
-        raise UsageError(f"headrace train {kind} {PREFIX}{wanted.topic}: name the new lineage with --lineage")
+        raise UsageError(f"headrace train {kind} {PREFIX}{topic_range.topic}: name the new lineage with --lineage")
     settings = {"trainer.advantage.kind": "", "trainer.loss.kind": "", **job.settings, "trainer.algorithm": kind}
     overrides = Overrides(job.config, settings, os.environ)
     if job.base is not None:
@@ -43,23 +47,25 @@ def request_of(kind: str, wanted: Range, job: Job) -> Request:
     if job.data_dir is not None:
         overrides.set("data_dir", job.data_dir.absolute())
     bus = job.bus or str(overrides.get("bus.address") or "") or read(data_dir_of(job.data_dir, overrides)).bus
-    return make(job.lineage, wanted, overrides, bus, cut="rules")
+    return make(job.lineage, topic_range, overrides, bus, cut="rules")
 
 
-async def offer_last(request: Request) -> None:
-    """Tell the registry of the last version."""
+async def offer_last_version(request: Request) -> None:
+    """Announce the last version to the registry."""
     await offer(request.bus, request.lineage)
 
 
-def topic_of(sources: list[str]) -> str | None:
-    """The topic that is meant, None when the sources are files. Raises `UsageError` for both at once."""
+def source_topic(sources: list[str]) -> str | None:
+    """Return the topic that `sources` names; None if they are files.
+
+    Raises:
+        UsageError: the topic cannot be trained on, or there are other sources as well.
+    """
     topics = [source.removeprefix(PREFIX) for source in sources if source.startswith(PREFIX)]
     if not topics:
         return None
     if topics[0] not in get_args(Source):
-        raise UsageError(f"{PREFIX}{topics[0]}: what can be trained is on {' and '.join(get_args(Source))}")
+        raise UsageError(f"{PREFIX}{topics[0]}: topics that can be trained on are {' and '.join(get_args(Source))}")
     if len(sources) > 1:
-        raise UsageError(
-            f"{PREFIX}{topics[0]} is the only source of a job that has it; train files in a job of their own"
-        )
+        raise UsageError(f"{PREFIX}{topics[0]}: must be the only source; train on files in another job")
     return topics[0]

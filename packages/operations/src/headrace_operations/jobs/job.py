@@ -1,4 +1,4 @@
-"""What a job is asked to do, and the digest that tells whether two are the same."""
+"""Description of a job, and the digest by which two jobs are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace_operations.jobs.sources import RowFile, files_of
+from headrace_operations.jobs.sources import RowFile, find_files
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
 from headrace_runtime import versions
@@ -20,60 +20,60 @@ from headrace_runtime.registries import PluginError, Registry
 
 ALGORITHMS: Registry[object] = Registry("algorithms", object, "algorithm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_PLACES = frozenset({"base", "lineage", "topic", "port"})
-"""Settings that say where a job runs, and not what comes of it."""
+_INVALID_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+_LOCATION_SETTINGS = frozenset({"base", "lineage", "topic", "port"})
+"""Trainer settings that do not change the result of a job, only its location."""
 Paths = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How files are read as rows."""
+    """Options for reading files as rows."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """A column as a format calls it, to what it is called in the files."""
+    """Column name of the format to column name of the files."""
     form: str | None = None
-    """The name of a format; else each row shows it by its columns."""
+    """Name of the row format; None selects it for each row by its columns."""
     split: str | None = None
-    """Of a folder that has several."""
+    """Split of a folder that has several."""
     ignored: frozenset[str] = frozenset()
-    """Fields of messages to pass over."""
+    """Fields of messages to ignore."""
     keep_duplicates: bool = False
     skip_bad: int = 0
-    """Bad rows that may be left out; with one more the job is refused."""
+    """Maximum number of invalid rows that are skipped; with more of them the job is refused."""
     held_out: tuple[Path, ...] = ()
-    """Files of tasks that no row may ask."""
+    """Files of held-out tasks that no row may contain."""
     gate_tasks: bool = True
-    """Look for the gate's tasks, too, where a gate is configured."""
+    """Whether rows must not contain the tasks of the configured gate either."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """An offline training: rows of files, an algorithm of the trainer, and the lineage that comes of it.
+    """An offline training: rows of files, an algorithm of the trainer, and the resulting lineage.
 
-    The same job under the same name goes on where it was; another one under that name is refused.
+    The same job with the same lineage name resumes; another job with that name is refused.
     """
 
     kind: str
-    """The algorithm, by the name that it is announced with: `sft`, `dpo`, ..."""
+    """Name of the algorithm plug-in: `sft`, `dpo`, ..."""
     source: Paths
-    """Files or folders; see `sources`."""
+    """Files or folders; see `headrace_operations.jobs.sources`."""
     base: str | Path | None = None
-    """A Hugging Face folder; None: `trainer.base` of the settings."""
+    """A Hugging Face folder; None takes the setting `trainer.base`."""
     lineage: str | None = None
-    """None: a name made of the algorithm, the first source and a digest of the job."""
+    """Name of the lineage; None builds it from the algorithm, the first source and a digest of the job."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """By dotted names, over those of the file `config` and of the environment."""
+    """Settings by dotted name; they override those of the file `config` and of the environment."""
     epochs: int = 1
     shuffle: bool = True
-    """Another order in each epoch, which follows from `seed`; else the order of the files."""
+    """Whether each epoch has its own random order, derived from `seed`; otherwise the order of the files."""
     seed: int = 0
     rows: RowOptions = field(default_factory=RowOptions)
     config: Path | None = None
     bus: str | None = None
     data_dir: Path | None = None
     offer: bool = False
-    """Tell the registry of the last version, which then probes and gates it."""
+    """Announce the last version to the registry, which then probes and evaluates it."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -84,30 +84,36 @@ class Job:
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job with everything that follows from it. `prepare` makes one; nothing has been started."""
+    """A job with everything that follows from it. `prepare` builds it without starting anything."""
 
     job: Job
     overrides: Overrides
     base: Path
     files: tuple[RowFile, ...]
     digest: str
-    """Of all that decides what comes out, the weights of the base apart, which the trainer compares itself."""
+    """Digest of everything that determines the result but the weights of the base, which the trainer compares
+    itself."""
     lineage: str
     model: str
     data_dir: Path
 
-    def place(self, suffix: str) -> Path:
+    def file_path(self, suffix: str) -> Path:
+        """Return the path of one of the job's files in the data directory."""
         return self.data_dir / "jobs" / f"{self.lineage}{suffix}"
 
 
 def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
-    """Check what can be checked without starting anything. Raises `UsageError` with the remedy."""
+    """Check a job without starting anything.
+
+    Raises:
+        UsageError: names the invalid value and a remedy.
+    """
     try:
         ALGORITHMS.point(job.kind)
     except PluginError as error:
         raise UsageError(str(error)) from None
     if job.epochs < 1:
-        raise UsageError(f"epochs = {job.epochs}: at least 1")
+        raise UsageError(f"epochs = {job.epochs}: must be at least 1")
     overrides = Overrides(job.config, job.settings, os.environ if environ is None else environ)
     if job.base is not None:
         overrides.set("trainer.base", str(job.base))
@@ -118,49 +124,61 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
     overrides.set("trainer.algorithm", job.kind)
     for name in ("trainer.advantage.kind", "trainer.loss.kind"):
         if name not in job.settings:
-            overrides.set(name, "")  # what a file says of them is for the algorithm that serves live
-    overrides.default("trainer.batch_experiences_min", 1)  # nothing more will come, so no row is left over
-    files = tuple(file for source in job.sources for file in files_of(source, job.rows.split))
+            overrides.set(name, "")  # the settings file configures the algorithm of the live lineage, not this one
+    overrides.default(
+        "trainer.batch_experiences_min", 1
+    )  # no more rows will come, so train an incomplete batch as well
+    files = tuple(file for source in job.sources for file in find_files(source, job.rows.split))
     digest = _digest(job, overrides, base, files)
-    lineage = job.lineage or f"{_word(job.kind)}-{_word(job.sources[0].stem if job.sources else '')}-{digest[:8]}"
+    lineage = (
+        job.lineage or f"{_name_part(job.kind)}-{_name_part(job.sources[0].stem if job.sources else '')}-{digest[:8]}"
+    )
     live = str(overrides.get("trainer.lineage") or "main")
     if not _NAME.fullmatch(lineage):
-        raise UsageError(f"lineage {lineage!r}: use letters, digits, dots, underscores and hyphens, at most 100")
+        raise UsageError(
+            f"lineage = {lineage!r}: must have 1 to 100 letters, digits, dots, underscores and hyphens, "
+            "and begin with a letter or digit"
+        )
     if lineage == live:
-        raise UsageError(f"lineage {lineage!r} is the one that is trained live; name another one for the job")
+        raise UsageError(f"lineage = {lineage!r}: is the live lineage; choose another name for the job")
     model = str(overrides.get("trainer.model") or "headrace")
     return PreparedJob(job, overrides, base, files, digest, lineage, model, data_dir)
 
 
 def _base(overrides: Overrides) -> Path:
-    given = overrides.get("trainer.base")
-    if not given:
+    setting = overrides.get("trainer.base")
+    if not setting:
         raise UsageError(
-            "no base: name a Hugging Face folder with --base, or trainer.base in a settings file (--config)"
+            "trainer.base is not set: name a Hugging Face folder with --base, or set it in a settings file (--config)"
         )
-    folder = Path(str(given)).absolute()
+    folder = Path(str(setting)).absolute()
     if not folder.is_dir():
-        raise UsageError(f"the base {folder} is not a folder; name one in Hugging Face's layout")
+        raise UsageError(f"trainer.base = {folder}: is not a folder; name a folder in Hugging Face's layout")
     return folder
 
 
 def _digest(job: Job, overrides: Overrides, base: Path, files: Sequence[RowFile]) -> str:
-    """Names and places of files do not count; their bytes do, and their order."""
-    acting = {path.name: versions.file_digest(path) for path in _acting(base)}
+    """Return the digest of the job.
+
+    It covers the contents and the order of files, but not their names and locations.
+    """
+    configuration = {path.name: versions.file_digest(path) for path in _configuration_files(base)}
     held_out = [versions.file_digest(path) for path in job.rows.held_out]
-    trainer = {name: value for name, value in (overrides.get("trainer") or {}).items() if name not in _PLACES}
+    trainer = {
+        name: value for name, value in (overrides.get("trainer") or {}).items() if name not in _LOCATION_SETTINGS
+    }
     parts: list[Any] = [
-        job.kind, [file.sha256 for file in files], acting, job.epochs, job.shuffle, job.seed, dict(job.rows.columns),
-        job.rows.form, sorted(job.rows.ignored), job.rows.keep_duplicates, job.rows.skip_bad, held_out,
-        trainer, overrides.get("inference.tool_parser"), overrides.get("inference.reasoning_parser"),
+        job.kind, [file.sha256 for file in files], configuration, job.epochs, job.shuffle, job.seed,
+        dict(job.rows.columns), job.rows.form, sorted(job.rows.ignored), job.rows.keep_duplicates, job.rows.skip_bad,
+        held_out, trainer, overrides.get("inference.tool_parser"), overrides.get("inference.reasoning_parser"),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _acting(base: Path) -> list[Path]:
+def _configuration_files(base: Path) -> list[Path]:
     return [path for path in versions.model_files(base) if not versions.is_weights(path.name)]
 
 
-def _word(name: str) -> str:
-    """As much of it as a lineage may be called."""
-    return _NOT_IN_NAMES.sub("-", name).strip("-.")[:40] or "rows"
+def _name_part(name: str) -> str:
+    """Return the part of `name` that is valid in the name of a lineage."""
+    return _INVALID_NAME_CHARACTERS.sub("-", name).strip("-.")[:40] or "rows"

@@ -1,5 +1,7 @@
-"""How far a job is: `jobs/<lineage>.json` in the data directory, replaced whole after each part. A job that was killed
-goes on after the last part that it says."""
+"""Journal of a job: `jobs/<lineage>.json` in the data directory, replaced atomically after each part.
+
+A job that was killed resumes after the last part in its journal.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,28 @@ from headrace_schemas.blobs import BlobRef
 
 
 class JobJournal(Model):
-    """What is done. None and False: not yet."""
+    """Finished parts of a job. Fields are None or False until their part is finished."""
 
     digest: Sha256
     kind: str
     model: str
     begun: Timestamp
     rows: int | None = None
-    """Rows that can be trained; they lie beside this file."""
+    """Number of rows that can be trained; the file of rows is stored with the journal."""
     skipped: int = 0
     base: Version | None = None
-    """The version that the lineage begins with."""
+    """First version of the lineage."""
     base_manifest: BlobRef | None = None
     experiences: int | None = None
-    """All of them are on the topic."""
+    """Number of experiences, all of which are on the topic."""
     version: Version | None = None
-    """The last one; the job is done."""
+    """Last version of the lineage; the job is finished."""
     manifest: BlobRef | None = None
     trained: int = 0
     dropped: dict[str, int] = Field(default_factory=dict)
     waiting: int = 0
     batches: tuple[Sha256, ...] = ()
-    """Digests of the batches, in order: what was trained, byte for byte."""
+    """Digests of the trained batches, in order."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -49,38 +51,48 @@ class JobJournal(Model):
 
     @classmethod
     def begin(cls, prepared: PreparedJob, now: datetime) -> Self:
-        """The journal of this job, a new one if there is none. Raises `UsageError` when its name is another job's."""
-        path = prepared.place(".json")
-        found = cls.read(path)
-        if found is None or (found.digest != prepared.digest and found.base is None):  # nothing has come of that one
-            found = cls(digest=prepared.digest, kind=prepared.job.kind, model=prepared.model, begun=now)
-            found.write(path)
-        elif found.digest != prepared.digest:
+        """Return the journal of this job, a new one if there is none.
+
+        Raises:
+            UsageError: the lineage is that of another job.
+        """
+        path = prepared.file_path(".json")
+        journal = cls.read(path)
+        if journal is None or (journal.digest != prepared.digest and journal.base is None):  # no lineage was started
+            journal = cls(digest=prepared.digest, kind=prepared.job.kind, model=prepared.model, begun=now)
+            journal.write(path)
+        elif journal.digest != prepared.digest:
             raise UsageError(
-                f"lineage {prepared.lineage!r} is that of another job, with other rows, options or settings; "
-                "name another one with --lineage"
+                f"lineage = {prepared.lineage!r}: belongs to a job with other rows, options or settings; "
+                "choose another name with --lineage"
             )
-        return found
+        return journal
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole_file.replace(path, self.model_dump_json(indent=1).encode())
 
-    def having(self, path: Path, **done: object) -> Self:
-        """With what was done now, which is durable when this returns."""
-        found = self.model_copy(update=done)
-        found.write(path)
-        return found
+    def record(self, path: Path, **fields: object) -> Self:
+        """Return the journal with new field values, after they were written durably to `path`."""
+        journal = self.model_copy(update=fields)
+        journal.write(path)
+        return journal
 
 
 @contextlib.contextmanager
-def held(prepared: PreparedJob) -> Iterator[None]:
-    """One process at a time works on a job. Raises `UsageError` when another one does."""
-    path = prepared.place(".lock")
+def lock_job(prepared: PreparedJob) -> Iterator[None]:
+    """Lock the job, so that one process at a time works on it.
+
+    Raises:
+        UsageError: another process has the lock.
+    """
+    path = prepared.file_path(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another process works on lineage {prepared.lineage!r} in {prepared.data_dir}") from None
+            raise UsageError(
+                f"lineage {prepared.lineage!r}: another process works on it in {prepared.data_dir}"
+            ) from None
         yield

@@ -1,4 +1,4 @@
-"""Messages and tools as data sets have them, read as those of events. Pure."""
+"""Parsing of messages and tools of data sets into those of events. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_operations.jobs.rows import BadRow
 from headrace_schemas import Message, Tool
 from headrace_schemas.plain_values import plain_json, plain_number, plain_value
 
-_SPEAKERS = {
+_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -24,49 +24,62 @@ _SPEAKERS = {
     "observation": "tool",
     "tool_response": "tool",
 }
-"""Who speaks in ShareGPT's conversations and its relatives; the roles of chats stay as they are."""
-_KNOWN = frozenset(Message.model_fields)
+"""Senders of ShareGPT and related conversations to roles; other senders are roles already."""
+_MESSAGE_FIELDS = frozenset(Message.model_fields)
 
 
-def said(value: object, role: str, where: str) -> tuple[Message, ...]:
-    """A text, which `role` says, or a list of messages."""
+def parse_messages(value: object, role: str, location: str) -> tuple[Message, ...]:
+    """Parse a text as one message of `role`, or parse a list of messages."""
     if isinstance(value, str):
-        return (_message({"role": role, "content": value}, where),)
+        return (_validate_message({"role": role, "content": value}, location),)
     if isinstance(value, Mapping):
         value = [value]
-    return chat(value, where)
+    return parse_chat(value, location)
 
 
-def chat(value: object, where: str, *, weighted: bool = False) -> tuple[Message, ...]:
-    """A list of messages with `role` and `content`, or with `from` and `value`. Raises `BadRow`, also for a weight of 0
-    where the caller does not read `weights` (`weighted`)."""
+def parse_chat(value: object, location: str, *, weighted: bool = False) -> tuple[Message, ...]:
+    """Parse a list of messages with `role` and `content`, or with `from` and `value`.
+
+    Args:
+        value: the list.
+        location: column name for error messages.
+        weighted: whether the caller reads the weights with `untrained_positions`; otherwise weight 0 is refused.
+
+    Raises:
+        BadRow: a message is invalid.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadRow("format", f"{where} is {_kind(value)}; a list of messages is wanted")
-    if not weighted and (untrained := weights(value)):
-        raise BadRow("format", f"{where}, message {untrained[0] + 1} has the weight 0; only chats have weights")
-    return tuple(_one(message, number, where) for number, message in enumerate(value, 1))
+        raise BadRow("format", f"{location}: must be a list of messages, but is {_describe_kind(value)}")
+    if not weighted and (untrained := untrained_positions(value)):
+        raise BadRow("format", f"{location}, message {untrained[0] + 1}: only chats may have messages of weight 0")
+    return tuple(_parse_chat_message(message, number, location) for number, message in enumerate(value, 1))
 
 
-def weights(value: object) -> tuple[int, ...]:
-    """Places of the messages with `"weight": 0`: the assistant says them, and they are not trained. Raises `BadRow` for
-    a weight that is neither 0 nor 1."""
+def untrained_positions(value: object) -> tuple[int, ...]:
+    """Return the positions of messages with `"weight": 0`, assistant messages that are context and not trained.
+
+    Raises:
+        BadRow: a weight is neither 0 nor 1.
+    """
     items = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    return tuple(place for place, one in enumerate(items) if isinstance(one, Mapping) and not _is_trained(one, place))
+    return tuple(
+        position for position, item in enumerate(items) if isinstance(item, Mapping) and not _is_trained(item, position)
+    )
 
 
-def _is_trained(message: Mapping[str, Any], place: int) -> bool:
+def _is_trained(message: Mapping[str, Any], position: int) -> bool:
     weight = message.get("weight")
     if weight is None:
         return True
     is_trained = zero_or_one(weight)
     if is_trained is None:
-        wrong = f"message {place + 1}: weight is {reprlib.repr(weight)}; 0 or 1 is wanted"
-        raise BadRow("format", f"{wrong}, for an answer that is not trained or is")
+        problem = f"message {position + 1}: weight = {reprlib.repr(weight)}"
+        raise BadRow("format", f"{problem}: must be 1, or 0 for an answer that is not trained")
     return is_trained
 
 
 def zero_or_one(value: object) -> bool | None:
-    """Return whether a number of any library is 1; None for what is neither 0 nor 1."""
+    """Convert a number of any library, 0 or 1, to a boolean; return None for other values."""
     try:
         number = plain_number(value)
     except (TypeError, ValueError):
@@ -74,88 +87,97 @@ def zero_or_one(value: object) -> bool | None:
     return bool(number) if number in (0, 1) else None
 
 
-def tools(value: object) -> tuple[Tool, ...]:
-    """Tools as in the OpenAI API, as a list or as JSON text; a bare function is taken for one. Raises `BadRow`."""
+def parse_tools(value: object) -> tuple[Tool, ...]:
+    """Parse tools in the format of the OpenAI API, as a list or as JSON text; a bare function is accepted as a tool.
+
+    Raises:
+        BadRow: a tool is invalid.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
         except (ValueError, RecursionError):
-            raise BadRow("format", "tools is no JSON") from None
+            raise BadRow("format", "tools: is not JSON") from None
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRow("format", f"tools is {_kind(value)}; a list is wanted")
-    return tuple(_tool(one, number) for number, one in enumerate(value, 1))
+        raise BadRow("format", f"tools: must be a list, but is {_describe_kind(value)}")
+    return tuple(_parse_tool(tool, number) for number, tool in enumerate(value, 1))
 
 
-def _tool(value: object, number: int) -> Tool:
+def _parse_tool(value: object, number: int) -> Tool:
     value = _without_nulls(value)
     if isinstance(value, dict) and "function" not in value and "name" in value:
         value = {"type": "function", "function": value}
     try:
         return Tool.model_validate(value)
     except ValidationError as error:
-        raise BadRow("format", f"tool {number}: {_first(error)}") from None
+        raise BadRow("format", f"tool {number}: {_first_problem(error)}") from None
 
 
-def _one(value: object, number: int, where: str) -> Message:
-    place = f"{where}, message {number}"
+def _parse_chat_message(value: object, number: int, location: str) -> Message:
+    message_location = f"{location}, message {number}"
     value = _without_nulls(value)
     if not isinstance(value, dict):
-        raise BadRow("format", f"{place} is {_kind(value)}; an object with role and content is wanted")
+        raise BadRow(
+            "format",
+            f"{message_location}: must be an object with role and content, but is {_describe_kind(value)}",
+        )
     if "from" in value and "role" not in value:
-        value = _of_share_gpt(value)
+        value = _from_share_gpt(value)
     value.pop("weight", None)
-    return _message(value, place)
+    return _validate_message(value, message_location)
 
 
-def _of_share_gpt(value: dict[str, Any]) -> dict[str, Any]:
+def _from_share_gpt(value: dict[str, Any]) -> dict[str, Any]:
     speaker = str(value.pop("from"))
     text = value.pop("value", None)
     if speaker == "function_call":
-        return {**value, "role": "assistant", "tool_calls": [_parsed(text)]}
-    return {**value, "role": _SPEAKERS.get(speaker, speaker), "content": text}
+        return {**value, "role": "assistant", "tool_calls": [_parse_function_call(text)]}
+    return {**value, "role": _ROLES.get(speaker, speaker), "content": text}
 
 
-def _parsed(text: object) -> object:
+def _parse_function_call(text: object) -> object:
     try:
         return json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
-        raise BadRow("format", "a function_call is no JSON") from None
+        raise BadRow("format", "function_call: is not JSON") from None
 
 
-def _message(value: dict[str, Any], place: str) -> Message:
-    unknown = sorted(value.keys() - _KNOWN - {"function_call"})
+def _validate_message(value: dict[str, Any], location: str) -> Message:
+    unknown = sorted(value.keys() - _MESSAGE_FIELDS - {"function_call"})
     if unknown:
-        raise BadRow("format", f"{place} has {unknown[0]!r}, which nothing reads; leave it out (--ignore {unknown[0]})")
+        raise BadRow("format", f"{location}: unknown field {unknown[0]!r}; ignore it with --ignore {unknown[0]}")
     if (call := value.pop("function_call", None)) is not None:
         value["tool_calls"] = [call]
     if calls := value.get("tool_calls"):
         if not isinstance(calls, list):
-            raise BadRow("format", f"{place}: tool_calls is {_kind(calls)}; a list is wanted")
-        value["tool_calls"] = [_call(one, number, place) for number, one in enumerate(calls)]
+            raise BadRow("format", f"{location}: tool_calls must be a list, but is {_describe_kind(calls)}")
+        value["tool_calls"] = [_parse_tool_call(call, number, location) for number, call in enumerate(calls)]
     else:
         value.pop("tool_calls", None)
     try:
         return Message.model_validate(value)
     except ValidationError as error:
-        raise BadRow("format", f"{place}: {_first(error)}") from None
+        raise BadRow("format", f"{location}: {_first_problem(error)}") from None
 
 
-def _call(value: object, number: int, place: str) -> dict[str, Any]:
-    """A tool call with an id and its arguments as JSON text, however it came."""
+def _parse_tool_call(value: object, number: int, location: str) -> dict[str, Any]:
+    """Convert a tool call to one with an id and with arguments as JSON text."""
     if not isinstance(value, dict):
-        raise BadRow("format", f"{place}: a tool call is {_kind(value)}; an object is wanted")
+        raise BadRow("format", f"{location}: a tool call must be an object, but is {_describe_kind(value)}")
     function = value.get("function", value)
     if not isinstance(function, dict):
-        raise BadRow("format", f"{place}: the function of a tool call is {_kind(function)}; an object is wanted")
+        raise BadRow(
+            "format", f"{location}: the function of a tool call must be an object, but is {_describe_kind(function)}"
+        )
     arguments = function.get("arguments", function.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(plain_json(arguments), ensure_ascii=False)
     return {"id": value.get("id") or f"call_{number}", "function": {"name": function.get("name"), "arguments": text}}
 
 
 def _without_nulls(value: object) -> object:
-    """Tables give every message the fields of all."""
+    """Remove null fields, because tables give every message the fields of all messages."""
     if isinstance(value, Mapping):
         return {str(key): _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if getattr(value, "shape", None) == ():
@@ -165,7 +187,7 @@ def _without_nulls(value: object) -> object:
     return value
 
 
-def _kind(value: object) -> str:
+def _describe_kind(value: object) -> str:
     names: dict[type, str] = {
         str: "a text",
         bool: "true or false",
@@ -178,7 +200,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)
 
 
-def _first(error: ValidationError) -> str:
-    """Which field, and what is wrong; never its value, which is somebody's text."""
+def _first_problem(error: ValidationError) -> str:
+    """Return the first invalid field and its problem, without its value, which is private text."""
     first = error.errors(include_input=False, include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or 'message'}: {first['msg']}"

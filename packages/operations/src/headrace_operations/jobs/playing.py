@@ -1,5 +1,7 @@
-"""A stage of reinforcement learning: services of its own, a program that plays tasks against them, and training as it
-goes on whenever Headrace runs. It ends after so many steps."""
+"""A stage of reinforcement learning: own services, a program that plays tasks against them, and online training.
+
+The stage ends after a number of training steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from datetime import UTC, datetime
 from headrace.errors import HeadraceError, Unreachable
 from headrace.topics import connected
 from headrace_operations.jobs.job import PreparedJob
-from headrace_operations.jobs.journal import JobJournal, held
+from headrace_operations.jobs.journal import JobJournal, lock_job
 from headrace_operations.jobs.runner import JobResult
 from headrace_operations.replay import training
 from headrace_operations.supervisor import Supervisor
@@ -20,55 +22,68 @@ from headrace_runtime.parent_death import bound_to_parent
 from headrace_runtime.program_environment import program_environment
 from headrace_schemas import Checkpoint, TrainingMetrics
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _READY_S_MAX = 600.0
 Tick = Callable[[str, int, int], None]
 
 
-async def play(
-    prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick, passed_on: Sequence[str] = ()
+async def train_stage(
+    prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick, variables: Sequence[str] = ()
 ) -> JobResult:
-    """Returns with the last version. A stage that was interrupted goes on with the weights that it had.
-    `passed_on` names environment variables for the program.
+    """Train a stage with the traffic of a program and return its last version. An interrupted stage resumes.
 
-    Raises `StartFailed` when the services do not come up, `HeadraceError` when the program ends before the steps were
-    taken.
+    Args:
+        prepared: the job of the stage.
+        command: the program, with placeholders.
+        steps: training steps after which the stage ends.
+        tick: reports the progress.
+        variables: names of environment variables that the program gets.
+
+    Raises:
+        StartFailed: the services did not start.
+        HeadraceError: the program ended before the steps were taken.
     """
-    with held(prepared):
-        path = prepared.place(".json")
+    with lock_job(prepared):
+        path = prepared.file_path(".json")
         journal = JobJournal.begin(prepared, datetime.now(UTC))
         if journal.version is None:
             tick("starting the services", 0, 0)
             async with _services(prepared) as supervisor:
-                accounts = await _played(prepared, supervisor, command, steps, tick, passed_on)
-                first, last = await _versions(supervisor.plan.bus, prepared.lineage)
-            found = accounts.result(accounts.decided, 0)
-            journal = journal.having(
+                reports = await _run_program(prepared, supervisor, command, steps, tick, variables)
+                first, last = await _first_and_last_version(supervisor.plan.bus, prepared.lineage)
+            result = reports.result(reports.decided, 0)
+            journal = journal.record(
                 path,
                 base=first.version,
                 base_manifest=first.manifest,
                 version=last.version,
                 manifest=last.manifest,
-                trained=found.trained,
-                dropped={str(reason): count for reason, count in found.dropped.items()},
-                batches=tuple(batch.digest for batch in found.batches),
+                trained=result.trained,
+                dropped={str(reason): count for reason, count in result.dropped.items()},
+                batches=tuple(batch.digest for batch in result.batches),
             )
         return JobResult(prepared.lineage, journal, None)
 
 
 @contextlib.asynccontextmanager
 async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
-    """Everything that `headrace up` starts, in a folder of the stage's own. Blobs are shared with the other stages."""
+    """Start the services of `headrace up` in a data directory of the stage. All stages share the blob store."""
     overrides = prepared.overrides
     blobs = overrides.get("blobs.url") or (prepared.data_dir / "blobs").as_uri()
-    own: dict[str, object] = {
+    stage_settings: dict[
+        str, object
+    ] = {  # the settings file configures the algorithm of the live lineage, not this one
         "trainer.advantage.kind": "",
         "trainer.loss.kind": "",
-    }  # what a file says of them is for another algorithm
-    own |= {**prepared.job.settings, "blobs.url": blobs, "trainer.lineage": prepared.lineage}
-    own |= {"trainer.base": prepared.base, "trainer.algorithm": prepared.job.kind}
+    }
+    stage_settings |= {**prepared.job.settings, "blobs.url": blobs, "trainer.lineage": prepared.lineage}
+    stage_settings |= {"trainer.base": prepared.base, "trainer.algorithm": prepared.job.kind}
     supervisor = await asyncio.to_thread(
-        Supervisor, prepared.place(".services"), config=prepared.job.config, settings=own, auto_ports=True
+        Supervisor,
+        prepared.file_path(".services"),
+        config=prepared.job.config,
+        settings=stage_settings,
+        auto_ports=True,
     )
     try:
         supervisor.start()
@@ -78,13 +93,13 @@ async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
         await asyncio.to_thread(supervisor.stop)
 
 
-async def _played(
+async def _run_program(
     prepared: PreparedJob,
     supervisor: Supervisor,
     command: Sequence[str],
     steps: int,
     tick: Tick,
-    passed_on: Sequence[str],
+    variables: Sequence[str],
 ) -> training.TrainingReports:
     values = {
         "python": sys.executable,
@@ -92,47 +107,49 @@ async def _played(
         "url": supervisor.url("gateway"),
         "model": prepared.model,
     }
-    filled = [_filled(one, values) for one in command]
-    more = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
-    environ = program_environment(passed_on, more=more, environ=prepared.overrides.environ)
-    accounts = training.TrainingReports()
-    process = await asyncio.create_subprocess_exec(*bound_to_parent(filled), env=environ, stdout=sys.stderr)
+    arguments = [_fill_placeholders(part, values) for part in command]
+    extra_variables = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
+    environ = program_environment(variables, more=extra_variables, environ=prepared.overrides.environ)
+    reports = training.TrainingReports()
+    process = await asyncio.create_subprocess_exec(*bound_to_parent(arguments), env=environ, stdout=sys.stderr)
     try:
         async with connected(supervisor.plan.bus) as topics:
-            while _taken(accounts) < steps:
+            while _steps_taken(reports) < steps:
                 with contextlib.suppress(Unreachable):
-                    await training.follow(topics, TrainingMetrics.topic, accounts)
-                tick("playing and training", min(_taken(accounts), steps), steps)
-                if process.returncode is not None and _taken(accounts) < steps:
+                    await training.follow(topics, TrainingMetrics.topic, reports)
+                tick("playing and training", min(_steps_taken(reports), steps), steps)
+                if process.returncode is not None and _steps_taken(reports) < steps:
                     raise HeadraceError(
-                        f"{filled[0]} ended (status {process.returncode}) after {_taken(accounts)} of {steps} steps; "
-                        "the same command goes on from there"
+                        f"{arguments[0]} ended with status {process.returncode} after {_steps_taken(reports)} of "
+                        f"{steps} steps; run the same command again to resume"
                     )
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), _LOOK_S)
+                    await asyncio.wait_for(process.wait(), _POLL_S)
     finally:
         if process.returncode is None:
             process.terminate()
             await process.wait()
-    return accounts
+    return reports
 
 
-def _taken(accounts: training.TrainingReports) -> int:
-    return max((batch.step for batch in accounts.batches), default=0)
+def _steps_taken(reports: training.TrainingReports) -> int:
+    return max((batch.step for batch in reports.batches), default=0)
 
 
-async def _versions(bus: str, lineage: str) -> tuple[Checkpoint, Checkpoint]:
-    """The first and the last of the lineage."""
+async def _first_and_last_version(bus: str, lineage: str) -> tuple[Checkpoint, Checkpoint]:
+    """Return the first and the last version of the lineage."""
     async with connected(bus) as topics:
-        made = [one for one in await training.checkpoints(topics, "") if one.lineage == lineage]
-    if len(made) < 2:
+        checkpoints = [
+            checkpoint for checkpoint in await training.checkpoints(topics, "") if checkpoint.lineage == lineage
+        ]
+    if len(checkpoints) < 2:
         raise HeadraceError(
-            f"lineage {lineage} has only its base; the stage has fewer steps than trainer.steps_per_version"
+            f"lineage {lineage}: has no version but its base; steps must be at least trainer.steps_per_version"
         )
-    return made[0], made[-1]
+    return checkpoints[0], checkpoints[-1]
 
 
-def _filled(argument: str, values: dict[str, str]) -> str:
+def _fill_placeholders(argument: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         argument = argument.replace(f"{{{name}}}", value)
     return argument

@@ -1,4 +1,4 @@
-"""Several stages in one TOML file: each begins with what the one before it has made. SFT first, then RL, for example.
+"""Training in several stages from one TOML file; each stage starts with the result of the stage before it. For example:
 
     lineage = "support"
     base = "models/base"
@@ -16,8 +16,9 @@
     play = ["{python}", "agent.py"]
     steps = 30
 
-A stage with `sources` is a job. One with `play` starts services of its own and a program that plays tasks against them,
-until so many steps were taken. The lineages are called `support-1`, `support-2`. Paths are from the recipe's folder.
+A stage with `sources` is a job on files. A stage with `play` starts its own services and a program that plays tasks
+against them until the given number of steps is taken. The lineages are called `support-1`, `support-2`. Paths are
+relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.errors import UsageError
-from headrace_operations.catalog.exporting import export, manifest_of
-from headrace_operations.catalog.importing import merged
+from headrace_operations.catalog.exporting import export, fetch_manifest
+from headrace_operations.catalog.importing import merge_adapter
 from headrace_operations.jobs import playing, runner
 from headrace_operations.jobs.job import Job, PreparedJob, RowOptions, prepare
 from headrace_operations.jobs.journal import JobJournal
@@ -49,16 +50,19 @@ class _Strict(BaseModel):
 
 
 class TrainingStage(_Strict):
-    """One stage: a job on `sources`, or traffic that a program makes."""
+    """One stage: a job on `sources`, or online training on the traffic of a program."""
 
     algorithm: str
     sources: tuple[str, ...] = ()
     play: tuple[str, ...] = ()
-    """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in. `OPENAI_BASE_URL` is set."""
+    """Command of the program.
+
+    `{python}`, `{base_url}`, `{url}` and `{model}` are replaced; `OPENAI_BASE_URL` is set.
+    """
     environment: tuple[VariableName, ...] = ()
-    """Environment variables that the command gets besides the system's own."""
+    """Environment variables that the program gets in addition to those of the system."""
     steps: int = Field(default=20, ge=1)
-    """StagePlace a program plays: training steps after which it is stopped."""
+    """Training steps after which a stage with a program ends."""
     epochs: int = Field(default=1, ge=1)
     shuffle: bool = True
     seed: int = 0
@@ -72,14 +76,14 @@ class TrainingStage(_Strict):
     settings: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_source(self) -> Self:
         if bool(self.sources) == bool(self.play):
             raise ValueError("a stage has either sources or play")
         return self
 
 
 class StagedTraining(_Strict):
-    """A recipe. `folder` is where its paths begin."""
+    """All stages of a recipe. Paths are relative to `folder`."""
 
     lineage: str
     base: str | None = None
@@ -89,7 +93,7 @@ class StagedTraining(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlace:
+class StageEnvironment:
     """Settings file, bus and data directory of all stages."""
 
     config: Path | None = None
@@ -98,7 +102,11 @@ class StagePlace:
 
 
 def read(path: Path) -> StagedTraining:
-    """Raises `UsageError` for a file that is no recipe."""
+    """Read a recipe.
+
+    Raises:
+        UsageError: the file is not a valid recipe.
+    """
     try:
         table = parse_toml(path.read_bytes())
         return StagedTraining.model_validate({**table, "folder": path.parent.absolute()})
@@ -106,42 +114,48 @@ def read(path: Path) -> StagedTraining:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UsageError(f"{path}: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+        raise UsageError(f"{path}: {'.'.join(map(str, first['loc'])) or 'recipe'}: {first['msg']}") from None
     except ValueError as error:
         raise UsageError(f"{path} {error}") from None
 
 
-def run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: bool = False) -> list[JobResult]:
-    """All stages, one after the other; those that are done are passed. Raises as `jobs.run` does."""
-    return asyncio.run(_run(recipe, where, tick, offer))
+def run(recipe: StagedTraining, environment: StageEnvironment, tick: Tick, offer: bool = False) -> list[JobResult]:
+    """Run all unfinished stages in order. Raises the errors of `jobs.run`."""
+    return asyncio.run(_run(recipe, environment, tick, offer))
 
 
-async def _run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: bool) -> list[JobResult]:
+async def _run(recipe: StagedTraining, environment: StageEnvironment, tick: Tick, offer: bool) -> list[JobResult]:
     base = recipe.folder / recipe.base if recipe.base else None
     results: list[JobResult] = []
     for number, stage in enumerate(recipe.stages, 1):
         last = number == len(recipe.stages)
 
-        def told(doing: str, done: int, total: int, number: int = number) -> None:
-            tick(f"stage {number}: {doing}", done, total)
+        def stage_tick(doing: str, completed: int, total: int, number: int = number) -> None:
+            tick(f"stage {number}: {doing}", completed, total)
 
-        prepared = prepare(_job(recipe, stage, number, base, where, offer=offer and last))
+        prepared = prepare(_job(recipe, stage, number, base, environment, offer=offer and last))
         run_stage = (
-            playing.play(prepared, stage.play, stage.steps, told, stage.environment)
+            playing.train_stage(prepared, stage.play, stage.steps, stage_tick, stage.environment)
             if stage.play
-            else runner.train(prepared, told)
+            else runner.train(prepared, stage_tick)
         )
         result = await run_stage
         results.append(result)
         if not last:
-            base = await _folder_of(prepared, result.journal)
+            base = await _export_version(prepared, result.journal)
     return results
 
 
 def _job(
-    recipe: StagedTraining, stage: TrainingStage, number: int, base: Path | None, where: StagePlace, *, offer: bool
+    recipe: StagedTraining,
+    stage: TrainingStage,
+    number: int,
+    base: Path | None,
+    environment: StageEnvironment,
+    *,
+    offer: bool,
 ) -> Job:
-    """Settings of the stage win over those of the recipe, which win over those of the file."""
+    """Build the job of a stage. Settings of the stage override those of the recipe, which override the file's."""
     options = RowOptions(
         columns=stage.columns,
         form=stage.format,
@@ -156,46 +170,48 @@ def _job(
         source=[recipe.folder / source for source in stage.sources],
         base=base,
         lineage=f"{recipe.lineage}-{number}",
-        settings={**flat(recipe.settings), **flat(stage.settings)},
+        settings={**flatten_settings(recipe.settings), **flatten_settings(stage.settings)},
         epochs=stage.epochs,
         shuffle=stage.shuffle,
         seed=stage.seed,
         rows=options,
-        config=where.config,
-        bus=where.bus,
-        data_dir=where.data_dir,
+        config=environment.config,
+        bus=environment.bus,
+        data_dir=environment.data_dir,
         offer=offer,
     )
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Nested tables as settings by their dotted names."""
-    found: dict[str, object] = {}
+def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return nested tables as settings by dotted name."""
+    settings: dict[str, object] = {}
     for name, value in table.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        settings |= (
+            flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
+    return settings
 
 
-async def _folder_of(prepared: PreparedJob, journal: JobJournal) -> Path:
-    """The stage's last version as a folder, an adapter merged into its base: what the next stage begins with."""
-    folder = prepared.place(".version")
+async def _export_version(prepared: PreparedJob, journal: JobJournal) -> Path:
+    """Export the stage's last version as the base of the next stage; an adapter is merged into its base."""
+    folder = prepared.file_path(".version")
     if folder.exists():
         return folder
     assert journal.manifest is not None
     draft = folder.with_name(f".{folder.name}.draft")
-    await asyncio.to_thread(_cleared, draft)
-    manifest = await asyncio.to_thread(manifest_of, journal.manifest)
+    await asyncio.to_thread(_remove_folder, draft)
+    manifest = await asyncio.to_thread(fetch_manifest, journal.manifest)
     if manifest.kind == "lora":
         assert journal.base_manifest is not None
-        await merged(journal.manifest, journal.base_manifest, draft.absolute(), prepared.overrides.environ)
+        await merge_adapter(journal.manifest, journal.base_manifest, draft.absolute(), prepared.overrides.environ)
     else:
         await asyncio.to_thread(export, manifest, draft)
-    (draft / MANIFEST_FILE).unlink(missing_ok=True)  # the next stage's versions have manifests of their own
+    (draft / MANIFEST_FILE).unlink(missing_ok=True)  # versions of the next stage have their own manifest
     draft.rename(folder)
     return folder
 
 
-def _cleared(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)

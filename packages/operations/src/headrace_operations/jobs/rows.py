@@ -1,4 +1,4 @@
-"""What a row of a data set says, whatever its columns are called."""
+"""Row of a data set, independent of the names of its columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_schemas import Message, Tool
 
 
 class BadRow(HeadraceError):
-    """A row that cannot be trained. `kind` is a stable word for the reason."""
+    """A row that cannot be trained. `kind` is a stable name of the reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -20,30 +20,30 @@ class BadRow(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row. Each of `answers` continues `prompt`; of several the first is preferred to the second."""
+    """One row. Each of `answers` continues `prompt`; of two answers the first is the preferred one."""
 
     prompt: tuple[Message, ...]
     answers: tuple[tuple[Message, ...], ...]
     tools: tuple[Tool, ...] = ()
     untrained: tuple[int, ...] = ()
-    """Places, from the prompt's first message on, of answers that are context only."""
+    """Positions of answers that are context only, counted from the first message of the prompt."""
     label: bool | None = None
-    """Whether the answer is a good one, where somebody said so."""
+    """Whether the answer is good; None if the row has no label."""
     reward: float | None = None
 
     @property
     def digest(self) -> str:
-        """Equal for rows that say the same."""
+        """Digest of prompt, answers and tools."""
         return _digest(self.prompt, *self.answers, self.tools)
 
     @property
     def prompt_digest(self) -> str:
-        """Equal for rows that ask the same."""
+        """Digest of the prompt and tools; a row without a prompt is compared up to its first answer."""
         first = self.answers[0]
-        asked = first if self.prompt else first[: next((n for n, m in enumerate(first) if m.role == "assistant"), 0)]
-        return _digest(self.prompt or asked, self.tools)
+        question = first if self.prompt else first[: next((n for n, m in enumerate(first) if m.role == "assistant"), 0)]
+        return _digest(self.prompt or question, self.tools)
 
 
 def _digest(*parts: tuple[Message, ...] | tuple[Tool, ...]) -> str:
-    plain = [[one.model_dump(mode="json", exclude_none=True) for one in part] for part in parts]
+    plain = [[entry.model_dump(mode="json", exclude_none=True) for entry in part] for part in parts]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""From a row with tokens to the experiences that train it. Pure: the same row makes the same bytes, however often.
+"""Conversion of a tokenized row to the experiences that train it. Pure: the same row always gives the same bytes.
 
-Ids come from the digest of the row's file, its number there, and the epoch, so no two rows share one and a row that is
-sent again, because a job was killed, is a redelivery.
+Ids are derived from the digest of the file, the row number and the epoch, so they are unique, and a row that is
+published again after a crash is a redelivery.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _TENANT = "default"
 _SIDES = ("chosen", "rejected")
 
 
-def order(rows: int, epoch: int, seed: int, *, shuffle: bool) -> list[int]:
-    """The places of an epoch's rows, in the order in which they are trained."""
-    places = list(range(rows))
+def row_order(rows: int, epoch: int, seed: int, *, shuffle: bool) -> list[int]:
+    """Return the positions of an epoch's rows in training order."""
+    positions = list(range(rows))
     if shuffle:
-        random.Random(f"rows {seed} {epoch}").shuffle(places)
-    return places
+        random.Random(f"rows {seed} {epoch}").shuffle(positions)
+    return positions
 
 
 def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: datetime) -> Iterator[Experience]:
-    """Those of one row in one epoch. `version` is the one that the lineage begins with."""
+    """Yield the experiences of one row in one epoch. `version` is the first version of the lineage."""
     pair = derived_id("written-preference", row.file, row.row, epoch) if len(row.answers) > 1 else None
     for side, branches in enumerate(row.answers):
         run = derived_id("written-run", row.file, row.row, epoch, side)
         session = f"{row.file[:16]}-{row.row}-{epoch}-{side}"
         for index, written in enumerate(branches):
             branch = _branch(written, run, version)
-            preferences = (_side(pair, side, branch),) if pair else ()
+            preferences = (_preference_side(pair, side, branch),) if pair else ()
             reward = _reward(row, paired=pair is not None)
             yield Experience(
                 time=time,
@@ -60,8 +60,11 @@ def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: 
 
 
 def _reward(row: CheckedRow, *, paired: bool) -> float | None:
-    """What the row says: a number, or 1 or 0 for an answer that is good or bad. Else there is none, and none is made up
-    (P6): that it was written to be learned, `origin` says. Of the sides of a pair only the comparison counts."""
+    """Return the reward of a row: its number, or 1 or 0 for a good or bad label; otherwise None.
+
+    A missing reward is not invented (P6); the field `origin` shows that the row was written for training. Rows with a
+    preference have no reward, because only the comparison counts.
+    """
     if paired:
         return None
     if row.reward is not None:
@@ -69,9 +72,9 @@ def _reward(row: CheckedRow, *, paired: bool) -> float | None:
     return None if row.label is None else float(row.label)
 
 
-def _side(pair: str, side: int, branch: Branch) -> PreferenceSide:
+def _preference_side(pair: str, index: int, branch: Branch) -> PreferenceSide:
     last = branch.spans[-1]
-    return PreferenceSide(preference_id=pair, side=_SIDES[side], turn_id=last.turn_id, source="written")
+    return PreferenceSide(preference_id=pair, side=_SIDES[index], turn_id=last.turn_id, source="written")
 
 
 def _branch(written: WrittenBranch, run: str, version: str) -> Branch:

@@ -1,5 +1,5 @@
-"""From a version to the sessions, rewards and offsets that it was trained on, and from a session to its versions.
+"""Queries from a version to the sessions and rewards that it was trained on, and from a session to its versions.
 
-Everything comes from topics alone: what the trainer reports with each save, and the experiences that it names.
-`contents` folds the reports, `versions` and `sessions` ask, `reading` reads.
+All answers come from topics alone: the trainer's reports of each save and the experiences that the reports name.
+`contents` folds the reports; `versions` and `sessions` have the two queries.
 """

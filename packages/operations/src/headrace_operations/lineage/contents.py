@@ -1,4 +1,4 @@
-"""What the weights of a lineage hold after each of its saves. Pure."""
+"""The training data that the weights of a lineage contain after each of its saves. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from headrace.errors import UsageError
 from headrace_schemas import TrainingMetrics
 
-HELD_MAX = 2_000_000
-"""Revisions of experiences of one lineage; about 400 MB."""
+REVISIONS_MAX = 2_000_000
+"""Maximum number of experience revisions of one lineage; they take about 400 MB."""
 
-Name = tuple[str, int]
-"""An experience and its revision."""
+RevisionKey = tuple[str, int]
+"""Experience id and revision number."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """When a revision was trained: with which save, and as which of the save's outcomes."""
+class TrainingPosition:
+    """When a revision was trained: the save, and the index among the outcomes of that save."""
 
     account: int
     order: int
@@ -24,46 +24,53 @@ class Place:
 
 @dataclass(slots=True)
 class Contents:
-    """`add` the reports of one lineage in the order of its saves; one that is known changes nothing.
+    """Revisions that the weights of one lineage contain. `add` its reports in the order of the saves.
 
-    A revision that was undone is not held, unless it was restored or trained again.
+    A report that was added before changes nothing. A revision that was undone is not contained, unless it was restored
+    or trained again.
     """
 
     lineage: str
-    held: dict[Name, Place] = field(default_factory=dict)
+    revisions: dict[RevisionKey, TrainingPosition] = field(default_factory=dict)
     base: str | None = None
-    """A version whose contents are not asked for."""
+    """Version whose own contents `revisions_since_base` leaves out."""
     accounts: dict[str, int] = field(default_factory=dict)
     """The save with which each version was published."""
     last: int = -1
-    _known: frozenset[Name] = frozenset()
-    """What `base` held."""
-    _undone: dict[Name, Place] = field(default_factory=dict)
+    _base_revisions: frozenset[RevisionKey] = frozenset()
+    """Revisions that `base` contained."""
+    _undone: dict[RevisionKey, TrainingPosition] = field(default_factory=dict)
 
     def add(self, report: TrainingMetrics) -> None:
-        """Raises `UsageError` beyond `HELD_MAX`."""
+        """Apply one report.
+
+        Raises:
+            UsageError: the lineage has more than `REVISIONS_MAX` revisions.
+        """
         if report.lineage != self.lineage or report.account <= self.last:
             return
         self.last = report.account
         for order, outcome in enumerate(report.verdicts):
-            name = outcome.experience_id, outcome.revision
-            if outcome.dropped is None and name not in self.held:
-                self.held[name] = Place(report.account, order)
-                self._undone.pop(name, None)
+            key = outcome.experience_id, outcome.revision
+            if outcome.dropped is None and key not in self.revisions:
+                self.revisions[key] = TrainingPosition(report.account, order)
+                self._undone.pop(key, None)
         for undone in report.undone:
-            name = undone.experience_id, undone.revision
-            if name in self.held:
-                self._undone[name] = self.held.pop(name)
+            key = undone.experience_id, undone.revision
+            if key in self.revisions:
+                self._undone[key] = self.revisions.pop(key)
         for restored in report.restored:
-            name = restored.experience_id, restored.revision
-            if name in self._undone:
-                self.held[name] = self._undone.pop(name)
+            key = restored.experience_id, restored.revision
+            if key in self._undone:
+                self.revisions[key] = self._undone.pop(key)
         if report.version is not None and report.version not in self.accounts:
             self.accounts[report.version] = report.account
-            self._known = frozenset(self.held) if report.version == self.base else self._known
-        if len(self.held) > HELD_MAX:
-            raise UsageError(f"lineage {self.lineage} holds more than {HELD_MAX} revisions, more than is read here")
+            self._base_revisions = frozenset(self.revisions) if report.version == self.base else self._base_revisions
+        if len(self.revisions) > REVISIONS_MAX:
+            raise UsageError(
+                f"lineage {self.lineage}: has more than {REVISIONS_MAX} revisions, the maximum that can be read"
+            )
 
-    def new(self) -> list[tuple[Place, Name]]:
-        """What is held and was not by `base`, in the order of training."""
-        return sorted((place, name) for name, place in self.held.items() if name not in self._known)
+    def revisions_since_base(self) -> list[tuple[TrainingPosition, RevisionKey]]:
+        """Return the revisions that `base` did not contain, in the order of training."""
+        return sorted((position, key) for key, position in self.revisions.items() if key not in self._base_revisions)

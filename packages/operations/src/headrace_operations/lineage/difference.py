@@ -1,36 +1,36 @@
-"""What one version was trained on and another was not."""
+"""Comparison of the training data of two versions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from headrace.errors import UsageError
-from headrace_operations.lineage.contents import Name
+from headrace_operations.lineage.contents import RevisionKey
 from headrace_operations.lineage.reading import Reader
-from headrace_operations.lineage.versions import held_by
+from headrace_operations.lineage.versions import revisions_of
 
 
 @dataclass(frozen=True, slots=True)
 class DataDifference:
-    """Revisions of experiences. None: no trainer has reported that version, so it was trained elsewhere."""
+    """Number of experience revisions in one or both versions. None: no trainer reported that version."""
 
     before_alone: int | None
     both: int | None
     after_alone: int | None
 
 
-async def difference(topics: Reader, before: str, after: str) -> DataDifference:
-    """Of all that the weights hold."""
-    one, other = await _held(topics, before), await _held(topics, after)
+async def compare_training_data(topics: Reader, before: str, after: str) -> DataDifference:
+    """Compare all experience revisions that the weights of the two versions contain."""
+    before_revisions, after_revisions = await _revisions(topics, before), await _revisions(topics, after)
     return DataDifference(
-        before_alone=None if one is None else len(one - (other or set())),
-        both=None if one is None or other is None else len(one & other),
-        after_alone=None if other is None else len(other - (one or set())),
+        before_alone=None if before_revisions is None else len(before_revisions - (after_revisions or set())),
+        both=None if before_revisions is None or after_revisions is None else len(before_revisions & after_revisions),
+        after_alone=None if after_revisions is None else len(after_revisions - (before_revisions or set())),
     )
 
 
-async def _held(topics: Reader, version: str) -> set[Name] | None:
+async def _revisions(topics: Reader, version: str) -> set[RevisionKey] | None:
     try:
-        return await held_by(topics, version)
+        return await revisions_of(topics, version)
     except UsageError:
         return None

@@ -1,4 +1,4 @@
-"""What is asked of a connection: the entries of a range of a topic."""
+"""Interface to topics that the lineage queries need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from headrace.topics import Entry, Range
 
 
 class Reader(Protocol):
-    """`headrace.topics.Topics`, or entries that were read before."""
+    """Reader of the entries of a topic range: `headrace.topics.Topics`, or entries that were read before."""
 
-    def read(self, wanted: Range, /) -> AsyncIterator[Entry]: ...
+    def read(self, entries: Range, /) -> AsyncIterator[Entry]: ...

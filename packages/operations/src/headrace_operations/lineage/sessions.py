@@ -1,4 +1,4 @@
-"""Where a session went: which experiences came of it, and which versions hold them."""
+"""Trace of a session: the experiences that were made of it, and the versions that were trained on them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, replace
 
 from headrace.errors import UsageError
 from headrace.topics import Range
-from headrace_operations.lineage.contents import Name
+from headrace_operations.lineage.contents import RevisionKey
 from headrace_operations.lineage.reading import Reader
 from headrace_schemas import Experience, TrainingMetrics, TrainingOutcome, Trajectory
 from headrace_schemas.ids import session_key
 
 REVISIONS_MAX = 100_000
-"""Of one session."""
+"""Maximum number of experience revisions of one session."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What one lineage made of a revision: `trained`, `dropped` or `undone`, with which save and in which version.
+class TrainingStatus:
+    """Result of one revision in one lineage: `trained`, `dropped` or `undone`, with the save that reported it.
 
-    `version` is the first one that holds it; None while none does.
+    `version` is the first version that contains the revision; None if no version does.
     """
 
     lineage: str
@@ -32,8 +32,8 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """One revision of an experience of the session. No fates: no lineage has said anything yet."""
+class RevisionTrace:
+    """One revision of an experience of the session. `fates` is empty while no lineage has reported it."""
 
     experience_id: str
     revision: int
@@ -44,12 +44,12 @@ class Whereabouts:
     parts: Mapping[str, float]
     partition: int
     offset: int
-    fates: tuple[Fate, ...] = ()
+    fates: tuple[TrainingStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A trajectory of the session, and why its turns are in no experience, where that is so."""
+    """One trajectory of the session, with the reasons why turns of it are in no experience."""
 
     trajectory_id: str
     turn_ids: tuple[str, ...]
@@ -58,138 +58,147 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """All of a session: its runs, and one page of the revisions that came of them."""
+class SessionTrace:
+    """Trace of one session: its runs, and one page of the experience revisions that were made of them."""
 
     session_id: str
     session_key: str
     runs: tuple[Run, ...]
     total: int
-    entries: tuple[Whereabouts, ...]
+    entries: tuple[RevisionTrace, ...]
 
 
 @dataclass(slots=True)
-class _Lineage:
-    """The reports of one lineage about the revisions that are asked for."""
+class _LineageReports:
+    """Reports of one lineage about the experiences of the session."""
 
     last: int = -1
-    outcomes: dict[Name, tuple[TrainingOutcome, int]] = field(default_factory=dict)
-    undone: dict[Name, bool] = field(default_factory=dict)
-    """Whether it waits to be trained again."""
-    holders: dict[Name, str] = field(default_factory=dict)
-    taken_back: dict[Name, tuple[TrainingOutcome, int, str | None]] = field(default_factory=dict)
-    """The last training of each that was undone, with the version that held it."""
+    outcomes: dict[RevisionKey, tuple[TrainingOutcome, int]] = field(default_factory=dict)
+    undone: dict[RevisionKey, bool] = field(default_factory=dict)
+    """Undone revisions, with whether each is queued for training again."""
+    holders: dict[RevisionKey, str] = field(default_factory=dict)
+    undone_outcomes: dict[RevisionKey, tuple[TrainingOutcome, int, str | None]] = field(default_factory=dict)
+    """Last outcome of each undone revision, with its save and the version that contained it."""
 
-    def add(self, report: TrainingMetrics, asked: Mapping[str, object]) -> None:
+    def add(self, report: TrainingMetrics, experience_ids: Mapping[str, object]) -> None:
+        """Apply the part of a report that is about `experience_ids`. Reports must come in the order of the saves."""
         if report.account <= self.last:
             return
         self.last = report.account
         for outcome in report.verdicts:
-            if outcome.experience_id in asked:
-                self._take((outcome.experience_id, outcome.revision), outcome, report.account)
+            if outcome.experience_id in experience_ids:
+                self._apply_outcome((outcome.experience_id, outcome.revision), outcome, report.account)
         for undone in report.undone:
-            if undone.experience_id in asked:
-                self._undo((undone.experience_id, undone.revision), undone.queued)
+            if undone.experience_id in experience_ids:
+                self._apply_undo((undone.experience_id, undone.revision), undone.queued)
         for restored in report.restored:
-            self._restore((restored.experience_id, restored.revision))
-        for name in filter(self._trained, self.outcomes if report.version else ()):
+            self._apply_restore((restored.experience_id, restored.revision))
+        for name in filter(self._is_trained, self.outcomes if report.version else ()):
             self.holders.setdefault(name, report.version or "")
 
-    def _take(self, name: Name, outcome: TrainingOutcome, account: int) -> None:
-        if not self._trained(name):
+    def _apply_outcome(self, name: RevisionKey, outcome: TrainingOutcome, account: int) -> None:
+        if not self._is_trained(name):
             self.outcomes[name] = outcome, account
             self.undone.pop(name, None)
 
-    def _undo(self, name: Name, queued: bool) -> None:
-        if self._trained(name):
-            self.taken_back[name] = (*self.outcomes[name], self.holders.pop(name, None))
+    def _apply_undo(self, name: RevisionKey, queued: bool) -> None:
+        if self._is_trained(name):
+            self.undone_outcomes[name] = (*self.outcomes[name], self.holders.pop(name, None))
         self.undone[name] = queued
 
-    def _restore(self, name: Name) -> None:
-        if name in self.taken_back:
-            outcome, account, holder = self.taken_back.pop(name)
+    def _apply_restore(self, name: RevisionKey) -> None:
+        if name in self.undone_outcomes:
+            outcome, account, holder = self.undone_outcomes.pop(name)
             self.undone.pop(name, None)
             self.outcomes[name] = outcome, account
             self.holders |= {name: holder} if holder else {}
 
-    def _trained(self, name: Name) -> bool:
-        """Whether the weights hold it now."""
+    def _is_trained(self, name: RevisionKey) -> bool:
+        """Return whether the weights contain the revision now."""
         return name in self.outcomes and self.outcomes[name][0].dropped is None and name not in self.undone
 
-    def fate(self, lineage: str, name: Name) -> Fate | None:
+    def status(self, lineage: str, name: RevisionKey) -> TrainingStatus | None:
+        """Return the status of a revision in this lineage; None if the lineage has not reported it."""
         if name not in self.outcomes:
             return None
         outcome, account = self.outcomes[name]
         if name in self.undone:
-            return Fate(lineage, "undone", "queued again" if self.undone[name] else None, account, None)
+            return TrainingStatus(lineage, "undone", "queued again" if self.undone[name] else None, account, None)
         if outcome.dropped is not None:
-            return Fate(lineage, "dropped", outcome.reason, account, None)
-        return Fate(lineage, "trained", None, account, self.holders.get(name))
+            return TrainingStatus(lineage, "dropped", outcome.reason, account, None)
+        return TrainingStatus(lineage, "trained", None, account, self.holders.get(name))
 
 
-async def where(topics: Reader, session_id: str, *, tenant: str, after: int, limit: int) -> Where:
-    """Raises `UsageError` for a session of which no topic knows anything."""
-    key = session_key(tenant, session_id)
-    runs = await _runs(topics, key, session_id)
-    entries = await _revisions(topics, key, session_id)
-    lineages = await _fates(topics, {entry.experience_id for entry in entries.values()})
+async def trace_session(topics: Reader, session_id: str, *, tenant: str, after: int, limit: int) -> SessionTrace:
+    """Trace a session through the topics and return one page of its revisions.
+
+    Raises:
+        UsageError: no topic has a trajectory or an experience of the session.
+    """
+    key_of_session = session_key(tenant, session_id)
+    runs = await _runs(topics, key_of_session, session_id)
+    entries = await _revisions(topics, key_of_session, session_id)
+    lineages = await _read_lineage_reports(topics, {entry.experience_id for entry in entries.values()})
     if not runs and not entries:
-        raise UsageError(f"session {session_id!r} of tenant {tenant!r}: no trajectory and no experience is known of it")
+        raise UsageError(
+            f"session {session_id!r} of tenant {tenant!r}: no topic has a trajectory or an experience of this session"
+        )
     ordered = sorted(entries, key=lambda name: (entries[name].partition, entries[name].offset))
     chosen = ordered[after : after + limit]
-    return Where(
+    return SessionTrace(
         session_id=session_id,
-        session_key=key,
+        session_key=key_of_session,
         runs=tuple(runs),
         total=len(ordered),
-        entries=tuple(_with_fates(entries[name], lineages) for name in chosen),
+        entries=tuple(_with_statuses(entries[name], lineages) for name in chosen),
     )
 
 
 async def _runs(topics: Reader, key: str, session_id: str) -> list[Run]:
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     async for entry in topics.read(Range(Trajectory.topic, keys=(key,))):
-        one = entry.event
-        if isinstance(one, Trajectory) and one.session_id == session_id:
-            held_out = "eval" if one.purpose == "eval" else one.untrained
-            left_out = {item.turn_id: item.full_reason for item in one.left_out}
-            found.setdefault(one.trajectory_id, Run(one.trajectory_id, one.turn_ids, left_out, held_out))
-    return list(found.values())
+        trajectory = entry.event
+        if isinstance(trajectory, Trajectory) and trajectory.session_id == session_id:
+            held_out = "eval" if trajectory.purpose == "eval" else trajectory.untrained
+            left_out = {item.turn_id: item.full_reason for item in trajectory.left_out}
+            run = Run(trajectory.trajectory_id, trajectory.turn_ids, left_out, held_out)
+            runs.setdefault(trajectory.trajectory_id, run)
+    return list(runs.values())
 
 
-async def _revisions(topics: Reader, key: str, session_id: str) -> dict[Name, Whereabouts]:
-    found: dict[Name, Whereabouts] = {}
+async def _revisions(topics: Reader, key: str, session_id: str) -> dict[RevisionKey, RevisionTrace]:
+    traces: dict[RevisionKey, RevisionTrace] = {}
     async for entry in topics.read(Range(Experience.topic, keys=(key,))):
-        one = entry.event
-        if isinstance(one, Experience) and one.session_id == session_id:
-            made = Whereabouts(
-                experience_id=one.experience_id,
-                revision=one.revision,
-                trajectory_id=one.trajectory_id,
-                turn_ids=one.turn_ids,
-                reward=one.reward,
-                no_reward=one.no_reward,
-                parts={part.source: part.value for part in one.parts},
+        experience = entry.event
+        if isinstance(experience, Experience) and experience.session_id == session_id:
+            trace = RevisionTrace(
+                experience_id=experience.experience_id,
+                revision=experience.revision,
+                trajectory_id=experience.trajectory_id,
+                turn_ids=experience.turn_ids,
+                reward=experience.reward,
+                no_reward=experience.no_reward,
+                parts={part.source: part.value for part in experience.parts},
                 partition=entry.partition,
                 offset=entry.offset,
             )
-            found.setdefault((one.experience_id, one.revision), made)
-            if len(found) > REVISIONS_MAX:
-                raise UsageError(f"session {session_id!r} has more than {REVISIONS_MAX} revisions of experiences")
-    return found
+            traces.setdefault((experience.experience_id, experience.revision), trace)
+            if len(traces) > REVISIONS_MAX:
+                raise UsageError(f"session {session_id!r} has more than {REVISIONS_MAX} experience revisions")
+    return traces
 
 
-async def _fates(topics: Reader, asked: set[str]) -> dict[str, _Lineage]:
-    lineages: dict[str, _Lineage] = defaultdict(_Lineage)
-    wanted = dict.fromkeys(asked)
-    if wanted:
+async def _read_lineage_reports(topics: Reader, experience_ids: set[str]) -> dict[str, _LineageReports]:
+    lineages: dict[str, _LineageReports] = defaultdict(_LineageReports)
+    requested = dict.fromkeys(experience_ids)
+    if requested:
         async for entry in topics.read(Range(TrainingMetrics.topic)):
             if isinstance(entry.event, TrainingMetrics):
-                lineages[entry.event.lineage].add(entry.event, wanted)
+                lineages[entry.event.lineage].add(entry.event, requested)
     return lineages
 
 
-def _with_fates(entry: Whereabouts, lineages: Mapping[str, _Lineage]) -> Whereabouts:
+def _with_statuses(entry: RevisionTrace, lineages: Mapping[str, _LineageReports]) -> RevisionTrace:
     name = entry.experience_id, entry.revision
-    fates = (one.fate(lineage, name) for lineage, one in sorted(lineages.items()))
-    return replace(entry, fates=tuple(fate for fate in fates if fate is not None))
+    statuses = (reports.status(lineage, name) for lineage, reports in sorted(lineages.items()))
+    return replace(entry, fates=tuple(status for status in statuses if status is not None))

@@ -1,4 +1,4 @@
-"""What a version was trained on."""
+"""Trace of a version: the experiences that it was trained on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.topics import Range
-from headrace_operations.lineage.contents import Contents, Name, Place
+from headrace_operations.lineage.contents import Contents, RevisionKey, TrainingPosition
 from headrace_operations.lineage.reading import Reader
 from headrace_schemas import BatchRecord, Checkpoint, Experience, TrainingMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedOn:
-    """One revision of an experience that a version's weights hold. What the topic does not hold any more is None."""
+    """One experience revision that the weights of a version contain.
+
+    Fields are None if the topic has deleted the event.
+    """
 
     experience_id: str
     revision: int
     account: int
-    """The save that reported it."""
+    """Number of the save that reported the revision."""
     session_id: str | None = None
     tenant: str | None = None
     task_id: str | None = None
@@ -28,14 +31,14 @@ class TrainedOn:
     turn_ids: tuple[str, ...] = ()
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Source to value."""
+    """Reward by source."""
     partition: int | None = None
     offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
-    """A version, what came into its weights since its parent or ever, and one page of it."""
+class VersionTrace:
+    """A version with one page of the experience revisions that it was trained on, since its parent or in total."""
 
     version: str
     lineage: str
@@ -44,101 +47,122 @@ class Why:
     account: int
     since_account: int
     total: int
-    """Revisions in all pages."""
+    """Number of revisions on all pages."""
     entries: tuple[TrainedOn, ...]
     batches: tuple[BatchRecord, ...]
-    """Of the saves since then. Where weights went back to an earlier version in between, batches that the weights lost
-    again are among them; entries are only what the weights hold."""
+    """Batches of the saves since the parent.
+
+    If the trainer went back to an earlier version in between, the batches that
+    it undid are included; `entries` has only what the weights contain."""
     metrics: Mapping[str, float]
 
 
-async def why(topics: Reader, version: str, *, whole: bool, after: int, limit: int) -> Why:
-    """Since its parent, or with `whole` all that its weights hold. Raises `UsageError` for a version of no report."""
+async def trace_version(topics: Reader, version: str, *, everything: bool, after: int, limit: int) -> VersionTrace:
+    """Trace what a version was trained on since its parent.
+
+    Args:
+        topics: the topics to read.
+        version: version id, `name@digest`.
+        everything: include all revisions that the weights contain, not only those since the parent.
+        after: number of revisions to skip.
+        limit: maximum number of revisions to return.
+
+    Raises:
+        UsageError: no trainer has reported the version.
+    """
     checkpoint = await _checkpoint(topics, version)
     lineage = checkpoint.lineage if checkpoint else await _lineage_of(topics, version)
     parent = checkpoint.parent if checkpoint else None
-    contents, reports = await _read(topics, Contents(lineage, base=None if whole else parent), version)
-    begin = -1 if whole else contents.accounts.get(parent or "", -1)
-    found = contents.new()
-    entries = await _described(topics, found[after : after + limit])
+    contents, reports = await _read(topics, Contents(lineage, base=None if everything else parent), version)
+    begin = -1 if everything else contents.accounts.get(parent or "", -1)
+    revisions = contents.revisions_since_base()
+    entries = await _describe(topics, revisions[after : after + limit])
     batches = tuple(batch for report in reports if report.account > begin for batch in report.batches)
     last = reports[-1]
-    return Why(
+    return VersionTrace(
         version=version,
         lineage=lineage,
         parent=parent,
         step=checkpoint.step if checkpoint else None,
         account=last.account,
         since_account=begin,
-        total=len(found),
+        total=len(revisions),
         entries=tuple(entries),
         batches=batches,
         metrics=dict(last.metrics),
     )
 
 
-async def held_by(topics: Reader, version: str) -> set[Name]:
-    """All that a version's weights hold. Raises `UsageError` for a version of no report."""
+async def revisions_of(topics: Reader, version: str) -> set[RevisionKey]:
+    """Return all revisions that the weights of a version contain.
+
+    Raises:
+        UsageError: no trainer has reported the version.
+    """
     checkpoint = await _checkpoint(topics, version)
     lineage = checkpoint.lineage if checkpoint else await _lineage_of(topics, version)
     contents, _ = await _read(topics, Contents(lineage), version)
-    return set(contents.held)
+    return set(contents.revisions)
 
 
 async def _checkpoint(topics: Reader, version: str) -> Checkpoint | None:
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     async for entry in topics.read(Range(Checkpoint.topic)):
         if isinstance(entry.event, Checkpoint) and entry.event.version == version:
-            found = found or entry.event
-    return found
+            checkpoint = checkpoint or entry.event
+    return checkpoint
 
 
 async def _lineage_of(topics: Reader, version: str) -> str:
     async for entry in topics.read(Range(TrainingMetrics.topic)):
         if isinstance(entry.event, TrainingMetrics) and entry.event.version == version:
             return entry.event.lineage
-    raise UsageError(f"{version}: no trainer has reported it; a version that was registered was trained elsewhere")
+    raise UsageError(f"{version}: no trainer has reported this version; registered versions were trained elsewhere")
 
 
 async def _read(topics: Reader, contents: Contents, version: str) -> tuple[Contents, Sequence[TrainingMetrics]]:
-    """The lineage's contents when it published the version, and its reports up to there, without their outcomes."""
+    """Return the lineage's contents at the version's save, and the reports up to it without their outcomes."""
     lineage, reports = contents.lineage, []
     async for entry in topics.read(Range(TrainingMetrics.topic)):
         report = entry.event
         if not isinstance(report, TrainingMetrics) or report.lineage != lineage or version in contents.accounts:
             continue
-        known = report.account <= contents.last
+        is_known = report.account <= contents.last
         contents.add(report)
-        if not known:
+        if not is_known:
             reports.append(report.model_copy(update={"verdicts": (), "undone": (), "restored": ()}))
     if version not in contents.accounts:
-        raise UsageError(f"{version}: lineage {lineage} has not reported it, or its report was deleted by age")
+        raise UsageError(f"{version}: lineage {lineage} has not reported this version, or retention deleted the report")
     return contents, reports
 
 
-async def _described(topics: Reader, chosen: Sequence[tuple[Place, Name]]) -> list[TrainedOn]:
-    """With what the experiences say. Only those of the page are kept."""
-    places = {name: place for place, name in chosen}
-    found: dict[Name, dict[str, Any]] = {}
-    if places:
+async def _describe(topics: Reader, chosen: Sequence[tuple[TrainingPosition, RevisionKey]]) -> list[TrainedOn]:
+    """Add the fields of the experiences to the revisions of one page. Other experiences are not kept in memory."""
+    positions = {name: position for position, name in chosen}
+    details: dict[RevisionKey, dict[str, Any]] = {}
+    if positions:
         async for entry in topics.read(Range(Experience.topic)):
-            one = entry.event
-            if isinstance(one, Experience) and (name := (one.experience_id, one.revision)) in places:
-                found.setdefault(name, {**of(one), "partition": entry.partition, "offset": entry.offset})
+            experience = entry.event
+            if not isinstance(experience, Experience):
+                continue
+            name = experience.experience_id, experience.revision
+            if name in positions:
+                fields = {**experience_fields(experience), "partition": entry.partition, "offset": entry.offset}
+                details.setdefault(name, fields)
     return [
-        TrainedOn(experience_id=name[0], revision=name[1], account=place.account, **found.get(name, {}))
-        for place, name in chosen
+        TrainedOn(experience_id=name[0], revision=name[1], account=position.account, **details.get(name, {}))
+        for position, name in chosen
     ]
 
 
-def of(one: Experience) -> dict[str, Any]:
-    """What an experience says of itself."""
+def experience_fields(experience: Experience) -> dict[str, Any]:
+    """Return the fields of an experience that a trace shows."""
     return {
-        "session_id": one.session_id,
-        "tenant": one.tenant,
-        "task_id": one.task_id,
-        "trajectory_id": one.trajectory_id,
-        "turn_ids": one.turn_ids,
-        "reward": one.reward,
-        "parts": {part.source: part.value for part in one.parts},
+        "session_id": experience.session_id,
+        "tenant": experience.tenant,
+        "task_id": experience.task_id,
+        "trajectory_id": experience.trajectory_id,
+        "turn_ids": experience.turn_ids,
+        "reward": experience.reward,
+        "parts": {part.source: part.value for part in experience.parts},
     }

@@ -1,16 +1,18 @@
-"""Copies one bus to another: topics, records, positions of consumer groups. So an embedded broker grows into Kafka.
+"""Copying of one bus to another: topics, records and positions of consumer groups.
 
-Records keep their offsets. Services remember offsets in places that no copy of the bus can reach (their databases, the
-trainer's checkpoints, dead letters), and all of them stay right. Therefore
+An embedded broker grows into Kafka so.
 
-- a log that no longer begins at 0 is given as many padding records, which are deleted again before the first real one;
-- an offset in the middle that holds no record (the end of a transaction) holds a repetition of the record before it,
-  which consumers dedupe by id as they do after a producer's retry;
-- how far a copy has come is where the target's log ends, and nothing else has to be remembered to continue it.
+Records keep their offsets, because services store offsets in places that a copy of the bus does not include: their
+databases, the checkpoints of the trainer, dead letters. Therefore
+
+- a log that no longer begins at 0 gets as many padding records, which are deleted before the first real record;
+- an offset inside a log that has no record (the end of a transaction) gets a duplicate of the record before it, which
+  consumers discard by its id, as after a producer's retry;
+- a copy continues at the end of the target's log, and no other state is needed.
 
 A compacted topic is a table: its newest rows are copied, and positions in it are translated.
 """
 
-from headrace_operations.mirror.run import Mirrored, mirror
+from headrace_operations.mirror.run import MirrorResult, mirror
 
-__all__ = ["Mirrored", "mirror"]
+__all__ = ["MirrorResult", "mirror"]

@@ -1,4 +1,4 @@
-"""Copies the positions of consumer groups."""
+"""Copying of the positions of consumer groups."""
 
 from __future__ import annotations
 
@@ -6,66 +6,73 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from headrace_operations.mirror import tables
-from headrace_operations.mirror.side import NotACopy, Side, Topic
+from headrace_operations.mirror.side import MirrorConflict, Side, Topic
 
 if TYPE_CHECKING:
     from aiokafka import TopicPartition
 
 Positions = dict[str, dict["TopicPartition", tuple[int, str]]]
-"""Group to the next offset that it reads of each partition, with its note."""
+"""Group to its next offset and metadata for each partition."""
 
 
 async def positions(side: Side, topics: Collection[str]) -> Positions:
-    """Of every group that has committed something on one of `topics`."""
-    found: Positions = {}
+    """Return the positions of every group that has committed an offset of one of `topics`."""
+    by_group: Positions = {}
     for group, *_ in await side.admin.list_consumer_groups():
         committed = await side.admin.list_consumer_group_offsets(group)
-        of_group = {
-            place: (one.offset, one.metadata or "")
-            for place, one in committed.items()
-            if place.topic in topics and one.offset >= 0
+        offsets = {
+            partition: (committed_offset.offset, committed_offset.metadata or "")
+            for partition, committed_offset in committed.items()
+            if partition.topic in topics and committed_offset.offset >= 0
         }
-        if of_group:
-            found[group] = of_group
-    return found
+        if offsets:
+            by_group[group] = offsets
+    return by_group
 
 
-async def active(side: Side, groups: Collection[str]) -> list[str]:
-    """The groups that have members now."""
-    found = []
+async def groups_with_members(side: Side, groups: Collection[str]) -> list[str]:
+    """Return the groups that have members now."""
+    names = []
     for group in sorted(groups):
         (response,) = await side.admin.describe_consumer_groups([group])
         for _error, name, _state, _kind, _protocol, members, *_ in response.groups:
-            found += [name] if members else []
-    return found
+            names += [name] if members else []
+    return names
 
 
 async def copy(
     source: Side, target: Side, topics: Mapping[str, Topic], ends: Mapping[TopicPartition, int]
 ) -> Positions:
-    """Set the positions of all groups on the target. Raises `NotACopy` when a group is further on there."""
-    wanted = {
+    """Set the positions of all groups on the target.
+
+    Raises:
+        MirrorConflict: a group has a later position on the target.
+    """
+    expected = {
         group: {
-            place: (await _translated(source, target, topics[place.topic], place, offset, ends[place]), note)
-            for place, (offset, note) in places.items()
+            partition: (
+                await _translate(source, target, topics[partition.topic], partition, offset, ends[partition]),
+                note,
+            )
+            for partition, (offset, note) in offsets.items()
         }
-        for group, places in (await positions(source, topics)).items()
+        for group, offsets in (await positions(source, topics)).items()
     }
-    there = await positions(target, topics)
-    for group, places in wanted.items():
-        known = there.get(group, {})
-        for place, (offset, _) in known.items():
-            if offset > places.get(place, (0, ""))[0]:
-                raise NotACopy(
-                    f"group {group} is at {offset} of {place.topic}[{place.partition}] on {target.bus}, further than "
-                    f"on {source.bus}: the target is in use already"
+    existing = await positions(target, topics)
+    for group, offsets in expected.items():
+        present = existing.get(group, {})
+        for partition, (offset, _) in present.items():
+            if offset > offsets.get(partition, (0, ""))[0]:
+                raise MirrorConflict(
+                    f"group {group}: is at {offset} of {partition.topic}[{partition.partition}] on {target.bus}, after "
+                    f"its position on {source.bus}; the target is in use already"
                 )
-        changed = {place: at for place, at in places.items() if known.get(place) != at}
+        changed = {partition: at for partition, at in offsets.items() if present.get(partition) != at}
         if changed:
             await target.commit(group, changed)
-    return wanted
+    return expected
 
 
-async def _translated(source: Side, target: Side, topic: Topic, place: TopicPartition, offset: int, end: int) -> int:
-    """Logs have equal offsets; a position behind records that were not committed in the end is the end."""
-    return await tables.position(source, target, place, offset) if topic.is_table else min(offset, end)
+async def _translate(source: Side, target: Side, topic: Topic, partition: TopicPartition, offset: int, end: int) -> int:
+    """Return the target's offset for a source offset. In logs they are equal, but not beyond the copied end."""
+    return await tables.translate_position(source, target, partition, offset) if topic.is_table else min(offset, end)

@@ -1,4 +1,4 @@
-"""Copies a partition of a log so that every record keeps its offset."""
+"""Copying of one partition of a log such that every record keeps its offset."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import UsageError
-from headrace_operations.mirror.side import NotACopy, Row, Side
+from headrace_operations.mirror.side import MirrorConflict, Row, Side
 from headrace_schemas import EVENTS
 
 if TYPE_CHECKING:
     from aiokafka import TopicPartition
 
-Passed = Callable[[int], None]
-"""Called with how many more records were dealt with."""
+OnRecords = Callable[[int], None]
+"""Called with the number of further records that were handled."""
 PADDING = b"headrace-mirror-padding"
-_AT_ONCE_MAX = 500
-_BYTES_AT_ONCE_MAX = 8_388_608
-_PADDING_AT_ONCE = 100_000
+_BATCH_ROWS_MAX = 500
+_BATCH_BYTES_MAX = 8_388_608
+_PADDING_BATCH_ROWS = 100_000
 _PADDING_TIME_MS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What a partition holds on both sides: records, and a digest of their offsets, times, keys, values, headers."""
+class PartitionCheck:
+    """Result of comparing a partition: the number of records, and a digest of their offsets, times and contents."""
 
     topic: str
     partition: int
@@ -33,97 +33,118 @@ class Checked:
     digest: str
 
 
-async def copy(source: Side, target: Side, place: TopicPartition, end: int, passed: Passed) -> None:
-    """Bring the target's partition up to offset `end` of the source's.
+async def copy(source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords) -> None:
+    """Extend the target's partition to the offset `end` of the source.
 
-    What is there already is compared with the source first. Raises `NotACopy`.
+    Records that the target already has are compared with the source first.
+
+    Raises:
+        MirrorConflict: the target has other records.
     """
-    first = await _first_record(source, place, end)
-    begun, reached = (await target.bounds([place]))[place]
-    if reached > end:
-        raise NotACopy(
-            f"{_name(place)} ends at {reached} on {target.bus} and at {end} on {source.bus}: the target is in use "
-            "already, or another bus was copied there. To copy again, delete the topic there first"
+    first = await _first_record(source, topic_partition, end)
+    begin, present_end = (await target.bounds([topic_partition]))[topic_partition]
+    if present_end > end:
+        raise MirrorConflict(
+            f"{_name(topic_partition)}: ends at {present_end} on {target.bus} and at {end} on {source.bus}; the "
+            "target is "
+            "in use already, or another bus was copied to it. To copy again, delete the topic on the target first"
         )
-    if reached <= first:
-        await _check_padding(target, place, begun, reached)
-        passed(reached - begun)
-        await _pad(target, place, reached, first, passed)
-        if begun < first:
-            await target.delete_before(place, first)
-        reached = first
+    if present_end <= first:
+        await _check_padding(target, topic_partition, begin, present_end)
+        on_records(present_end - begin)
+        await _pad(target, topic_partition, present_end, first, on_records)
+        if begin < first:
+            await target.delete_before(topic_partition, first)
+        present_end = first
     else:
-        await compare(source, target, place, reached, passed)
-    await _append(source, target, place, reached, end, passed)
+        await compare(source, target, topic_partition, present_end, on_records)
+    await _append(source, target, topic_partition, present_end, end, on_records)
 
 
-async def compare(source: Side, target: Side, place: TopicPartition, end: int, passed: Passed) -> Checked:
-    """Read both sides up to `end`, from where both have records. Raises `NotACopy` at the first difference."""
-    oldest = (await target.bounds([place]))[place][0]
-    start = await _first_record(source, place, end, oldest)
-    theirs, digest, count = target.read(place, start, end), hashlib.sha256(), 0
-    async for offset, row in _filled(source, place, start, end):
-        found = await anext(theirs, None)
-        if found != (offset, row):
-            raise NotACopy(
-                f"{_name(place)} at {offset}: {target.bus} holds other data than {source.bus}. Mirror to a bus without "
-                f"a topic of this name, or delete the topic there first if nobody needs it"
+async def compare(
+    source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords
+) -> PartitionCheck:
+    """Compare both sides up to `end`, from the first offset at which both have records.
+
+    Raises:
+        MirrorConflict: a record differs.
+    """
+    oldest = (await target.bounds([topic_partition]))[topic_partition][0]
+    start = await _first_record(source, topic_partition, end, oldest)
+    copied, digest, count = target.read(topic_partition, start, end), hashlib.sha256(), 0
+    async for offset, row in _read_every_offset(source, topic_partition, start, end):
+        copied_row = await anext(copied, None)
+        if copied_row != (offset, row):
+            raise MirrorConflict(
+                f"{_name(topic_partition)} at {offset}: {target.bus} has other data than {source.bus}; mirror to a bus "
+                "without a topic of this name, or delete the topic on the target first if it is not needed"
             )
         digest.update(repr((offset, row)).encode())
         count += 1
-        passed(1)
-    return Checked(place.topic, place.partition, count, digest.hexdigest())
+        on_records(1)
+    return PartitionCheck(topic_partition.topic, topic_partition.partition, count, digest.hexdigest())
 
 
-async def _append(source: Side, target: Side, place: TopicPartition, start: int, end: int, passed: Passed) -> None:
-    """`start` is where the target ends."""
+async def _append(
+    source: Side, target: Side, topic_partition: TopicPartition, start: int, end: int, on_records: OnRecords
+) -> None:
+    """Append the source's records from `start`, the end of the target's partition, to `end`."""
     before = None
-    if start > (await target.bounds([place]))[place][0]:
-        (before,) = [row async for _, row in target.read(place, start - 1, start)]
-    waiting: list[Row] = []
+    if start > (await target.bounds([topic_partition]))[topic_partition][0]:
+        (before,) = [row async for _, row in target.read(topic_partition, start - 1, start)]
+    batch: list[Row] = []
     size, at = 0, start
-    async for _, row in _filled(source, place, start, end, before):
-        waiting.append(row)
+    async for _, row in _read_every_offset(source, topic_partition, start, end, before):
+        batch.append(row)
         size += len(row.value or b"") + len(row.key or b"")
-        if len(waiting) == _AT_ONCE_MAX or size > _BYTES_AT_ONCE_MAX:
-            await target.append(place, waiting, at)
-            passed(len(waiting))
-            at, waiting, size = at + len(waiting), [], 0
-    await target.append(place, waiting, at)
-    passed(len(waiting))
+        if len(batch) == _BATCH_ROWS_MAX or size > _BATCH_BYTES_MAX:
+            await target.append(topic_partition, batch, at)
+            on_records(len(batch))
+            at, batch, size = at + len(batch), [], 0
+    await target.append(topic_partition, batch, at)
+    on_records(len(batch))
 
 
-async def _filled(
-    source: Side, place: TopicPartition, start: int, end: int, before: Row | None = None
+async def _read_every_offset(
+    source: Side, topic_partition: TopicPartition, start: int, end: int, before: Row | None = None
 ) -> AsyncIterator[tuple[int, Row]]:
-    """Every offset of a range; one without a record has the record before it, which is `before` at the start.
+    """Yield a row for every offset of a range; an offset without a record gets a duplicate of the row before it.
 
-    Raises `UsageError` where nobody knows what consumers make of a repetition: the topic is not one of ours.
+    Args:
+        source: the bus to read.
+        topic_partition: the partition.
+        start: first offset.
+        end: offset after the last one.
+        before: the row before `start`.
+
+    Raises:
+        UsageError: a duplicate is needed in a topic that is not one of Headrace's, whose consumers may not expect it.
     """
     expected = start
-    async for offset, row in source.read(place, start, end):
+    async for offset, row in source.read(topic_partition, start, end):
         for missing in range(expected, offset):
-            yield missing, _repeated(place, missing, before)
+            yield missing, _duplicate(topic_partition, missing, before)
         yield offset, row
         expected, before = offset + 1, row
     for missing in range(expected, end):
-        yield missing, _repeated(place, missing, before)
+        yield missing, _duplicate(topic_partition, missing, before)
 
 
-def _repeated(place: TopicPartition, offset: int, before: Row | None) -> Row:
+def _duplicate(topic_partition: TopicPartition, offset: int, before: Row | None) -> Row:
     assert before is not None, "a range begins with a record"
-    if place.topic not in EVENTS:
+    if topic_partition.topic not in EVENTS:
         raise UsageError(
-            f"{_name(place)} has no record at {offset} (a transaction ended there), and only topics of Headrace are "
-            f"known to bear a repetition in its place; leave this one out with --without {place.topic}"
+            f"{_name(topic_partition)}: has no record at {offset} (the end of a transaction), and only consumers of "
+            "Headrace's topics are known to discard duplicates; exclude the topic with --without "
+            f"{topic_partition.topic}"
         )
     return before
 
 
-async def _first_record(source: Side, place: TopicPartition, end: int, from_offset: int = 0) -> int:
-    """The offset of the first record from `from_offset` on, `end` when there is none."""
-    start = max(from_offset, (await source.bounds([place]))[place][0])
-    reading = source.read(place, start, end)
+async def _first_record(source: Side, topic_partition: TopicPartition, end: int, from_offset: int = 0) -> int:
+    """Return the offset of the first record from `from_offset` on; `end` if there is none."""
+    start = max(from_offset, (await source.bounds([topic_partition]))[topic_partition][0])
+    reading = source.read(topic_partition, start, end)
     try:
         async for offset, _ in reading:
             return offset
@@ -132,24 +153,24 @@ async def _first_record(source: Side, place: TopicPartition, end: int, from_offs
     return end
 
 
-async def _check_padding(target: Side, place: TopicPartition, begun: int, reached: int) -> None:
-    """What is below the source's first record was put there by us, or has been on the source until it expired."""
-    async for offset, row in target.read(place, begun, reached):
+async def _check_padding(target: Side, topic_partition: TopicPartition, begin: int, end: int) -> None:
+    """Check that the target has only padding below the source's first record."""
+    async for offset, row in target.read(topic_partition, begin, end):
         if row.key != PADDING:
-            raise NotACopy(
-                f"{_name(place)} at {offset}: {target.bus} holds data that is not on the source, or is not there any "
-                "more. Delete the topic there first if nobody needs it"
+            raise MirrorConflict(
+                f"{_name(topic_partition)} at {offset}: {target.bus} has a record that the source has not; delete "
+                "the topic on the target first if it is not needed"
             )
 
 
-async def _pad(target: Side, place: TopicPartition, start: int, end: int, passed: Passed) -> None:
-    """Fill up with records that are deleted before anything else comes; old ones, so that they share no segment."""
+async def _pad(target: Side, topic_partition: TopicPartition, start: int, end: int, on_records: OnRecords) -> None:
+    """Append padding records, which are deleted before real records follow. Their old times give them own segments."""
     row = Row(PADDING, None, (), _PADDING_TIME_MS)
-    for at in range(start, end, _PADDING_AT_ONCE):
-        count = min(_PADDING_AT_ONCE, end - at)
-        await target.append_repeated(place, row, count, at)
-        passed(count)
+    for at in range(start, end, _PADDING_BATCH_ROWS):
+        count = min(_PADDING_BATCH_ROWS, end - at)
+        await target.append_repeated(topic_partition, row, count, at)
+        on_records(count)
 
 
-def _name(place: TopicPartition) -> str:
-    return f"{place.topic}[{place.partition}]"
+def _name(topic_partition: TopicPartition) -> str:
+    return f"{topic_partition.topic}[{topic_partition.partition}]"

@@ -1,4 +1,4 @@
-"""One of the two buses: lists its topics, reads a range of a partition, writes to exact offsets."""
+"""One of the two buses of a mirror: list topics, read ranges of partitions, write at exact offsets."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from aiokafka.admin import AIOKafkaAdminClient
 
 CONFIG = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "delete.retention.ms")
-"""What of a topic's configuration is copied."""
+"""Configuration entries of a topic that are copied."""
 _POLL_MS = 500
 _WAIT_MS = 10
-"""Little: what is read is there already, and a request that waits at a log's end would hold up the next partition."""
+"""Short, because the records exist already; a long wait at the end of a log would delay the next partition."""
 _BATCH_MAX = 500
 _IDLE_POLLS_MAX = 60
 _REQUEST_BYTES_SPARE = 65_536
 
 
-class NotACopy(HeadraceError):
-    """The target holds something that is not on the source."""
+class MirrorConflict(HeadraceError):
+    """The target has data that is not on the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A record, apart from where it is."""
+    """Contents of a record, without its position."""
 
     key: bytes | None
     value: bytes | None
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic as a bus has it."""
+    """A topic with its configuration."""
 
     name: str
     partitions: int
@@ -52,12 +52,12 @@ class Topic:
         return "compact" in self.config["cleanup.policy"]
 
 
-def row_of(record: ConsumerRecord) -> Row:
+def record_row(record: ConsumerRecord) -> Row:
     return Row(record.key, record.value, tuple(record.headers), record.timestamp)
 
 
 class Side:
-    """An open connection; `opened` makes one. One reading at a time."""
+    """An open connection to a bus; `open_side` creates one. It can read one range at a time."""
 
     def __init__(self, bus: str, admin: AIOKafkaAdminClient, reader: AIOKafkaConsumer, stack: AsyncExitStack) -> None:
         self.bus = bus
@@ -67,68 +67,92 @@ class Side:
         self._producer: AIOKafkaProducer | None = None
 
     async def topics(self) -> dict[str, Topic]:
-        """Every topic that is not the bus's own, by name."""
+        """Return all topics except internal ones, by name."""
         names = sorted(name for name in await self.admin.list_topics() if not name.startswith("__"))
         described = await self.admin.describe_topics(names) if names else []
-        counts = {one["topic"]: len(one["partitions"]) for one in described}
+        counts = {topic["topic"]: len(topic["partitions"]) for topic in described}
         return {name: Topic(name, counts[name], await self._config(name)) for name in names}
 
     async def _config(self, topic: str) -> dict[str, str]:
         from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-        wanted = ConfigResource(ConfigResourceType.TOPIC, topic, dict.fromkeys(CONFIG))
-        (response,) = await self.admin.describe_configs([wanted])
+        config_resource = ConfigResource(ConfigResourceType.TOPIC, topic, dict.fromkeys(CONFIG))
+        (response,) = await self.admin.describe_configs([config_resource])
         return {entry[0]: entry[1] for resource in response.resources for entry in resource[4] if entry[0] in CONFIG}
 
     async def create(self, topics: Iterable[Topic], replication: int) -> None:
-        """Raises `UsageError` when the bus does not take one of them."""
+        """Create topics and wait until all partitions have a leader.
+
+        Raises:
+            UsageError: the bus refused a topic.
+        """
         from aiokafka.admin import NewTopic
 
-        new = [NewTopic(one.name, one.partitions, replication, topic_configs=dict(one.config)) for one in topics]
+        new = [
+            NewTopic(topic.name, topic.partitions, replication, topic_configs=dict(topic.config)) for topic in topics
+        ]
         if not new:
             return
         response = await self.admin.create_topics(new)
         for name, code, message, *_ in response.topic_errors:
             if code:
-                raise UsageError(f"{self.bus} does not take topic {name}: {message or f'error {code}'}")
+                raise UsageError(f"{self.bus} refused topic {name}: {message or f'error {code}'}")
         async with asyncio.timeout(30):
             while True:
-                if await self._led([one.name for one in new]):
+                if await self._have_leaders([topic.name for topic in new]):
                     return
                 await asyncio.sleep(0.1)
 
-    async def _led(self, names: Sequence[str]) -> bool:
+    async def _have_leaders(self, names: Sequence[str]) -> bool:
         described = await self.admin.describe_topics(list(names))
         return all(
-            one["error_code"] == 0 and all(partition["leader"] >= 0 for partition in one["partitions"])
-            for one in described
+            topic["error_code"] == 0 and all(partition["leader"] >= 0 for partition in topic["partitions"])
+            for topic in described
         )
 
-    async def bounds(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
-        """Where each partition begins and ends now."""
-        if not places:
+    async def bounds(self, topic_partitions: Sequence[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
+        """Return the present first and end offsets of each partition."""
+        if not topic_partitions:
             return {}
-        first, last = await self._reader.beginning_offsets(places), await self._reader.end_offsets(places)
-        return {place: (first[place], last[place]) for place in places}
+        first, last = (
+            await self._reader.beginning_offsets(topic_partitions),
+            await self._reader.end_offsets(topic_partitions),
+        )
+        return {
+            topic_partition: (first[topic_partition], last[topic_partition]) for topic_partition in topic_partitions
+        }
 
-    async def read(self, place: TopicPartition, start: int, end: int) -> AsyncGenerator[tuple[int, Row], None]:
-        """The committed records between two offsets, with theirs. Raises `Unreachable` when they stop coming."""
+    async def read(
+        self, topic_partition: TopicPartition, start: int, end: int
+    ) -> AsyncGenerator[tuple[int, Row], None]:
+        """Yield the committed records between two offsets with their offsets.
+
+        Raises:
+            Unreachable: the bus stopped sending records.
+        """
         if start >= end:
             return
-        self._reader.assign([place])
-        self._reader.seek(place, start)
+        self._reader.assign([topic_partition])
+        self._reader.seek(topic_partition, start)
         idle = 0
-        while await self._reader.position(place) < end:
-            batches = await self._reader.getmany(place, timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+        while await self._reader.position(topic_partition) < end:
+            batches = await self._reader.getmany(topic_partition, timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
             idle = 0 if batches else idle + 1
             if idle > _IDLE_POLLS_MAX:
-                raise Unreachable(f"{self.bus} has stopped sending {place.topic}[{place.partition}]")
-            for record in batches.get(place, []):
+                raise Unreachable(
+                    f"{self.bus} has stopped sending {topic_partition.topic}[{topic_partition.partition}]"
+                )
+            for record in batches.get(topic_partition, []):
                 if record.offset < end:
-                    yield record.offset, row_of(record)
+                    yield record.offset, record_row(record)
 
     async def open_producer(self, *, largest: int, batch: int) -> None:
-        """Once, before the first `append`. `largest` record and usual `batch`, in bytes: every topic has a bound."""
+        """Open the producer; call it once before the first `append`.
+
+        Args:
+            largest: size limit of a record in bytes, the largest of all topics.
+            batch: size of a batch in bytes, which the smallest limit of a topic must allow.
+        """
         from aiokafka import AIOKafkaProducer
 
         producer = AIOKafkaProducer(
@@ -143,24 +167,35 @@ class Side:
         await producer.start()
         self._producer = producer
 
-    async def append(self, place: TopicPartition, rows: Sequence[Row], at: int | None) -> None:
-        """Write `rows` and wait for them. `at`: the offset that the first must get; None when it does not matter.
+    async def append(self, topic_partition: TopicPartition, rows: Sequence[Row], at: int | None) -> None:
+        """Write rows and wait for their acknowledgement.
 
-        Raises `NotACopy` when somebody else writes there too.
+        Args:
+            topic_partition: the partition.
+            rows: the rows.
+            at: offset that the first row must get; None if the offsets do not matter.
+
+        Raises:
+            MirrorConflict: another producer writes to the partition.
         """
         assert self._producer is not None
         acks = [
             await self._producer.send(
-                place.topic, row.value, row.key, place.partition, row.timestamp_ms, list(row.headers)
+                topic_partition.topic,
+                row.value,
+                row.key,
+                topic_partition.partition,
+                row.timestamp_ms,
+                list(row.headers),
             )
             for row in rows
         ]
         for number, metadata in enumerate(await asyncio.gather(*acks)):
             if at is not None:
-                self._check_offset(place, metadata.offset, at + number)
+                self._check_offset(topic_partition, metadata.offset, at + number)
 
-    async def append_repeated(self, place: TopicPartition, row: Row, count: int, at: int) -> None:
-        """Write one small row without headers `count` times, as `append` does."""
+    async def append_repeated(self, topic_partition: TopicPartition, row: Row, count: int, at: int) -> None:
+        """Write one small row without headers `count` times. Raises as `append` does."""
         assert self._producer is not None
         acks = []
         while count:
@@ -168,20 +203,27 @@ class Side:
             size = 0
             while size < count and batch.append(key=row.key, value=row.value, timestamp=row.timestamp_ms) is not None:
                 size += 1
-            acks.append((at, await self._producer.send_batch(batch, place.topic, partition=place.partition)))
+            acks.append(
+                (at, await self._producer.send_batch(batch, topic_partition.topic, partition=topic_partition.partition))
+            )
             at, count = at + size, count - size
         for expected, ack in acks:
-            self._check_offset(place, (await ack).offset, expected)
+            self._check_offset(topic_partition, (await ack).offset, expected)
 
-    def _check_offset(self, place: TopicPartition, found: int, expected: int) -> None:
-        if found != expected:
-            raise NotACopy(
-                f"{place.topic}[{place.partition}] on {self.bus}: a record came to lie at {found} instead of "
-                f"{expected}; somebody else writes there. Stop it, delete the topic there, and mirror again"
+    def _check_offset(self, topic_partition: TopicPartition, actual: int, expected: int) -> None:
+        if actual != expected:
+            raise MirrorConflict(
+                f"{topic_partition.topic}[{topic_partition.partition}] on {self.bus}: a record got offset {actual} "
+                "instead "
+                f"of {expected}, so another producer writes there; stop it, delete the topic and mirror again"
             )
 
     async def commit(self, group: str, positions: Mapping[TopicPartition, tuple[int, str]]) -> None:
-        """Set where `group` goes on. Raises `NotACopy` when it has members there."""
+        """Set the positions of a group.
+
+        Raises:
+            MirrorConflict: the group has members on this bus.
+        """
         from aiokafka import AIOKafkaConsumer
         from aiokafka.errors import CommitFailedError, UnknownMemberIdError
 
@@ -191,27 +233,37 @@ class Side:
             consumer.assign(list(positions))
             await consumer.commit(dict(positions))
         except (CommitFailedError, UnknownMemberIdError) as error:
-            raise NotACopy(f"group {group} has members on {self.bus}: stop the services there first") from error
+            raise MirrorConflict(f"group {group}: has members on {self.bus}; stop the services there first") from error
         finally:
             await consumer.stop()
 
-    async def delete_before(self, place: TopicPartition, offset: int) -> None:
-        """Let the log begin at `offset`. Raises `UsageError` where the bus cannot."""
+    async def delete_before(self, topic_partition: TopicPartition, offset: int) -> None:
+        """Delete the records before `offset`.
+
+        Raises:
+            UsageError: the bus cannot delete records.
+        """
         from aiokafka.admin import RecordsToDelete
         from aiokafka.errors import KafkaError
 
         try:
-            await self.admin.delete_records({place: RecordsToDelete(before_offset=offset)})
+            await self.admin.delete_records({topic_partition: RecordsToDelete(before_offset=offset)})
         except (KafkaError, NotImplementedError) as error:
             raise UsageError(
-                f"{place.topic}[{place.partition}] begins at {offset} and has to begin there on {self.bus} too, which "
-                f"does not delete records ({error!r}); mirror with the right to delete records there"
+                f"{topic_partition.topic}[{topic_partition.partition}]: must begin at {offset} on {self.bus} as "
+                "well, but "
+                f"that bus refused to delete records ({error!r}); mirror with the permission to delete records there"
             ) from error
 
 
 @asynccontextmanager
-async def opened(bus: str) -> AsyncIterator[Side]:
-    """A connection to the bus at `bus`. Raises `Unreachable`, `UsageError` without the extra."""
+async def open_side(bus: str) -> AsyncIterator[Side]:
+    """Connect to a bus.
+
+    Raises:
+        Unreachable: the bus does not answer.
+        UsageError: the extra `topics` is not installed, or a record is too large for a topic.
+    """
     try:
         from aiokafka import AIOKafkaConsumer
         from aiokafka.admin import AIOKafkaAdminClient
@@ -237,4 +289,4 @@ async def opened(bus: str) -> AsyncIterator[Side]:
         except MessageSizeTooLargeError as error:
             raise UsageError(f"{bus}: {error}; raise max.message.bytes of the topic there and mirror again") from error
         except (KafkaError, OSError) as error:
-            raise Unreachable(f"bus {bus}: {error!r}; run the same again to go on where this ended") from error
+            raise Unreachable(f"bus {bus}: {error!r}; run the same command again to continue") from error

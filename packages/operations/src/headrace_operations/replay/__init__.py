@@ -1,6 +1,6 @@
-"""Training again from what the topics still hold: `headrace replay plan | run`. See docs/replay.md.
+"""Training on events that the topics still hold: `headrace replay plan | run`. See docs/replay.md.
 
-A replay reads ranges without a consumer group, has the services' own programs judge and score what it read, and make a
-dry run of training with it, writes the outcome to topics of its own and lets a trainer make a new lineage of it.
-Nothing live is read from them, written to or committed to.
+A replay reads ranges without a consumer group. The services' own programs judge and score the records and simulate the
+training. The result is written to topics of the replay, on which a trainer trains a new lineage. Live groups, topics
+and offsets are not changed.
 """

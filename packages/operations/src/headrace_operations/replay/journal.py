@@ -1,4 +1,5 @@
-"""Reads from `training-metrics` what a lineage has read, so that its batches can be built again (P9)."""
+"""Journal of a lineage: the offsets that it has read, from `training-metrics`, so that its batches can be rebuilt
+(P9)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from headrace_schemas.replay import RecordedBatch, recorded_batches
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Records of one partition up to an offset, after which batches of so many experiences were made, in order."""
+class ReadRange:
+    """Records of one partition up to an offset, and the sizes of the batches that were cut after them, in order."""
 
     partition: int
     until: int
@@ -23,45 +24,47 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """In order. `gap` says why it does not reach from the lineage's beginning to its last save, None when it does."""
+    """Read ranges and batches of a lineage in order. `gap` is why the journal is incomplete; None if it is complete."""
 
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[ReadRange, ...]
     batches: tuple[BatchRecord, ...]
     gap: str | None = None
     recorded: tuple[RecordedBatch, ...] = ()
-    """What came of each of the batches."""
+    """Records of the batches for a dry run."""
 
 
-def keep(accounts: Iterable[TrainingMetrics], model: str, lineage: str) -> Journal:
-    """The journal of a lineage from whatever was said on the topic, repetitions included."""
-    own = {one.account: one for one in accounts if (one.model, one.lineage) == (model, lineage)}
-    ordered = [own[number] for number in sorted(own)]
-    batches = tuple(batch for one in ordered for batch in one.batches)
-    stretches: list[Stretch] = []
-    gap = _gap(ordered, model, lineage)
-    for one in ordered:
-        for batch in one.batches:
-            stretches += (Stretch(read.partition, read.until) for read in batch.read)
-            if stretches:  # time may have cut it: what it is made of was read before, perhaps before the batch before
-                last, cut = stretches[-1], batch.experiences + len(batch.left_out)
-                stretches[-1] = replace(last, cuts=(*last.cuts, cut), left_out=(*last.left_out, *batch.left_out))
+def build_journal(metrics: Iterable[TrainingMetrics], model: str, lineage: str) -> Journal:
+    """Build the journal of a lineage from all reports on the topic, duplicates included."""
+    by_number = {report.account: report for report in metrics if (report.model, report.lineage) == (model, lineage)}
+    reports = [by_number[number] for number in sorted(by_number)]
+    batches = tuple(batch for report in reports for batch in report.batches)
+    ranges: list[ReadRange] = []
+    gap = _gap(reports, model, lineage)
+    for report in reports:
+        for batch in report.batches:
+            ranges += (ReadRange(read.partition, read.until) for read in batch.read)
+            # A batch may be cut by time without a new read; its experiences come from earlier reads then.
+            if ranges:
+                last, cut = ranges[-1], batch.experiences + len(batch.left_out)
+                ranges[-1] = replace(last, cuts=(*last.cuts, cut), left_out=(*last.left_out, *batch.left_out))
             else:
-                gap = gap or f"lineage {lineage} has cut a batch before it read anything"
-        stretches += (Stretch(read.partition, read.until) for read in one.read)
-    return Journal(tuple(stretches), batches, gap, recorded_batches(ordered))
+                gap = gap or f"lineage {lineage} cut a batch before it read a record"
+        ranges += (ReadRange(read.partition, read.until) for read in report.read)
+    return Journal(tuple(ranges), batches, gap, recorded_batches(reports))
 
 
 async def read(topics: Topics, model: str, lineage: str) -> Journal:
+    """Read the journal of a lineage from the topic."""
     events = [entry.event async for entry in topics.read(Range(TrainingMetrics.topic))]
-    return keep((event for event in events if isinstance(event, TrainingMetrics)), model, lineage)
+    return build_journal((event for event in events if isinstance(event, TrainingMetrics)), model, lineage)
 
 
-def _gap(accounts: list[TrainingMetrics], model: str, lineage: str) -> str | None:
-    if not accounts:
-        return f"training-metrics holds nothing of model {model} in lineage {lineage}"
-    numbers = [one.account for one in accounts]
+def _gap(reports: list[TrainingMetrics], model: str, lineage: str) -> str | None:
+    if not reports:
+        return f"training-metrics has no report of model {model} in lineage {lineage}"
+    numbers = [report.account for report in reports]
     if numbers != list(range(len(numbers))):
-        return f"training-metrics does not hold all of lineage {lineage}"
-    if any(not one.batches and any(verdict.dropped is None for verdict in one.verdicts) for one in accounts):
+        return f"training-metrics has not all reports of lineage {lineage}"
+    if any(not report.batches and any(verdict.dropped is None for verdict in report.verdicts) for report in reports):
         return f"a part of lineage {lineage} was trained before batches were recorded"
     return None

@@ -1,4 +1,4 @@
-"""Offers a replayed version to the registry, which probes and gates it like any other."""
+"""Announcement of a replayed version to the registry, which probes and gates it like any other."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from headrace_schemas.replay import topic_prefix
 
 
 async def offer(bus: str, lineage: str, version: str | None = None) -> Checkpoint:
-    """Announce a version (default: the last one) on `checkpoints`, after the base that an adapter needs.
+    """Announce a version (by default the last one) on `checkpoints`, after the base that an adapter needs.
 
-    Raises `UsageError` when the replay has no such version.
+    Raises:
+        UsageError: the replay has no such version.
     """
     async with connected(bus) as topics:
-        made = await checkpoints(topics, topic_prefix(lineage))
-    if not made:
-        raise UsageError(f"the replay into lineage {lineage!r} has made no version yet")
-    chosen = next((one for one in made if one.version == version), None) if version else made[-1]
+        versions = await checkpoints(topics, topic_prefix(lineage))
+    if not versions:
+        raise UsageError(f"lineage {lineage!r}: the replay has no version yet")
+    chosen = next((entry for entry in versions if entry.version == version), None) if version else versions[-1]
     if chosen is None:
         raise UsageError(
-            f"lineage {lineage!r} has no version {version}; it has {', '.join(one.version for one in made)}"
+            f"lineage {lineage!r}: has no version {version}; it has {', '.join(entry.version for entry in versions)}"
         )
     manifest = Manifest.model_validate_json(await asyncio.to_thread(fetch, chosen.manifest))
-    needed = [one for one in made if one.version == manifest.base]
+    bases = [entry for entry in versions if entry.version == manifest.base]
     async with producing(bus, "headrace-replay") as producer:
-        for one in (*needed, chosen):
-            await producer.send([Outgoing.of(one, "headrace/replay")])
+        for checkpoint in (*bases, chosen):
+            await producer.send([Outgoing.of(checkpoint, "headrace/replay")])
     return chosen

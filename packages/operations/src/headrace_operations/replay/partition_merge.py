@@ -1,6 +1,6 @@
-"""Merges the partitions of a topic into one order that does not depend on how fast each of them is read.
+"""Merging of the partitions of a topic in an order that does not depend on the speed of reading.
 
-By time (of the records, then the number of the partition), or as a lineage has read them.
+The order is that of time (of the records, then of the partition numbers), or the order in which a lineage read them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.topics import Progress, Range, connected
-from headrace_operations.replay.journal import Stretch
+from headrace_operations.replay.journal import ReadRange
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A record and, where batches were cut after it, of how many experiences each."""
+class MergedRecord:
+    """A record, with the sizes of the batches that the lineage cut after it."""
 
     record: ConsumerRecord
     cuts: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class Place:
 
 
 class PartitionReader:
-    """One partition, read by a connection of its own."""
+    """Reader of one partition with its own connection."""
 
     def __init__(self, records: AsyncIterator[ConsumerRecord], progress: Progress) -> None:
         self._records = records
@@ -41,7 +41,7 @@ class PartitionReader:
 
 
 class PartitionMerge:
-    """All of them; `opened` makes one. It can be gone through once, by `as_read` or `by_time`."""
+    """All partitions of a topic; `open_merge` creates one. It can be iterated once, by `as_read` or `by_time`."""
 
     def __init__(self, readers: dict[int, PartitionReader]) -> None:
         self._readers = readers
@@ -56,44 +56,49 @@ class PartitionMerge:
 
     @property
     def truncated(self) -> bool:
-        """Retention has taken the oldest records."""
+        """Whether retention has deleted the oldest records."""
         return any(reader.progress.truncated for reader in self._readers.values())
 
-    async def by_time(self) -> AsyncIterator[Place]:
-        """Whatever has not been passed yet, the oldest first."""
-        while waiting := [(reader.head.timestamp, number) for number, reader in self._readers.items() if reader.head]:
-            reader = self._readers[min(waiting)[1]]
+    async def by_time(self) -> AsyncIterator[MergedRecord]:
+        """Yield all remaining records, oldest first."""
+        while heads := [(reader.head.timestamp, number) for number, reader in self._readers.items() if reader.head]:
+            reader = self._readers[min(heads)[1]]
             assert reader.head is not None
-            yield Place(reader.head)
+            yield MergedRecord(reader.head)
             await reader.advance()
 
-    async def as_read(self, stretches: Sequence[Stretch]) -> AsyncIterator[Place]:
-        """As the journal says, then what it does not mention, by time."""
-        for stretch in stretches:
+    async def as_read(self, ranges: Sequence[ReadRange]) -> AsyncIterator[MergedRecord]:
+        """Yield the records in the order of the journal, then the remaining records by time."""
+        for read_range in ranges:
             last: ConsumerRecord | None = None
-            reader = self._readers.get(stretch.partition)
-            while reader is not None and reader.head is not None and reader.head.offset < stretch.until:
+            reader = self._readers.get(read_range.partition)
+            while reader is not None and reader.head is not None and reader.head.offset < read_range.until:
                 if last is not None:
-                    yield Place(last)
+                    yield MergedRecord(last)
                 last = reader.head
                 await reader.advance()
             if last is not None:
-                yield Place(last, stretch.cuts, stretch.left_out)
-        async for place in self.by_time():
-            yield place
+                yield MergedRecord(last, read_range.cuts, read_range.left_out)
+        async for merged in self.by_time():
+            yield merged
 
 
 @asynccontextmanager
-async def opened(bus: str, wanted: Range) -> AsyncIterator[PartitionMerge]:
-    """Connect to every partition of the range. Raises `UsageError`, `Unreachable`."""
+async def open_merge(bus: str, topic_range: Range) -> AsyncIterator[PartitionMerge]:
+    """Connect to every partition of the range.
+
+    Raises:
+        UsageError: the topic does not exist.
+        Unreachable: the bus does not answer.
+    """
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(connected(bus))
-        ends = (await first.ends([wanted.topic]))[wanted.topic]
+        ends = (await first.ends([topic_range.topic]))[topic_range.topic]
         readers = {}
-        for number in sorted(set(wanted.partitions) or ends):
+        for number in sorted(set(topic_range.partitions) or ends):
             topics = await stack.enter_async_context(connected(bus))
             progress = Progress()
-            records = topics.records(replace(wanted, partitions=(number,)), progress, ends)
+            records = topics.records(replace(topic_range, partitions=(number,)), progress, ends)
             readers[number] = PartitionReader(records, progress)
             await readers[number].advance()
         yield PartitionMerge(readers)

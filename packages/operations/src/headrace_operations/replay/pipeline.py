@@ -1,4 +1,4 @@
-"""Turns records of the topics into experiences to train on: copied, or scored again."""
+"""Conversion of topic records to experiences for training: copied, or scored again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Entry, Range, connected, event_of, fetch
 from headrace_operations.replay.journal import Journal
-from headrace_operations.replay.partition_merge import PartitionMerge, opened
-from headrace_operations.replay.program import Program, started
+from headrace_operations.replay.partition_merge import PartitionMerge, open_merge
+from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
@@ -28,55 +28,59 @@ if TYPE_CHECKING:
 _TICK = 200
 
 
-class _OfModel(BaseModel):
-    """What has to be known of an experience to leave it out."""
+class _ModelField(BaseModel):
+    """The model of an experience, parsed without the other fields."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An experience as it goes into the copy. `whole` is its JSON also where the record only refers to it."""
+    """An experience for the copy. `event_json` is its JSON, also if the record only refers to a blob."""
 
     value: bytes
-    whole: bytes
+    event_json: bytes
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
     cuts: tuple[int, ...] = ()
-    """After it the original lineage cut batches of so many, in order."""
+    """Sizes of the batches that the original lineage cut after it, in order."""
     left_out: tuple[str, ...] = ()
     """Experiences that the original lineage left out of these batches."""
 
     def with_cuts(self, cuts: tuple[int, ...], left_out: tuple[str, ...]) -> Item:
-        """Return the item with more batches that were cut after it."""
+        """Return the item with further batches that were cut after it."""
         return replace(self, cuts=(*self.cuts, *cuts), left_out=(*self.left_out, *left_out))
 
 
 Sink = Callable[[Item], Awaitable[None]]
 Tick = Callable[[str, int, int], None]
-"""Hears what is being done, how far it is and how far it will go."""
+"""Called with the activity, the completed amount and the total amount."""
 
 
-def decide(request: Request, report: Report, journal: Journal, merge: PartitionMerge) -> None:
-    """Whether batches are cut where they once were, which only a replay of everything can do. Raises `UsageError`."""
-    reason = "rewards are made again" if request.rescored else journal.gap
-    if reason is None and not request.whole:
+def choose_cut(request: Request, report: Report, journal: Journal, merge: PartitionMerge) -> None:
+    """Choose how batches are cut and record the reason in `report`. Recorded cuts need a replay of the complete topic.
+
+    Raises:
+        UsageError: recorded cuts are required but not possible.
+    """
+    reason = "the rewards are computed again" if request.is_rescored else journal.gap
+    if reason is None and not request.is_complete:
         reason = "only a part of the topic is replayed"
     if reason is None and merge.truncated:
-        reason = "the topic does not reach back to its beginning any more"
+        reason = "retention has deleted the beginning of the topic"
     if request.cut == "rules":
-        report.cut_because = "as it was asked for"
+        report.cut_because = "as requested"
     elif reason is None:
-        report.cut, report.cut_because = "recorded", f"the journal of lineage {request.of} is whole"
+        report.cut, report.cut_because = "recorded", f"the journal of lineage {request.of} is complete"
     elif request.cut == "recorded":
-        raise UsageError(f"--cut recorded: {reason}; leave it out, or use --cut rules")
+        raise UsageError(f"--cut recorded: {reason}; omit the option, or use --cut rules")
     else:
         report.cut_because = reason
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """One replay's reading. `store`: what is too large for a topic may go to the blob store."""
+    """Reading part of one replay. `store` lets the scorer write large experiences to the blob store."""
 
     request: Request
     report: Report
@@ -85,71 +89,72 @@ class Pipeline:
     store: bool = False
 
     async def run(self, merge: PartitionMerge, journal: Journal) -> None:
+        """Read all records and pass the experiences to the sink."""
         self.report.read = merge.total
-        if self.request.rescored:
-            await self._rescored(merge)
+        if self.request.is_rescored:
+            await self._rescore(merge)
         else:
-            await self._taken_over(merge, journal)
+            await self._copy(merge, journal)
 
-    async def _taken_over(self, merge: PartitionMerge, journal: Journal) -> None:
+    async def _copy(self, merge: PartitionMerge, journal: Journal) -> None:
         recorded = self.report.cut == "recorded"
-        known = not journal.gap and not merge.truncated
-        waiting: Item | None = None
+        has_order = not journal.gap and not merge.truncated
+        pending: Item | None = None
         passed = 0
-        async for place in merge.as_read(journal.stretches) if known else merge.by_time():
+        async for merged in merge.as_read(journal.ranges) if has_order else merge.by_time():
             passed += 1
             if passed % _TICK == 0:
                 self.tick("copying experiences", merge.passed, merge.total)
-            cuts, left_out = (place.cuts, place.left_out) if recorded else ((), ())
-            item = await self._item(place.record)
-            if item is None:  # it takes part in nothing, but the batches that were cut after it were cut
-                waiting = waiting.with_cuts(cuts, left_out) if waiting else None
+            cuts, left_out = (merged.cuts, merged.left_out) if recorded else ((), ())
+            item = await self._item(merged.record)
+            if item is None:  # the batches that were cut after a skipped record still count
+                pending = pending.with_cuts(cuts, left_out) if pending else None
                 continue
-            if waiting is not None:
-                await self._pass_on(waiting)
-            waiting = item.with_cuts(cuts, left_out)
-        if waiting is not None:
-            await self._pass_on(waiting)
+            if pending is not None:
+                await self._emit(pending)
+            pending = item.with_cuts(cuts, left_out)
+        if pending is not None:
+            await self._emit(pending)
         self.tick("copying experiences", merge.total, merge.total)
 
     async def _item(self, record: ConsumerRecord) -> Item | None:
-        event = await self._selected(record, self.report)
+        event = await self._select(record, self.report)
         if not isinstance(event, Experience):
             return None
         if event.model != self.request.model:
             self.report.other_models += 1
             return None
         self.report.kinds[event.no_reward or "rewarded"] += 1
-        whole = event.to_json() if is_blob_reference(record.headers) else record.value
-        return Item(record.value, whole, record.key, tuple(record.headers))
+        event_json = event.to_json() if is_blob_reference(record.headers) else record.value
+        return Item(record.value, event_json, record.key, tuple(record.headers))
 
-    async def _pass_on(self, item: Item) -> None:
+    async def _emit(self, item: Item) -> None:
         self.report.experiences += 1
         await self.sink(item)
 
-    async def _selected(self, record: ConsumerRecord, report: Report) -> Event | None:
-        """The record's event when it is one and is wanted."""
+    async def _select(self, record: ConsumerRecord, report: Report) -> Event | None:
+        """Return the event of a record if it can be parsed and is selected."""
         try:
-            event = await event_of(self.request.wanted.topic, record.value, record.headers)
+            event = await event_of(self.request.topic_range.topic, record.value, record.headers)
         except (HeadraceError, OSError):
             report.unreadable += 1
             return None
-        took_part = versions_of(event)
+        took_part = event_versions(event)
         if took_part and self.request.versions and not self.request.versions.intersection(took_part):
-            return None  # what no version took part in, a withdrawal perhaps, may be about what is wanted
+            return None  # an event without versions, such as a withdrawal, may be about a selected one
         report.selected += 1
         report.versions.update(took_part)
         return event
 
-    async def _rescored(self, merge: PartitionMerge) -> None:
-        rewards = await self._judged() if self.request.judge else []
-        async with started("scorer", self.request.environ()) as program:
-            await side_by_side(self._feed_scorer(program, merge, rewards), self._drain_scorer(program))
+    async def _rescore(self, merge: PartitionMerge) -> None:
+        rewards = await self._judge() if self.request.judge else []
+        async with start_program("scorer", self.request.environ()) as program:
+            await run_together(self._feed_scorer(program, merge, rewards), self._drain_scorer(program))
 
     async def _feed_scorer(self, program: Program, merge: PartitionMerge, rewards: list[bytes]) -> None:
         if self.store:
             await program.feed("store", b"{}")
-        await self._feed_what_was_said(program)
+        await self._feed_feedback(program)
         for reward in rewards:
             await program.feed("reward", reward)
         passed = 0
@@ -161,39 +166,40 @@ class Pipeline:
         program.close()
         self.tick("scoring trajectories", merge.total, merge.total)
 
-    async def _feed_what_was_said(self, program: Program) -> None:
-        """Feedback, others' rewards, and, where feedback is about sessions, when their trajectories were closed."""
+    async def _feed_feedback(self, program: Program) -> None:
+        """Feed feedback, rewards of other sources, and, for feedback about sessions, the times of their
+        trajectories."""
         about_sessions = False
-        keys = self.request.wanted.keys
+        keys = self.request.topic_range.keys
         async with connected(self.request.bus) as topics:
             async for entry in topics.read(Range(Feedback.topic)):
                 if isinstance(entry.event, Feedback) and (not keys or entry.key in keys or entry.event.level == "task"):
                     about_sessions = about_sessions or not entry.event.msg_ids
-                    await program.feed("feedback", _heard(entry, entry.event).model_dump_json().encode())
+                    await program.feed("feedback", _feedback_line(entry, entry.event).model_dump_json().encode())
             async for entry in topics.read(Range(Reward.topic, keys=keys)):
-                if isinstance(entry.event, Reward) and self._counts(entry.event):
+                if isinstance(entry.event, Reward) and self._is_replayed(entry.event):
                     await program.feed("reward", entry.event.to_json())
             if about_sessions:
                 async for entry in topics.read(Range(Trajectory.topic, keys=keys)):
-                    await _feed_closed(program, entry)
+                    await _feed_closed_trajectory(program, entry)
 
-    def _counts(self, reward: Reward) -> bool:
-        """Whether a verdict on the topic is taken over: not where it is about to be made again."""
+    def _is_replayed(self, reward: Reward) -> bool:
+        """Return whether a reward on the topic is replayed; verdicts of the judge are not if it judges again."""
         return not (self.request.judge and reward.source.startswith("judge:"))
 
     async def _trajectories(self, merge: PartitionMerge, report: Report) -> AsyncIterator[bytes]:
-        """JSON of those that are wanted; looked into only where that is needed, because it costs the most."""
-        looks = bool(self.request.versions) or not self.store
-        async for place in merge.by_time():
-            record = place.record
-            if looks:
-                event = await self._selected(record, report)
+        """Yield the selected trajectories as JSON. They are parsed only if necessary, because that costs the most."""
+        parse = bool(self.request.versions) or not self.store
+        async for merged in merge.by_time():
+            record = merged.record
+            if parse:
+                event = await self._select(record, report)
                 if event is not None:
                     yield event.to_json()
             elif record.value is not None:
                 report.selected += 1
-                _, found = parse_record(self.request.wanted.topic, record.value, record.headers)
-                yield await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found
+                _, payload = parse_record(self.request.topic_range.topic, record.value, record.headers)
+                yield await asyncio.to_thread(fetch, payload) if isinstance(payload, BlobRef) else payload
 
     async def _drain_scorer(self, program: Program) -> None:
         async for word, value in program.lines():
@@ -202,14 +208,14 @@ class Pipeline:
                 self.report.kinds.update(self.report.scored.experiences)
             elif word == "stored":
                 uri = BlobRef.model_validate_json(value).uri.encode()
-                await self._pass_on(Item(value, value, headers=((DATAREF_HEADER, uri),)))
-            elif _OfModel.model_validate_json(value).model == self.request.model:
-                await self._pass_on(Item(value, value))
+                await self._emit(Item(value, value, headers=((DATAREF_HEADER, uri),)))
+            elif _ModelField.model_validate_json(value).model == self.request.model:
+                await self._emit(Item(value, value))
             else:
                 self.report.other_models += 1
 
-    async def _judged(self) -> list[bytes]:
-        """What the judge says of the trajectories, as rewards."""
+    async def _judge(self) -> list[bytes]:
+        """Let the judge judge the trajectories and return its rewards as JSON."""
         rewards: list[bytes] = []
 
         async def drain(program: Program) -> None:
@@ -227,14 +233,14 @@ class Pipeline:
             program.close()
 
         async with (
-            opened(self.request.bus, self.request.wanted) as merge,
-            started("judge", self.request.environ()) as program,
+            open_merge(self.request.bus, self.request.topic_range) as merge,
+            start_program("judge", self.request.environ()) as program,
         ):
-            await side_by_side(feed(program, merge), drain(program))
+            await run_together(feed(program, merge), drain(program))
         return rewards
 
 
-def _heard(entry: Entry, event: Feedback) -> FeedbackLine:
+def _feedback_line(entry: Entry, event: Feedback) -> FeedbackLine:
     after = Envelope.read(entry.headers, event).after or {}
     return FeedbackLine(
         event=event.model_dump(mode="json"),
@@ -244,7 +250,7 @@ def _heard(entry: Entry, event: Feedback) -> FeedbackLine:
     )
 
 
-async def _feed_closed(program: Program, entry: Entry) -> None:
+async def _feed_closed_trajectory(program: Program, entry: Entry) -> None:
     event = entry.event
     if isinstance(event, Trajectory):
         closed = ClosedLine(
@@ -259,8 +265,8 @@ async def _feed_closed(program: Program, entry: Entry) -> None:
         await program.feed("closed", closed.model_dump_json().encode())
 
 
-def versions_of(event: Event) -> tuple[str, ...]:
-    """Every version that took part in what the event is about."""
+def event_versions(event: Event) -> tuple[str, ...]:
+    """Return every version that took part in the event."""
     if isinstance(event, Trajectory):
         return event.versions
     if isinstance(event, Experience) and event.branch is not None:
@@ -268,12 +274,12 @@ def versions_of(event: Event) -> tuple[str, ...]:
     return ()
 
 
-async def side_by_side(*works: Coroutine[Any, Any, None]) -> None:
-    """All to their end, or the failure that explains the others: a broken pipe explains nothing."""
+async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all coroutines to the end. Of several errors raise the first that is not a mere broken pipe."""
     try:
         async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
+            for coroutine in coroutines:
+                group.create_task(coroutine)
     except BaseExceptionGroup as failures:
-        found = failures.exceptions
-        raise next((one for one in found if not isinstance(one, ConnectionError)), found[0]) from None
+        errors = failures.exceptions
+        raise next((error for error in errors if not isinstance(error, ConnectionError)), errors[0]) from None

@@ -1,4 +1,4 @@
-"""Runs a service's own program for a replay, over pipes. A failure always has a reason."""
+"""Running of a service's own program over pipes. Every failure has a reason."""
 
 from __future__ import annotations
 
@@ -18,71 +18,83 @@ from headrace_runtime.parent_death import bound_to_parent
 _LINE_BYTES_MAX = 256 * 1024 * 1024
 _BUFFER_BYTES = 1 << 20
 _USAGE = 2
-"""Exit status of a service whose settings are wrong."""
+"""Exit status of a service with invalid settings."""
 
 
 class Program:
-    """`feed` and `lines` at the same time, from two tasks: the program stops reading while nobody reads it."""
+    """A running program.
+
+    Use `feed` and `lines` from two tasks: the program stops reading while its output is not read.
+    """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
         self._name = name
         self._process = process
         self._log = log
 
-    async def feed(self, word: str, value: bytes) -> None:
-        """Waits while the program is busy. Raises what the program failed with."""
+    async def feed(self, command: str, value: bytes) -> None:
+        """Send a command. Waits while the program is busy, and raises the program's failure."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line_of(word, value))
+        self._process.stdin.write(line_of(command, value))
         try:
             await self._process.stdin.drain()
         except ConnectionError:
-            await self.ended()
+            await self.wait_ended()
             raise
 
     def close(self) -> None:
-        """Nothing more will be fed."""
+        """Close the input; no command may follow."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     async def lines(self) -> AsyncIterator[tuple[str, bytes]]:
-        """What the program writes, until it ends. Raises what it failed with."""
+        """Yield the output of the program until it ends. Raises the program's failure."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             yield parsed(line)
-        await self.ended()
+        await self.wait_ended()
 
-    async def ended(self) -> None:
-        """Wait for the end. Raises `UsageError` when its settings are wrong, `HeadraceError` for any other failure."""
+    async def wait_ended(self) -> None:
+        """Wait for the end of the program.
+
+        Raises:
+            UsageError: the settings of the program are invalid.
+            HeadraceError: the program failed otherwise.
+        """
         status = await self._process.wait()
         if status:
             self._log.seek(0)
-            reason = reason_of(self._log.read().decode("utf-8", "replace").splitlines(), self._name)
+            reason = failure_reason(self._log.read().decode("utf-8", "replace").splitlines(), self._name)
             raise (UsageError if status == _USAGE else HeadraceError)(reason or f"{self._name}: exit status {status}")
 
 
-def reason_of(lines: Sequence[str], name: str) -> str:
-    """The last thing that a service said before it ended, without the form that it has in a log."""
+def failure_reason(lines: Sequence[str], name: str) -> str:
+    """Return the last message of a service before it ended, without the formatting of its log."""
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
-        found = json.loads(last)
+        fields = json.loads(last)
     except (ValueError, RecursionError):
         return last.removeprefix("headrace ")
-    return f"{name}: {found.get('error') or found.get('event')}" if isinstance(found, dict) else last
+    return f"{name}: {fields.get('error') or fields.get('event')}" if isinstance(fields, dict) else last
 
 
-def module_of(service: str) -> str:
-    """The service's module. Raises `UsageError` when it is not installed."""
+def service_module(service: str) -> str:
+    """Return the module of a service.
+
+    Raises:
+        UsageError: the service is not installed.
+    """
     info = installed().get(service)
     if info is None:
-        raise UsageError(f"the {service} is not installed here, and this needs it: pip install headrace-{service}")
+        raise UsageError(f"the {service} service is not installed; install it with pip install headrace-{service}")
     return info.module
 
 
 @asynccontextmanager
-async def started(service: str, environ: Mapping[str, str], filter_: str = "replay") -> AsyncIterator[Program]:
-    """`python -m headrace_<service>.<filter_>`, killed when it is left before it has ended."""
+async def start_program(service: str, environ: Mapping[str, str], filter_: str = "replay") -> AsyncIterator[Program]:
+    """Start `python -m headrace_<service>.<filter_>`; it is killed if the block is left before it has ended."""
     with tempfile.TemporaryFile() as log:
-        command = bound_to_parent([sys.executable, "-m", f"{module_of(service)}.{filter_}"])
+        command = bound_to_parent([sys.executable, "-m", f"{service_module(service)}.{filter_}"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=log, env=dict(environ), limit=_LINE_BYTES_MAX

@@ -11,49 +11,50 @@ from headrace_schemas.replay import DryRunLine, JudgedLine, ScoredLine
 
 @dataclass(slots=True)
 class Report:
-    """Filled in while the replay goes on. Counts that nobody made are empty."""
+    """Counts of a replay, filled in while it runs. Counts of parts that did not run are empty."""
 
     lineage: str
     of: str
     source: str
     topic: str | None = None
-    """Where the experiences were copied to; None for a plan."""
+    """Topic to which the experiences were copied; None for a plan."""
     read: int = 0
-    """Records in the range."""
+    """Number of records in the range."""
     selected: int = 0
-    """Those of them that are replayed."""
+    """Number of records that are replayed."""
     unreadable: int = 0
     other_models: int = 0
-    """Experiences of models that are not trained."""
+    """Number of experiences of other models than the trained one."""
     versions: Counter[str] = field(default_factory=Counter)
-    """Version to the selected records that it took part in; counted where they were looked into."""
+    """Version to the number of selected records that it took part in; empty if the records were not parsed."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """`rewarded`, or why there is no reward, to how many of the selected experiences."""
+    """`rewarded`, or the reason why there is no reward, to the number of selected experiences."""
     judged: JudgedLine | None = None
     scored: ScoredLine | None = None
     cut: Literal["recorded", "rules"] = "rules"
     cut_because: str = ""
     experiences: int = 0
-    """Given to training."""
+    """Number of experiences that training got."""
     training: DryRunLine | None = None
-    """What became of them, or would."""
+    """Result of the training, or of the dry run."""
     batches_of_original: int | None = None
     batches_equal: int | None = None
-    """How many of the original lineage's batches came out the same, from the first one on without a gap."""
+    """Number of the original lineage's batches that came out equal, counted from the first one without a gap."""
     version: str | None = None
-    """The last version that was made."""
+    """Last version of the replay."""
 
     def compare(self, original: list[str]) -> None:
-        """Against the digests of the original lineage's batches, in order."""
-        made = [batch.digest for batch in self.training.batches] if self.training else []
-        pairs = zip(original, made, strict=False)
+        """Compare the batches with the digests of the original lineage's batches, in order."""
+        digests = [batch.digest for batch in self.training.batches] if self.training else []
+        pairs = zip(original, digests, strict=False)
         self.batches_of_original = len(original)
         self.batches_equal = next(
-            (n for n, (one, other) in enumerate(pairs) if one != other), min(map(len, (original, made)))
+            (n for n, (original_digest, digest) in enumerate(pairs) if original_digest != digest),
+            min(map(len, (original, digests))),
         )
 
     @property
     def same(self) -> bool:
-        """Whether the batches are the original's, all of them and no others."""
-        made = len(self.training.batches) if self.training else 0
-        return self.batches_equal == self.batches_of_original == made
+        """Whether the batches are exactly those of the original lineage."""
+        batch_count = len(self.training.batches) if self.training else 0
+        return self.batches_equal == self.batches_of_original == batch_count

@@ -1,4 +1,4 @@
-"""What a replay is asked to do: which records, what to change, into which lineage."""
+"""Request of a replay: the records, the changed settings and the new lineage."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A replay. `overrides` hold the settings of the programs that take part, as they are for the live services."""
+    """A replay. `overrides` has the settings of the participating programs, which are those of the live services."""
 
     lineage: str
-    wanted: Range
+    topic_range: Range
     overrides: Overrides
     bus: str
     versions: frozenset[str] = frozenset()
-    """Only what one of these took part in; empty: all."""
+    """Replay only records in which one of these versions took part; empty for all."""
     judge: bool = False
     cut: Cut = "auto"
     of: str = "main"
-    """The lineage whose experiences are trained again."""
+    """The original lineage, whose experiences are trained again."""
 
     @property
-    def rescored(self) -> bool:
-        """Whether rewards are made anew, from trajectories, or taken over, with experiences."""
-        return self.wanted.topic == "trajectories"
+    def is_rescored(self) -> bool:
+        """Whether rewards are computed again from trajectories, instead of copying experiences with their rewards."""
+        return self.topic_range.topic == "trajectories"
 
     @property
-    def whole(self) -> bool:
-        """Everything that the topic holds is wanted."""
-        wanted = self.wanted
-        bounds = (wanted.from_offset, wanted.to_offset, wanted.since, wanted.until)
-        return not (wanted.partitions or wanted.keys or self.versions) and all(bound is None for bound in bounds)
+    def is_complete(self) -> bool:
+        """Whether the request selects every record of the topic."""
+        topic_range = self.topic_range
+        bounds = (topic_range.from_offset, topic_range.to_offset, topic_range.since, topic_range.until)
+        return not (topic_range.partitions or topic_range.keys or self.versions) and all(
+            bound is None for bound in bounds
+        )
 
     @property
     def prefix(self) -> str:
@@ -52,23 +54,25 @@ class Request:
 
     @property
     def topic(self) -> str:
-        """The copy that the trainer reads."""
+        """Topic of the copy, which the trainer reads."""
         return f"{self.prefix}experiences"
 
     @property
     def model(self) -> str:
-        """The model that is trained."""
+        """Model that is trained."""
         return str(self.overrides.get("trainer.model") or "headrace")
 
     def environ(self, **trainer: object) -> Mapping[str, str]:
-        """What the programs find in their environment; `trainer` adds settings of that section."""
-        mine = Overrides(None, {f"trainer.{name}": value for name, value in trainer.items()}, self.overrides.environ)
-        return mine.environ
+        """Return the environment of the programs. Keyword arguments are added as settings of the section `trainer`."""
+        overrides = Overrides(
+            None, {f"trainer.{name}": value for name, value in trainer.items()}, self.overrides.environ
+        )
+        return overrides.environ
 
 
 def make(
     lineage: str,
-    wanted: Range,
+    topic_range: Range,
     overrides: Overrides,
     bus: str,
     *,
@@ -77,20 +81,29 @@ def make(
     judge: bool = False,
     cut: Cut = "auto",
 ) -> Request:
-    """Check what can be checked without looking. Raises `UsageError` with the remedy."""
+    """Check a request without connecting to the bus.
+
+    Raises:
+        UsageError: names the invalid value and a remedy.
+    """
     live = str(overrides.get("trainer.lineage") or "main")
     if not _NAME.fullmatch(lineage):
-        raise UsageError(f"lineage {lineage!r}: use letters, digits, dots, underscores and hyphens, at most 100")
+        raise UsageError(
+            f"lineage = {lineage!r}: must have 1 to 100 letters, digits, dots, underscores and hyphens, "
+            "and begin with a letter or digit"
+        )
     if lineage in (live, of):
-        raise UsageError(f"lineage {lineage!r} is the one that is trained live; name a new one for the replay")
+        raise UsageError(f"lineage = {lineage!r}: is the live lineage; choose another name for the replay")
     if not overrides.get("trainer.base"):
         raise UsageError(
-            "trainer.base is not set: name the settings file that the trainer runs with (--config FILE), "
-            "or the folder to start from (--set trainer.base=FOLDER)"
+            "trainer.base is not set: name the settings file of the trainer (--config FILE), "
+            "or the folder of the base (--set trainer.base=FOLDER)"
         )
     if judge and not overrides.get("judge.endpoint.base_url"):
         raise UsageError("--judge: judge.endpoint.base_url is not set; set it in the settings file or with --set")
-    overrides.default("scorer.function_workers", max(2, min(8, os.cpu_count() or 1)))  # nobody waits for one answer
+    overrides.default(
+        "scorer.function_workers", max(2, min(8, os.cpu_count() or 1))
+    )  # throughput matters, not the time of one answer
     overrides.set("data_dir", data_dir_of(None, overrides))
     overrides.set("bus.address", bus)
-    return Request(lineage, wanted, overrides, bus, versions, judge, cut, of or live)
+    return Request(lineage, topic_range, overrides, bus, versions, judge, cut, of or live)

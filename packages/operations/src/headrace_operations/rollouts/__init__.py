@@ -1,1 +1,1 @@
-"""Rollouts for people: the confidence sequence as text and as a picture."""
+"""Text charts and summaries of rollouts."""

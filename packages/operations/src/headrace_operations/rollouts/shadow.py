@@ -1,4 +1,4 @@
-"""What the shadow of a rollout has found, in lines."""
+"""Summary lines of a rollout's shadow evaluation."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from headrace_schemas.rollout_api import RolloutState
 
 
 def lines(rollout: RolloutState) -> list[str]:
-    """Empty for a rollout without one."""
+    """Return the summary; empty for a rollout without a shadow."""
     if not rollout.shadow_units:
         return []
-    found = rollout.shadow
-    if found is None:
+    report = rollout.shadow
+    if report is None:
         read = rollout.statistics.get("shadow_units", 0)
         return [f"shadow  {read:g} of {rollout.shadow_units} prompts read"]
-    said = [
-        f"shadow  {found.read} of {found.prompts} prompts answered by both, {found.pairs} pairs with judgements, "
-        f"{found.spoke} with a word of their user, {found.tokens} tokens"
+    summary = [
+        f"shadow  {report.read} of {report.prompts} prompts answered by both versions, {report.pairs} judged pairs, "
+        f"{report.spoke} with user feedback, {report.tokens} tokens"
     ]
-    if found.judged is not None:
-        said.append(f"        judges: {found.judged:+.3f}, uncorrected")
-    if found.refused is not None:
-        said.append(f"        users: nothing said, {found.refused}")
-    elif found.difference is not None:
-        ends = f"[{found.lower or 0.0:+.3f}, {found.upper or 0.0:+.3f}]"
-        counts = f"{found.spoke} answers count as {found.effective:.0f}"
-        said.append(f"        users: {found.difference:+.3f} in {ends}, {counts}")
-    said += [
-        f"        {number} ended otherwise, {how.replace('_', ' ')}" for how, number in sorted(found.ended.items())
+    if report.judged is not None:
+        summary.append(f"        judges: {report.judged:+.3f}, uncorrected")
+    if report.refused is not None:
+        summary.append(f"        users: no estimate, {report.refused}")
+    elif report.difference is not None:
+        ends = f"[{report.lower or 0.0:+.3f}, {report.upper or 0.0:+.3f}]"
+        counts = f"{report.spoke} answers count as {report.effective:.0f}"
+        summary.append(f"        users: {report.difference:+.3f} in {ends}, {counts}")
+    summary += [
+        f"        {number} ended otherwise, {how.replace('_', ' ')}" for how, number in sorted(report.ended.items())
     ]
-    said += [f"        {number} left out, {why}" for why, number in sorted(found.left_out.items())]
-    return said
+    summary += [f"        {number} left out, {why}" for why, number in sorted(report.left_out.items())]
+    return summary

@@ -1,4 +1,4 @@
-"""Starts every service as its own process, keeps it alive, and stops all of them: the library behind `headrace up`."""
+"""Supervisor of the services, each in its own process: the library behind `headrace up`."""
 
 from headrace.errors import UsageError
 from headrace_operations.errors import NotRunning, StartFailed

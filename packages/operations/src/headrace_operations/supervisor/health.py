@@ -1,4 +1,4 @@
-"""Reads `/health` of a service, with the reasons when it is not ready."""
+"""Reading of a service's `/health` page."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from typing import NamedTuple
 _BYTES_MAX = 65_536
 
 
-class Answer(NamedTuple):
-    """What a service says of itself. `lacks` are its reasons, or the names of the checks that do not hold."""
+class HealthAnswer(NamedTuple):
+    """Health of a service. `lacks` has the reasons that it gives, or the names of its failed checks."""
 
     ready: bool
     lacks: tuple[str, ...]
 
 
-def ask(url: str, timeout_s: float) -> Answer | None:
-    """None when it does not answer in time."""
+def request_health(url: str, timeout_s: float) -> HealthAnswer | None:
+    """Request the health of a service; return None if it does not answer in time."""
     try:
         status, body = get(f"{url}/health", timeout_s, _BYTES_MAX)
     except (OSError, http.client.HTTPException):
         return None
-    return Answer(status == 200, lacking(body))
+    return HealthAnswer(status == 200, failed_checks(body))
 
 
 def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
-    """Status and body of a page of a service. Raises `OSError` or `HTTPException` when there is none in time."""
+    """Return status and body of a page of a service.
+
+    Raises:
+        OSError: the service does not answer in time.
+        HTTPException: the answer is not HTTP.
+    """
     host, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(host, timeout=timeout_s)
     try:
@@ -38,8 +43,8 @@ def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] |
         connection.close()
 
 
-def lacking(body: bytes) -> tuple[str, ...]:
-    """What a service complains of (`headrace_runtime.web`): its reasons, else the checks that do not hold."""
+def failed_checks(body: bytes) -> tuple[str, ...]:
+    """Parse a `/health` page (`headrace_runtime.web`): return its reasons, and failed checks that have no reason."""
     try:
         page = json.loads(body)
         reasons = page.get("reasons", {})

@@ -1,7 +1,7 @@
-"""The listening socket of a service. The supervisor holds it, so that it stays open when the service restarts.
+"""Listening socket of a service, owned by the supervisor so that it stays open while the service restarts.
 
-Whoever calls between two lives of the gateway then waits for the next one instead of being refused, which together with
-the usual retry of a client makes a killed gateway a pause. Handed over as systemd does it: sd_listen_fds(3).
+A client that connects while the gateway restarts waits for the new process instead of being refused. Together with the
+usual retries of clients, a killed gateway causes only a delay. The socket is passed as in sd_listen_fds(3) of systemd.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ _BACKLOG = 2048
 
 
 class ListeningSocket:
-    """`open` it before each start (again is harmless), `close` it when the service is to stop for good."""
+    """A listening socket. `open` it before each start of the service, `close` it before the service stops for good."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._listener: socket.socket | None = None
 
     def open(self) -> int | None:
-        """The file descriptor to hand over; None when the address cannot be had, which the service will tell better."""
+        """Open the socket if it is not open, and return its file descriptor.
+
+        Returns:
+            None if the address is not available; the service reports the reason when it binds the address itself.
+        """
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
             with contextlib.suppress(OSError):

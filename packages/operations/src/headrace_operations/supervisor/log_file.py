@@ -1,4 +1,4 @@
-"""A service's log: one file, rotated at a size, so that it stays bounded."""
+"""Log of a service: one file, rotated by size, so that its disk use is bounded."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ _TAIL_LINES = 20
 _PIPE_BYTES = 1 << 20
 
 
-def wide(pipe: IO[bytes]) -> None:
-    """Let a process say more before it has to wait for a reader that is stopped. Linux can, others need not."""
+def enlarge_pipe(pipe: IO[bytes]) -> None:
+    """Enlarge the buffer of a pipe (Linux only), so that the service can write more while the supervisor is
+    suspended."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 class LogFile:
-    """Copies a process's output to `path`; at `bytes_max` that becomes `path.1` and so on, `backups` of them.
+    """Copies the output of a process to a file that is rotated at `bytes_max`, with `backups` older files.
 
-    What a full disk does not take is left out and counted: the service that writes is never held up, and the first line
-    that finds room again says how many are missing.
+    Lines that do not fit on a full disk are counted and left out, so that the service is never blocked. The first line
+    after that is preceded by their number.
     """
 
     def __init__(self, path: Path, bytes_max: int, backups: int) -> None:
         self.path = path
         self._bytes_max = bytes_max
         self._backups = backups
-        self._missing = 0
+        self._lost_lines = 0
         self._cause = ""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines, to say why a process ended."""
+        """The last lines, to report why the process ended."""
         private_folder(path.parent)
 
     def follow(self, pipe: IO[bytes]) -> threading.Thread:
-        """Copy in a thread of its own until the pipe's writers are gone."""
+        """Copy the pipe in a separate thread until its writers close it."""
         thread = threading.Thread(target=self._copy, args=(pipe,), name=f"log-{self.path.stem}", daemon=True)
         thread.start()
         return thread
@@ -56,14 +57,14 @@ class LogFile:
                 self.write(line)
 
     def write(self, line: bytes) -> None:
-        """Append a line, behind a note about those that are missing. Never raises for a disk that refuses."""
+        """Append a line, after a note about lost lines. Errors of the disk are not raised."""
         try:
-            if self._missing:
-                self._append(f"headrace: {self._missing} lines are missing here: {self._cause}\n".encode())
-                self._missing = 0
+            if self._lost_lines:
+                self._append(f"headrace: {self._lost_lines} lines were lost here: {self._cause}\n".encode())
+                self._lost_lines = 0
             self._append(line)
         except OSError as error:
-            self._missing += 1
+            self._lost_lines += 1
             self._cause = f"disk: {(error.strerror or str(error)).lower()} on {self.path.parent}"
 
     def _append(self, line: bytes) -> None:
@@ -76,7 +77,7 @@ class LogFile:
                 if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(size)  # half a line is none
+                file.truncate(size)  # remove the partial line
                 raise
 
     def _rotate(self) -> None:

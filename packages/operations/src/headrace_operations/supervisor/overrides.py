@@ -1,6 +1,6 @@
-"""The settings that the supervisor has to know, from the file and the environment that services read.
+"""Settings that the supervisor needs, read from the file and the environment that the services read.
 
-The meaning of a setting is its service's business; here they are looked up by name only.
+A setting is looked up by name; only its service interprets it.
 """
 
 from __future__ import annotations
@@ -20,43 +20,49 @@ from headrace_schemas.stack_access import BusLogin, login_for, remember_login
 
 
 class Overrides:
-    """`environ` for the services, with the settings that were given by name in it, and `get` to look one up.
+    """Environment of the services, with additional settings by name.
 
-    Raises `SettingError` for a file that cannot be read.
+    Raises:
+        SettingError: the settings file cannot be read.
     """
 
     def __init__(self, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]) -> None:
         self.environ = dict(environ)
-        named = config or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
-        if named:
-            self.environ[CONFIG_VARIABLE] = str(named.absolute())
-        self._table = settings_table.read(named, environ)
+        config_file = config or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
+        if config_file:
+            self.environ[CONFIG_VARIABLE] = str(config_file.absolute())
+        self._table = settings_table.read(config_file, environ)
         for name, value in settings.items():
             self.set(name, value)
         bus = self.get("bus.address")
         if bus and self.get("bus.password"):
-            found = self.bus_settings(str(bus))
-            password = found.password.get_secret_value()
-            remember_login(found.address, BusLogin(found.username, password, found.mechanism, found.tls, found.ca_file))
+            bus_settings = self.bus_settings(str(bus))
+            password = bus_settings.password.get_secret_value()
+            remember_login(
+                bus_settings.address,
+                BusLogin(
+                    bus_settings.username, password, bus_settings.mechanism, bus_settings.tls, bus_settings.ca_file
+                ),
+            )
 
     def get(self, name: str) -> Any:
-        """The setting's value, None when it was left to its default."""
-        found: Any = self._table
+        """Return the value of a setting; None if it is not set."""
+        value: Any = self._table
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
     def bus_settings(self, address: str) -> BusSettings:
-        """Return the settings of the bus at `address`, with the login that is known for it."""
+        """Return the settings of the bus at `address`, with the stored login for it."""
         table = self.get("bus")
-        found = BusSettings.model_validate({**(table if isinstance(table, dict) else {}), "address": address})
-        login = None if found.password.get_secret_value() else login_for(address)
+        settings = BusSettings.model_validate({**(table if isinstance(table, dict) else {}), "address": address})
+        login = None if settings.password.get_secret_value() else login_for(address)
         if login is None:
-            return found
-        return found.model_copy(update={"username": login.username, "password": SecretStr(login.password)})
+            return settings
+        return settings.model_copy(update={"username": login.username, "password": SecretStr(login.password)})
 
     def set(self, name: str, value: object) -> None:
-        """Decide a setting for all services. A bus comes with the login that is known for it."""
+        """Set a setting for all services. Setting `bus.address` also sets the stored login for that bus."""
         variable = variable_of(name)
         self.environ[variable] = toml(value)
         settings_table.override(self._table, variable, self.environ[variable])
@@ -65,17 +71,21 @@ class Overrides:
             self.set("bus.password", login.password)
 
     def default(self, name: str, value: object) -> None:
-        """Decide a setting that nobody has decided."""
+        """Set a setting that is not set yet."""
         if self.get(name) is None:
             self.set(name, value)
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, object]:
-    """`--set section.key=value` as settings: a value is TOML, or text as it stands. Raises `UsageError`."""
-    found: dict[str, object] = {}
+    """Parse `--set section.key=value` options. A value is TOML, otherwise text.
+
+    Raises:
+        UsageError: an option has no name or no value.
+    """
+    settings: dict[str, object] = {}
     for assignment in assignments:
         name, sign, value = (part.strip() for part in assignment.partition("="))
         if not sign or not name:
-            raise UsageError(f"--set {assignment}: write section.key=value, e.g. --set gateway.port=8100")
-        found[name] = settings_table.value_of(name.rpartition(".")[2], value)
-    return found
+            raise UsageError(f"--set {assignment}: the form is section.key=value, for example gateway.port=8100")
+        settings[name] = settings_table.value_of(name.rpartition(".")[2], value)
+    return settings

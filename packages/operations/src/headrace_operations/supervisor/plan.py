@@ -1,4 +1,4 @@
-"""What is to be started: which services, on which ports, with which settings."""
+"""Plan of a start: the services, their ports and their settings."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from headrace_runtime.services import installed as announced
 
 DEFAULT_DATA_DIR = Path(".headrace")
 KAFKA_PORT = 9092
-_USERS_PORT = 1024
-"""Lower ones belong to the system."""
-_FREE, _FREE_TRIES = range(15_000, 32_000), 1000
-"""Where `auto_ports` looks; outgoing connections have ports from 32768 on (Linux) or 49152 on."""
+_UNPRIVILEGED_PORT_MIN = 1024
+"""Lower ports are privileged."""
+_AUTO_PORTS, _AUTO_PORT_TRIES = range(15_000, 32_000), 1000
+"""Range and number of tries of `auto_ports`; outgoing connections use ports from 32768 (Linux) or 49152 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """One process: `python -m module`, its HTTP on `host:port`."""
+    """Plan of one process: `python -m module` with HTTP on `host:port`."""
 
     name: str
     info: ServiceInfo
     host: str
     port: int
     python: str = sys.executable
-    """The interpreter that runs it: a service may live in an environment of its own."""
+    """Interpreter of the process; a service may have its own environment."""
 
     @property
     def module(self) -> str:
         return self.info.module
 
     @property
-    def held(self) -> bool:
-        """Whether the supervisor holds its listening socket: users' agents call this one."""
+    def keeps_socket(self) -> bool:
+        """Whether the supervisor owns the listening socket, because users' agents connect to this service."""
         return self.info.is_gateway
 
     @property
     def url(self) -> str:
-        return f"http://{_reachable(self.host)}:{self.port}"
+        return f"http://{_client_host(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `up` starts. `left_out` says why the other installed services are not."""
+    """Everything that `up` starts. `left_out` has the installed services that it does not start, with the reasons."""
 
     data_dir: Path
     environ: Mapping[str, str]
@@ -61,22 +61,26 @@ class Plan:
     bus: str
     left_out: Mapping[str, str] = field(default_factory=dict)
     token_is_key: bool = False
-    """The stack's token is `security.internal_key`."""
+    """Whether the token of the stack is `security.internal_key`."""
     token_is_password: bool = False
-    """The stack's token is the password of the bus."""
+    """Whether the token of the stack is the password of the bus."""
 
 
 def installed() -> dict[str, ServiceInfo]:
-    """Every service that announces itself under the entry point group `headrace.services`, by name. Raises `UsageError`
-    for one that cannot be used."""
+    """Return every service of the entry point group `headrace.services` by name.
+
+    Raises:
+        UsageError: an announced service cannot be loaded.
+    """
     try:
         return announced()
     except PluginError as error:
         raise UsageError(str(error)) from None
 
 
-def data_dir_of(given: Path | None, overrides: Overrides) -> Path:
-    return Path(given or overrides.get("data_dir") or DEFAULT_DATA_DIR).absolute()
+def data_dir_of(data_dir: Path | None, overrides: Overrides) -> Path:
+    """Return the data directory as an absolute path: the argument, the setting `data_dir`, or the default."""
+    return Path(data_dir or overrides.get("data_dir") or DEFAULT_DATA_DIR).absolute()
 
 
 def make(
@@ -90,40 +94,55 @@ def make(
     pythons: Mapping[str, str] | None = None,
     token: str = "",
 ) -> Plan:
-    """Decide. `token` becomes the internal key and the password of the embedded broker where no other is set.
+    """Build the plan of a start.
 
-    Raises `UsageError` for names that are not installed and ports that are taken.
+    Args:
+        data_dir: the data directory; None takes the setting.
+        overrides: the settings; ports, bus address and token are set in them.
+        services: the installed services.
+        only: names of the services to start; empty starts all.
+        without: names of services not to start.
+        auto_ports: choose a free port for each service whose port is not set.
+        pythons: interpreter by service.
+        token: becomes the internal key and the password of the embedded broker if those are not set.
+
+    Raises:
+        UsageError: a service is not installed or a port is not available.
     """
     if not services:
         raise UsageError(
-            "no service of Headrace is installed in this environment, so that there is nothing to start; install "
+            "no Headrace service is installed in this environment; install "
             "headrace-gateway, headrace-collector, headrace-scorer, headrace-trainer, headrace-registry, "
             "headrace-inference and headrace-broker"
         )
-    found = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
-    for name in (*only, *without, *found):
+    interpreters = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
+    for name in (*only, *without, *interpreters):
         if name not in services:
-            raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
+            raise UsageError(
+                f"service {name!r} is not installed; the installed services are {', '.join(sorted(services))}"
+            )
     folder = data_dir_of(data_dir, overrides)
     overrides.set("data_dir", folder)
-    token_is_key = _use(token, "security.internal_key", overrides)
+    token_is_key = _set_default_token(token, "security.internal_key", overrides)
     left_out = {
-        name: reason for name, info in services.items() if (reason := why_not(name, info, overrides, only, without))
+        name: reason
+        for name, info in services.items()
+        if (reason := exclusion_reason(name, info, overrides, only, without))
     }
     chosen = {name: info for name, info in services.items() if name not in left_out}
     ports, token_is_password = _Ports(auto_ports), False
     for name in (name for name, info in chosen.items() if info.is_bus):
-        kafka_port = ports.take(f"{name}.kafka_port", overrides, KAFKA_PORT)
-        token_is_password = _use(token, "bus.password", overrides)
+        kafka_port = ports.reserve(f"{name}.kafka_port", overrides, KAFKA_PORT)
+        token_is_password = _set_default_token(token, "bus.password", overrides)
         overrides.set("bus.address", f"127.0.0.1:{kafka_port}")
-    for setting in (f"{name}.{one}" for name, info in chosen.items() for one in info.more_ports):
+    for setting in (f"{name}.{port}" for name, info in chosen.items() for port in info.more_ports):
         if overrides.get(setting):
-            ports.take(setting, overrides, 0)
+            ports.reserve(setting, overrides, 0)
     plans = []
     for name, info in chosen.items():
-        port = ports.take(f"{name}.port", overrides, info.port)
+        port = ports.reserve(f"{name}.port", overrides, info.port)
         host = str(overrides.get(f"{name}.host") or "127.0.0.1")
-        plans.append(ServicePlan(name, info, host, port, found.get(name, sys.executable)))
+        plans.append(ServicePlan(name, info, host, port, interpreters.get(name, sys.executable)))
     for gateway in (plan for plan in plans if plan.info.is_gateway):
         for setting in filter(None, (info.gateway_setting for info in chosen.values())):
             overrides.default(setting, f"{gateway.url}/v1")
@@ -131,63 +150,76 @@ def make(
     return Plan(folder, overrides.environ, tuple(plans), bus, left_out, token_is_key, token_is_password)
 
 
-def _use(token: str, setting: str, overrides: Overrides) -> bool:
-    """Return whether `token` becomes a setting that nobody has set."""
+def _set_default_token(token: str, setting: str, overrides: Overrides) -> bool:
+    """Set `setting` to `token` unless it is set already, and return whether that was done."""
     if not token or overrides.get(setting):
         return False
     overrides.set(setting, token)
     return True
 
 
-def parse_pythons(given: Collection[str]) -> dict[str, str]:
-    """Of `SERVICE=PATH`. Raises `UsageError`."""
-    found = {}
-    for one in given:
-        name, _, path = one.partition("=")
+def parse_pythons(assignments: Collection[str]) -> dict[str, str]:
+    """Parse `--python SERVICE=PATH` options.
+
+    Raises:
+        UsageError: an option has another form.
+    """
+    interpreters = {}
+    for assignment in assignments:
+        name, _, path = assignment.partition("=")
         if not (name and path):
-            raise UsageError(f"--python {one}: write it as SERVICE=PATH, such as inference=.venv-vllm/bin/python")
-        found[name] = path
-    return found
+            raise UsageError(
+                f"--python {assignment}: the form is SERVICE=PATH, for example inference=.venv-vllm/bin/python"
+            )
+        interpreters[name] = path
+    return interpreters
 
 
 def _interpreter(service: str, path: str) -> str:
-    """As an absolute path, not resolved: a link is what makes it that of an environment."""
-    whole = str(Path(path).expanduser().absolute())
-    if not os.access(whole, os.X_OK) or Path(whole).is_dir():
-        raise UsageError(f"--python {service}={path}: there is no interpreter; name the one of an environment")
-    return whole
+    """Return the absolute path of an interpreter. Links are not resolved, because a link selects the environment."""
+    absolute = str(Path(path).expanduser().absolute())
+    if not os.access(absolute, os.X_OK) or Path(absolute).is_dir():
+        raise UsageError(
+            f"--python {service}={path}: is not an executable file; name the interpreter of an environment"
+        )
+    return absolute
 
 
-def why_not(
+def exclusion_reason(
     name: str, info: ServiceInfo, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()
 ) -> str | None:
-    """The reason why `up` leaves a service out, None when it starts it."""
+    """Return why `up` does not start a service; None if it starts it."""
     if name in without:
         return "--without"
     if only:
         return None if name in only else "--only"
     if info.is_bus and overrides.get("bus.address"):
-        return f"bus.address is {overrides.get('bus.address')}"
-    needed = info.needs_setting
-    return f"{needed} is not set" if needed and not overrides.get(needed) else None
+        return f"bus.address = {overrides.get('bus.address')}"
+    setting = info.needs_setting
+    return f"{setting} is not set" if setting and not overrides.get(setting) else None
 
 
 class _Ports:
-    """Gives each service a port of its own: the configured one, its usual one, or a free one."""
+    """Assigns a different port to each service: the configured, the default or a free one."""
 
     def __init__(self, auto: bool) -> None:
         self._auto = auto
-        self._taken: set[int] = set()
+        self._reserved: set[int] = set()
 
-    def take(self, setting: str, overrides: Overrides, usual: int) -> int:
+    def reserve(self, setting: str, overrides: Overrides, default_port: int) -> int:
+        """Choose the port of `setting`, write it into the settings and return it.
+
+        Raises:
+            UsageError: the port is not available.
+        """
         configured = overrides.get(setting)
-        wanted = configured if isinstance(configured, int) else usual
-        if wanted and not (self._auto and configured is None):
-            self._check(wanted, setting)
-            port = wanted
+        preferred = configured if isinstance(configured, int) else default_port
+        if preferred and not (self._auto and configured is None):
+            self._check(preferred, setting)
+            port = preferred
         else:
-            port = self._free()
-        self._taken.add(port)
+            port = self._find_free()
+        self._reserved.add(port)
         overrides.set(setting, port)
         return port
 
@@ -197,29 +229,31 @@ class _Ports:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
-                if port in self._taken or error.errno in (errno.EADDRINUSE, errno.EACCES):
-                    others = "" if self._auto else ", or have `headrace up --auto-ports` choose free ones"
+                if port in self._reserved or error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    remedy = "" if self._auto else ", or let `headrace up --auto-ports` choose free ports"
+                    other = port + 1 if port >= _UNPRIVILEGED_PORT_MIN else _UNPRIVILEGED_PORT_MIN + port
                     raise UsageError(
                         f"{setting} = {port}: {(error.strerror or str(error)).lower()}; set another port, for example "
-                        f"--set {setting}={port + 1 if port >= _USERS_PORT else _USERS_PORT + port}{others}"
+                        f"--set {setting}={other}{remedy}"
                     ) from None
                 raise
-        if port in self._taken:
-            raise UsageError(f"{setting} = {port}: another service has this port; set another one")
+        if port in self._reserved:
+            raise UsageError(f"{setting} = {port}: another service has this port; set another port")
 
-    def _free(self) -> int:
-        """None of those that outgoing connections get: it could be gone before the service starts."""
-        for _ in range(_FREE_TRIES):
-            port = random.choice(_FREE)
+    def _find_free(self) -> int:
+        """Return a free port outside the range of outgoing connections, which could occupy it before the service
+        starts."""
+        for _ in range(_AUTO_PORT_TRIES):
+            port = random.choice(_AUTO_PORTS)
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
-                if port not in self._taken:
+                if port not in self._reserved:
                     return port
-        raise UsageError(f"no free port between {_FREE.start} and {_FREE.stop}; set the ports")
+        raise UsageError(f"no port between {_AUTO_PORTS.start} and {_AUTO_PORTS.stop} is free; set the ports")
 
 
-def _reachable(host: str) -> str:
-    """Where to call a service that listens on `host`."""
+def _client_host(host: str) -> str:
+    """Return the host with which clients on this machine call a service that listens on `host`."""
     if host in ("0.0.0.0", "::", ""):  # noqa: S104 (compared, not bound)
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""One service as a process that ends with its parent. It is watched, restarted with growing pauses, and stopped."""
+"""One service as a child process that is watched, restarted with increasing pauses, and stopped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headrace_operations.supervisor.health import ask
+from headrace_operations.supervisor.health import request_health
 from headrace_operations.supervisor.listening_socket import ListeningSocket
-from headrace_operations.supervisor.log_file import LogFile, wide
+from headrace_operations.supervisor.log_file import LogFile, enlarge_pipe
 from headrace_operations.supervisor.plan import ServicePlan
 from headrace_operations.supervisor.state import ServiceState, Status
 from headrace_runtime.liveness import VARIABLE
@@ -24,39 +24,39 @@ from headrace_runtime.parent_death import bound_to_parent
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds of a supervisor."""
+    """Time limits and sizes of a supervisor."""
 
     first_pause_s: float = 0.5
-    """Pause before the first restart; it doubles with each death in quick succession."""
+    """Pause before the first restart; it doubles with each further early exit."""
     pause_max_s: float = 15.0
     stable_s: float = 60.0
-    """A service that lived this long starts again with `first_pause_s`."""
+    """A service that ran this long restarts after `first_pause_s` again."""
     stop_timeout_s: float = 25.0
-    """How long services may take to stop before they are killed."""
+    """Time that services may take to stop before they are killed."""
     health_interval_s: float = 0.2
-    """Pause between two looks at a service that is not ready; at one that is, ten times as long."""
+    """Interval of health checks of a service that is not ready; a ready service is checked a tenth as often."""
     health_timeout_s: float = 1.0
     unanswered_s: float = 8.0
-    """A service that lives and has not answered its health check for so long is `unready`."""
+    """A service whose health check has not been answered for this time is `unready`."""
     hung_s: float = 5.0
-    """A service without a sign of life for so long is `hung`."""
+    """A service without a sign of life for this time is `hung`."""
     hang_timeout_s: float = 30.0
-    """One that hangs for so long is killed and started again."""
+    """A service without a sign of life for this time is killed and restarted."""
     start_timeout_s: float = 180.0
-    """The same for one that has not answered yet in this life: it may import and load."""
+    """Limit instead of `hang_timeout_s` for a process that has not answered yet, because it may import and load."""
     log_bytes_max: int = 20_000_000
     log_backups: int = 3
 
 
 class ManagedProcess:
-    """A service over all its lives. Used by the supervisor's thread alone, to which the kernel binds its child."""
+    """A service across restarts. Only the supervisor's thread may use it, because children die with that thread."""
 
     def __init__(self, plan: ServicePlan, environ: Mapping[str, str], log: LogFile, limits: Limits) -> None:
         self.plan = plan
         self.log = log
         self._environ = environ
         self._limits = limits
-        self._socket = ListeningSocket(plan.host, plan.port) if plan.held else None
+        self._socket = ListeningSocket(plan.host, plan.port) if plan.keeps_socket else None
         self._liveness = LivenessWatch()
         self._process: subprocess.Popen[bytes] | None = None
         self._copier: threading.Thread | None = None
@@ -105,76 +105,83 @@ class ManagedProcess:
             umask=0o077,
         )
         assert self._process.stdout is not None
-        wide(self._process.stdout)
+        enlarge_pipe(self._process.stdout)
         self._copier = self.log.follow(self._process.stdout)
         self._started_s = time.monotonic()
         self._liveness.started(self._started_s)
         self._answered_s = None
-        self._become("starting")
+        self._set_status("starting")
 
-    def died(self) -> int | None:
-        """The exit status when it has just ended (negative: the signal), else None. What it left behind is killed."""
+    def reap(self) -> int | None:
+        """Return the exit status of a process that has ended (negative for a signal), else None.
+
+        Remaining processes of its group are killed.
+        """
         if self._process is None or (status := self._process.poll()) is None:
             return None
         self._signal(signal.SIGKILL)
         if self._copier is not None:
-            self._copier.join(1.0)  # its last words
+            self._copier.join(1.0)  # copy its last output
         self._process = None
         return status
 
     def plan_restart(self) -> float:
-        """Decide when it starts again; returns the pause."""
+        """Schedule the next start and return the pause before it."""
         lived_s = time.monotonic() - self._started_s
         self._quick_deaths = 0 if lived_s > self._limits.stable_s else self._quick_deaths + 1
         pause_s = min(self._limits.first_pause_s * 2.0 ** max(0, self._quick_deaths - 1), self._limits.pause_max_s)
         self._restart_s = time.monotonic() + pause_s
         self._restarts += 1
-        self._become("restarting")
+        self._set_status("restarting")
         return pause_s
 
-    def restart_is_due(self) -> bool:
+    def is_restart_time(self) -> bool:
         return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
 
     def check_liveness(self) -> str | None:
-        """What there is to say when it has begun to hang, or is killed for it. SIGTERM would not reach it."""
+        """Kill the process if it has hung too long. SIGTERM would not reach it.
+
+        Returns:
+            A message if the process has begun to hang or is killed; otherwise None.
+        """
         if self._process is None:
             return None
         self._liveness.look(time.monotonic())
         silent_s, was_hung = self._liveness.silent_s, self._status == "hung"
         if silent_s > (self._limits.start_timeout_s if self._answered_s is None else self._limits.hang_timeout_s):
-            self._liveness.sign()  # the next life has all its time
-            self._become("hung")
+            self._liveness.sign()  # the new process gets the full time
+            self._set_status("hung")
             self.kill()
-            return f"hangs: no sign of life for {silent_s:.0f} s; killing it (pid {self._process.pid})"
+            return f"hangs: no sign of life for {silent_s:.0f} s; killing process {self._process.pid}"
         if self._answered_s is None:
             return None
         if silent_s <= self._limits.hung_s:
             if was_hung:
-                self._become("unready", "answer")  # until it says more itself
+                self._set_status("unready", "answer")  # until the next health check gives the reason
                 self._check_s = 0.0
             return None
-        self._become("hung")
+        self._set_status("hung")
         return None if was_hung else f"hangs: no sign of life for {silent_s:.0f} s"
 
     def check_health(self) -> None:
-        """Ask its `/health`, unless that was done just now, or it has just shown that it does not answer anybody."""
+        """Check `/health`, unless the last check was too recent or the process shows no sign of life."""
         if self._process is None or time.monotonic() < self._check_s:
             return
         silent = self._liveness.beats and self._liveness.silent_s > self._limits.health_timeout_s * 2
-        answer = None if silent else ask(self.plan.url, self._limits.health_timeout_s)
+        answer = None if silent else request_health(self.plan.url, self._limits.health_timeout_s)
         now_s = time.monotonic()
         if answer is not None:
             ok, lacks = answer
             self._liveness.sign()
             self._answered_s = now_s
-            self._become("ready" if ok else "unready", *lacks)
-        elif self._is_overdue(now_s) and self._status != "hung":
-            self._become("unready", "answer")
-        seldom = self.ready or (answer is None and self._answered_s is not None)
-        self._check_s = now_s + self._limits.health_interval_s * (10 if seldom else 1)
+            self._set_status("ready" if ok else "unready", *lacks)
+        elif self._is_unanswered(now_s) and self._status != "hung":
+            self._set_status("unready", "answer")
+        check_rarely = self.ready or (answer is None and self._answered_s is not None)
+        self._check_s = now_s + self._limits.health_interval_s * (10 if check_rarely else 1)
 
     def terminate(self) -> None:
-        """Ask it to stop; `kill` what has not after a while. What hangs does not hear it."""
+        """Send SIGTERM. A process that hangs is killed, because it cannot handle the signal."""
         if self._socket is not None:
             self._socket.close()
         if self._status == "hung":
@@ -185,15 +192,15 @@ class ManagedProcess:
         self._signal(signal.SIGKILL)
 
     def stopped(self) -> bool:
-        """Whether its process is gone for good."""
-        if self.died() is not None or self._process is None:
-            self._become("stopped")
+        """Return whether the process has ended and will not be restarted."""
+        if self.reap() is not None or self._process is None:
+            self._set_status("stopped")
         return self._process is None
 
-    def _is_overdue(self, now_s: float) -> bool:
+    def _is_unanswered(self, now_s: float) -> bool:
         return self._answered_s is not None and now_s - self._answered_s > self._limits.unanswered_s
 
-    def _become(self, status: Status, *lacks: str) -> None:
+    def _set_status(self, status: Status, *lacks: str) -> None:
         self._lacks = lacks if status in ("ready", "unready") else ()
         if self._status != status:
             self._status = status

@@ -1,4 +1,4 @@
-"""What runs: `<data_dir>/run/state.json`. It is valid while a supervisor holds the lock beside it."""
+"""State of a running Headrace: `<data_dir>/run/state.json`, valid while a supervisor holds the lock next to it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from headrace_schemas.stack_access import remember_stack
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
 Status = Literal["starting", "unready", "ready", "hung", "restarting", "stopped"]
-"""`unready`: it lives, and says itself what it lacks. `hung`: its process is there and shows no sign of life."""
+"""`unready`: the service answers and reports failed checks. `hung`: its process shows no sign of life."""
 
 
 class ServiceState(BaseModel):
-    """One service. `pid` is None between two of its lives."""
+    """State of one service. `pid` is None between two processes of it."""
 
     model_config = ConfigDict(frozen=True)
 
     status: Status
     lacks: tuple[str, ...] = ()
-    """What it complains of: why it is `unready`, or what it does without although it is `ready`."""
+    """Failed checks or missing components; a service may be `ready` without some of them."""
     pid: int | None = None
     url: str
     port: int
@@ -41,7 +41,7 @@ class ServiceState(BaseModel):
 
 
 class RunState(BaseModel):
-    """One `headrace up`."""
+    """State of one `headrace up`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,9 +52,9 @@ class RunState(BaseModel):
     services: dict[str, ServiceState]
     left_out: dict[str, str] = {}
     token_is_key: bool = False
-    """The token in `run/token` is the internal key of the services."""
+    """Whether the token in `run/token` is the internal key of the services."""
     token_is_password: bool = False
-    """It is the password of the bus."""
+    """Whether the token in `run/token` is the password of the bus."""
 
     @property
     def up(self) -> bool:
@@ -63,12 +63,12 @@ class RunState(BaseModel):
 
     @property
     def ready(self) -> bool:
-        """Whether every service says that it can do its work; the gateway cannot before there is a model."""
+        """Whether every service reports that it can work; the gateway cannot before a model is served."""
         return all(service.status == "ready" for service in self.services.values())
 
     @property
     def base_url(self) -> str | None:
-        """What goes into `OpenAI(base_url=...)`."""
+        """Value for `OpenAI(base_url=...)`."""
         gateway = self.services.get("gateway")
         return f"{gateway.url}/v1" if gateway else None
 
@@ -78,53 +78,64 @@ class RunState(BaseModel):
 
 
 class Lock:
-    """Held by the one supervisor of a data directory; the system lets go of it however that one ends."""
+    """Lock of the one supervisor of a data directory; the system releases it when the process ends."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = _folder(data_dir) / "lock"
         data_folder(data_dir)
         private_folder(self._path.parent)
-        self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (held while we live)
+        self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (open while the supervisor runs)
 
     def take(self) -> None:
-        """Raises `UsageError` when another supervisor has it."""
+        """Take the lock.
+
+        Raises:
+            UsageError: another supervisor holds it.
+        """
         for _ in range(_TRIES):
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_TRY_INTERVAL_S)  # `read` may be looking
+                time.sleep(_TRY_INTERVAL_S)  # `read` may be testing the lock
         self._file.close()
         folder = self._path.parent.parent
-        raise UsageError(f"Headrace is up already in {folder}; stop it, or give this one another --data-dir")
+        raise UsageError(f"Headrace is up already in {folder}; stop it, or choose another --data-dir")
 
     def release(self) -> None:
         self._file.close()
 
 
 def read(data_dir: Path) -> RunState:
-    """What runs in `data_dir`; its token is used for its addresses from then on. Raises `NotRunning`."""
+    """Return the state of the Headrace in `data_dir`, and remember its token for requests to its addresses.
+
+    Raises:
+        NotRunning: no supervisor runs there, or it has not written its state yet.
+    """
     folder = _folder(data_dir)
     lock, state = folder / "lock", folder / "state.json"
-    held = lock.exists() and _held(lock)
-    if held and not state.exists():
-        raise NotRunning(f"Headrace is starting in {data_dir.absolute()}, or its disk had no room for {state}")
-    if not held:
+    is_locked = lock.exists() and _is_locked(lock)
+    if is_locked and not state.exists():
+        raise NotRunning(f"Headrace is starting in {data_dir.absolute()}, or the disk had no space for {state}")
+    if not is_locked:
         raise NotRunning(
-            f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
+            f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name another --data-dir"
         )
-    found = RunState.model_validate_json(state.read_text(encoding="utf-8"))
-    remember_stack(data_dir, found.model_dump())
-    return found
+    run_state = RunState.model_validate_json(state.read_text(encoding="utf-8"))
+    remember_stack(data_dir, run_state.model_dump())
+    return run_state
 
 
 def touch(data_dir: Path) -> None:
-    """The supervisor still looks; `unwatched_s` tells when it last did. Needs no room on the disk."""
+    """Update the time at which the supervisor last checked its services. This needs no disk space."""
     with contextlib.suppress(OSError):
         os.utime(_folder(data_dir) / "state.json")
 
 
-def unwatched_s(data_dir: Path) -> float:
-    """For how long the supervisor has not looked. Far over a second: it is stopped, and what it wrote is old."""
+def supervisor_silence_s(data_dir: Path) -> float:
+    """Return the seconds since the supervisor last checked its services.
+
+    Much more than a second means that it is suspended and that its state file is out of date.
+    """
     return max(0.0, time.time() - (_folder(data_dir) / "state.json").stat().st_mtime)
 
 
@@ -132,7 +143,7 @@ def _folder(data_dir: Path) -> Path:
     return data_dir / "run"
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     with lock.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""One supervisor for all services of a data directory."""
+"""Supervisor of all services of a data directory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,31 @@ from headrace_schemas.stack_access import BusLogin, make_token, remember_key, re
 
 _TICK_S = 0.05
 _TOUCH_S = 1.0
-_WRONG_SETTINGS = 2
-"""Exit status of a service that refuses its settings: starting it again cannot help."""
+_SETTINGS_STATUS = 2
+"""Exit status of a service whose settings are invalid; a restart cannot help."""
 
 
 class Supervisor:
-    """`start`, `wait_ready`, and `stop` (or `with`, which does all three). Methods may be called from any thread.
+    """Supervisor of all services. As a context manager it starts, waits until ready, and stops at the end.
 
-    `settings` are `{"gateway.port": 8100, ...}` and win over the environment and the `config` file. `only` and
-    `without` name services; the broker is left out when `bus.address` is set, the judge without
-    `judge.endpoint.base_url`, the trainer without `trainer.base`. `auto_ports` gives free ports to services whose port
-    is not set. `pythons` are the interpreters of services that live in environments of their own. `report` hears, in
-    one line each, what happens to services. Raises `UsageError` when this cannot be started at all.
+    All methods may be called from any thread. The broker is left out if `bus.address` is set, the judge without
+    `judge.endpoint.base_url`, and the trainer without `trainer.base`.
+
+    Args:
+        data_dir: the data directory; None takes the setting `data_dir`.
+        config: settings file.
+        settings: settings by dotted name, such as `{"gateway.port": 8100}`; they override environment and file.
+        only: names of the services to start; empty starts all.
+        without: names of services not to start.
+        auto_ports: choose a free port for each service whose port is not set.
+        pythons: interpreter by service, for services with their own environment.
+        environ: environment of the services; None takes that of this process.
+        services: the installed services; None finds them.
+        limits: time limits and sizes.
+        report: called with one line for each event of a service.
+
+    Raises:
+        UsageError: the services cannot be started with these settings, or another supervisor runs.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class Supervisor:
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         overrides = Overrides(config, settings or {}, os.environ if environ is None else environ)
-        found = planning.installed() if services is None else services
+        installed_services = planning.installed() if services is None else services
         folder = planning.data_dir_of(data_dir, overrides)
         self._lock = Lock(folder)
         self._lock.take()
@@ -62,7 +75,7 @@ class Supervisor:
             self.plan = planning.make(
                 data_dir,
                 overrides,
-                found,
+                installed_services,
                 only=only,
                 without=without,
                 auto_ports=auto_ports,
@@ -70,7 +83,7 @@ class Supervisor:
                 token=token,
             )
             self.internal_key = str(overrides.get("security.internal_key"))
-            """What services ask for. Keep it out of logs and arguments."""
+            """Key of internal requests. It must not appear in logs and arguments."""
         except BaseException:
             self._lock.release()
             raise
@@ -82,35 +95,47 @@ class Supervisor:
         self._processes = {service.name: self._process(service) for service in self.plan.services}
         self._thread = threading.Thread(target=self._supervise, name="headrace-supervisor", daemon=True)
         self._stop = threading.Event()
-        self._impatient = threading.Event()
+        self._kill_now = threading.Event()
         self._changed = threading.Condition()
         self._state = self._snapshot()
         for service in self._state.services.values():
             remember_key(service.url, self.internal_key)
         login = overrides.bus_settings(self.plan.bus)
         remember_login(self.plan.bus, BusLogin(login.username, login.password.get_secret_value(), login.mechanism))
-        self._state_file.unlink(missing_ok=True)  # of a supervisor that was killed
+        self._state_file.unlink(missing_ok=True)  # left by a supervisor that was killed
         self._failure: str | None = None
-        self._over = False
-        self._unwritten = False
-        self._touch_s = 0.0
+        self._finished = False
+        self._write_failed = False
+        self._next_touch_s = 0.0
 
-    # what the owner calls
+    # interface
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the supervisor's thread and return at once."""
         self._thread.start()
 
     def wait_up(self, timeout_s: float = 120.0) -> RunState:
-        """Returns when every service answers. Raises `StartFailed`, and then everything is stopped."""
+        """Wait until every service answers.
+
+        Raises:
+            StartFailed: a service did not answer in time. All services were stopped.
+        """
         return self._wait_for(lambda state: state.up, timeout_s, "does not answer")
 
     def wait_ready(self, timeout_s: float = 120.0) -> RunState:
-        """Returns when every service can do its work; the gateway cannot before a model is served. Raises likewise."""
+        """Wait until every service can work; the gateway cannot before a model is served.
+
+        Raises:
+            StartFailed: a service was not ready in time. All services were stopped.
+        """
         return self._wait_for(lambda state: state.ready, timeout_s, "is not ready")
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether everything has stopped, within `timeout_s`. Raises `StartFailed` when a service made it stop."""
+        """Return whether all services have stopped within `timeout_s`.
+
+        Raises:
+            StartFailed: a service caused the stop.
+        """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -119,21 +144,24 @@ class Supervisor:
         return True
 
     def stop(self) -> None:
-        """Stop every service, the broker last, and return when none is left. Calling it again does nothing."""
+        """Stop every service, the broker last, and wait for all of them. Further calls do nothing."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._lock.release()
 
     def begin_stop(self, *, now: bool = False) -> None:
-        """What a signal handler may call: `stop` without waiting for it. `now` kills who has not stopped yet."""
+        """Begin to stop without waiting; a signal handler may call it.
+
+        `now` kills services that have not stopped yet.
+        """
         if now:
-            self._impatient.set()
+            self._kill_now.set()
         self._stop.set()
 
     @property
     def state(self) -> RunState:
-        """What runs now."""
+        """Present state of all services."""
         return self._state
 
     @property
@@ -143,11 +171,11 @@ class Supervisor:
 
     @property
     def base_url(self) -> str:
-        """What goes into `OpenAI(base_url=...)`."""
+        """Value for `OpenAI(base_url=...)`."""
         return self._state.base_url or ""
 
     def url(self, service: str) -> str:
-        """Root of a service's HTTP."""
+        """Return the root URL of a service."""
         return self._state.services[service].url
 
     def __enter__(self) -> Self:
@@ -160,7 +188,7 @@ class Supervisor:
     ) -> None:
         self.stop()
 
-    # what the supervisor's thread does
+    # supervisor thread
 
     def _supervise(self) -> None:
         try:
@@ -180,7 +208,7 @@ class Supervisor:
                 self._stop_all()
             finally:
                 with self._changed:
-                    self._over = True
+                    self._finished = True
                     self._changed.notify_all()
 
     def _start(self, processes: Iterable[ManagedProcess]) -> None:
@@ -189,30 +217,30 @@ class Supervisor:
         self._publish()
 
     def _tick(self) -> None:
-        """Look at every process once."""
+        """Check every process once."""
         for name, process in self._processes.items():
-            status = process.died()
-            if status == _WRONG_SETTINGS:
-                self._give_up(name, process)
+            status = process.reap()
+            if status == _SETTINGS_STATUS:
+                self._fail_start(name, process)
             elif status is not None:
                 pause_s = process.plan_restart()
                 self._report(f"{name} ended ({_cause(status)}); starting it again in {pause_s:g} s")
-            if (said := process.check_liveness()) is not None:
-                self._report(f"{name} {said}")
-            if process.restart_is_due():
+            if (message := process.check_liveness()) is not None:
+                self._report(f"{name} {message}")
+            if process.is_restart_time():
                 process.start()
             process.check_health()
-        if self._unwritten or any(
+        if self._write_failed or any(
             process.state != self._state.services[name] for name, process in self._processes.items()
         ):
             self._publish()
-        if time.monotonic() > self._touch_s:
-            self._touch_s = time.monotonic() + _TOUCH_S
+        if time.monotonic() > self._next_touch_s:
+            self._next_touch_s = time.monotonic() + _TOUCH_S
             touch(self.data_dir)
         self._stop.wait(_TICK_S)
 
-    def _give_up(self, name: str, process: ManagedProcess) -> None:
-        self._failure = f"{name} refuses its settings: {_refusal(name, process.log.tail)}"
+    def _fail_start(self, name: str, process: ManagedProcess) -> None:
+        self._failure = f"{name} refuses its settings: {_last_message(name, process.log.tail)}"
         self._stop.set()
 
     def _stop_all(self) -> None:
@@ -228,7 +256,7 @@ class Supervisor:
             process.terminate()
         deadline = time.monotonic() + self._limits.stop_timeout_s
         while remaining := [process for process in group if not process.stopped()]:
-            if time.monotonic() > deadline or self._impatient.is_set():
+            if time.monotonic() > deadline or self._kill_now.is_set():
                 for process in remaining:
                     process.kill()
             time.sleep(_TICK_S / 2)
@@ -240,15 +268,17 @@ class Supervisor:
             self._changed.notify_all()
 
     def _write_state(self) -> None:
-        """A full disk is no reason to stop anything: it is told once, and the next tick tries again."""
+        """Write the state file. A full disk stops nothing: it is reported once, and the next tick tries again."""
         try:
             self._state.write(self.data_dir)
         except OSError as error:
-            if not self._unwritten:
-                self._report(f"cannot say what runs: disk: {(error.strerror or str(error)).lower()} on {self.data_dir}")
-            self._unwritten = True
+            if not self._write_failed:
+                self._report(
+                    f"cannot write the state file: disk: {(error.strerror or str(error)).lower()} on {self.data_dir}"
+                )
+            self._write_failed = True
         else:
-            self._unwritten = False
+            self._write_failed = False
 
     def _snapshot(self) -> RunState:
         return RunState(
@@ -267,47 +297,49 @@ class Supervisor:
         log = LogFile(path, self._limits.log_bytes_max, self._limits.log_backups)
         return ManagedProcess(service, self.plan.environ, log, self._limits)
 
-    def _wait_for(self, reached: Callable[[RunState], bool], timeout_s: float, what: str) -> RunState:
+    def _wait_for(self, reached: Callable[[RunState], bool], timeout_s: float, failure: str) -> RunState:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not reached(self._state) and not self._over and self._changed.wait(deadline - time.monotonic()):
+            while not reached(self._state) and not self._finished and self._changed.wait(deadline - time.monotonic()):
                 pass
         state = self._state
         if reached(state):
             return state
-        late = [name for name in state.services if not reached(_only(state, name))]
+        late = [name for name in state.services if not reached(_select_service(state, name))]
         waiting = [name for name in late if state.services[name].pid is None and not self._processes[name].log.tail]
-        said = [f"{name} {what} {self._last_words(name)}" for name in late if name not in waiting]
-        if waiting and said:
-            said.append(f"{', '.join(waiting)} waited for that")
+        problems = [f"{name} {failure} {self._describe_output(name)}" for name in late if name not in waiting]
+        if waiting and problems:
+            problems.append(f"{', '.join(waiting)} did not start before that")
         self.stop()
-        raise StartFailed(self._failure or f"after {timeout_s:g} s {'; '.join(said) or 'nothing was started'}")
+        raise StartFailed(self._failure or f"after {timeout_s:g} s {'; '.join(problems) or 'no service was started'}")
 
-    def _last_words(self, name: str) -> str:
+    def _describe_output(self, name: str) -> str:
         lacks = self._state.services[name].lacks
         tail = self._processes[name].log.tail
-        return f"(it lacks {', '.join(lacks)})" if lacks else f"({_sentence(tail[-1]) if tail else 'it said nothing'})"
+        if lacks:
+            return f"(it lacks {', '.join(lacks)})"
+        return f"({_log_line_message(tail[-1]) if tail else 'no output'})"
 
 
-def _only(state: RunState, name: str) -> RunState:
+def _select_service(state: RunState, name: str) -> RunState:
     return state.model_copy(update={"services": {name: state.services[name]}})
 
 
-def _refusal(name: str, tail: Iterable[str]) -> str:
-    """The sentence that a service says last, for people; its log may have more."""
-    said = [line for line in tail if line.strip()]
-    marked = [line for line in said if line.startswith(f"headrace {name}: ")]
-    return (marked or said or ["it said nothing"])[-1].removeprefix(f"headrace {name}: ")
+def _last_message(name: str, tail: Iterable[str]) -> str:
+    """Return the last message that a service wrote for users; its log may have more lines."""
+    lines = [line for line in tail if line.strip()]
+    marked = [line for line in lines if line.startswith(f"headrace {name}: ")]
+    return (marked or lines or ["no output"])[-1].removeprefix(f"headrace {name}: ")
 
 
-def _sentence(line: str) -> str:
-    """What a line of a log says to people; logs may be JSON."""
+def _log_line_message(line: str) -> str:
+    """Return the message of a log line, which may be JSON."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return line
-    said = fields.get("error") or fields.get("event") if isinstance(fields, dict) else None
-    return str(said or line)
+    message = fields.get("error") or fields.get("event") if isinstance(fields, dict) else None
+    return str(message or line)
 
 
 def _cause(status: int) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from headrace_cli.commands.grouped import spread
+from headrace_cli.commands.option_groups import expand_option_groups
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def plain(name: str) -> None:
 
 def test_a_group_is_given_by_its_options() -> None:
     app = typer.Typer()
-    app.command()(spread(show))
+    app.command()(expand_option_groups(show))
     run = CliRunner().invoke
     assert run(app, ["x"]).output == "x Exactly(place='here', times=None) False\n"
     found = run(app, ["x", "--at", "there", "--times", "1", "--times", "2", "--loud"])
@@ -42,4 +42,4 @@ def test_a_group_is_given_by_its_options() -> None:
 
 
 def test_what_has_no_group_stays_as_it_is() -> None:
-    assert spread(plain) is plain
+    assert expand_option_groups(plain) is plain
