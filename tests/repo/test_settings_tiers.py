@@ -54,7 +54,7 @@ def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> No
     for status in (0, 2):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == status, done.stderr
-    assert "mine.toml exists" in done.stderr
+    assert "mine.toml: exists already" in done.stderr
     text = (tmp_path / "mine.toml").read_text(encoding="utf-8")
     assert 'base = "models/mine"' in text.splitlines()
     assert 'model = "helper"' in text.splitlines()

@@ -98,5 +98,5 @@ async def test_what_somebody_else_wrote_is_no_beginning(prepared: PreparedJob, b
     await copying.ensure(bus, "foreign")
     async with producing(bus) as producer:
         await producer.send([Outgoing("replay-foreign-experiences", b"k", b"{}", (), 0)])
-    with pytest.raises(HeadraceError, match="does not hold what this job has written so far"):
+    with pytest.raises(HeadraceError, match="does not contain the experiences of this job"):
         await filled(prepared, bus, "foreign", progress_journal, 0)

@@ -74,7 +74,7 @@ async def test_another_reward(rig: ReplayRig, version: str, tmp_path: Path) -> N
         plan["training"]["trained"] + sum(plan["training"]["dropped"].values()) + plan["training"]["waiting"]
         == COUNT + 1
     )
-    assert (plan["cut"], plan["cut_because"]) == ("rules", "rewards are made again")
+    assert (plan["cut"], plan["cut_because"]) == ("rules", "the rewards are computed again")
 
     report = await rig.report("run", "strict", *rewards)
     assert report["training"]["batches"] == plan["training"]["batches"], "run does what plan said"
@@ -116,7 +116,7 @@ async def test_refusals_leave_nothing_behind(rig: ReplayRig, version: str, tmp_p
     assert (await rig.headrace("list")).split() == []
     unknown = await rig.headrace("plan", "--of", "nobody", "--rescore", status=2)
     assert "trainer.replays = 'nobody': no such lineage" in unknown
-    assert "--cut recorded: rewards are made again" in await rig.headrace(
+    assert "--cut recorded: the rewards are computed again" in await rig.headrace(
         "plan", "--rescore", "--cut", "recorded", status=2
     )
     assert "has no complete copy of the replay" in await rig.headrace("resume", "broken", status=2)

@@ -108,7 +108,7 @@ def converting(stage: Stage) -> None:
     assert len(refused) == 2
     assert any("sync_method" in refusal for refusal in refused)
     assert any("surprise.key" in refusal for refusal in refused)
-    assert any("have to agree" in refusal for refusal in convert(EXPLORER, {**TRAINER, "project": "other"}).refused)
+    assert any("must be equal" in refusal for refusal in convert(EXPLORER, {**TRAINER, "project": "other"}).refused)
 
 
 @program("keys", own_stack=True)

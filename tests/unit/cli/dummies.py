@@ -1,4 +1,4 @@
-"""Tiny services for a supervisor: each answers `/health` on the port that it is given, and misbehaves when told to."""
+"""Tiny services for a supervisor: each answers `/health` on its port, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ server.serve_forever(0.05)
 
 
 class Dummies:
-    """Modules `dummy_<name>` in a folder; `environ` lets processes find them."""
+    """Dummy modules `dummy_<name>` in a folder, with the environment in which processes can import them."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
@@ -77,8 +77,9 @@ class Dummies:
         path = os.pathsep.join([str(self.folder), *sys.path])
         return {"PATH": os.environ["PATH"], "PYTHONPATH": path, "DUMMY_FOLDER": str(self.folder)}
 
-    def tell(self, name: str, what: str) -> None:
-        (self.folder / f"{name}.told").write_text(what)
+    def tell(self, name: str, behaviour: str) -> None:
+        """Choose the behaviour of a service at its next start."""
+        (self.folder / f"{name}.told").write_text(behaviour)
 
     def lines(self, file: str) -> list[str]:
         path = self.folder / file

@@ -1,4 +1,4 @@
-"""A Headrace whose every text is hostile: its services, its topics, the files beside it."""
+"""A Headrace with hostile texts everywhere: in its services, its topics and its files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOSTILE = [
     "\\[red]\\\\[/] \U000e0041\u3164 {x} %s $\\frac",
 ]
 TOGETHER = "".join(HOSTILE[:4]) + HOSTILE[6]
-"""What hides or steers, in one text. Markup that does not close is tried by itself, and so is NUL."""
+"""All hidden and controlling characters in one text. Unclosed markup and NUL are tested separately."""
 _SAMPLES = ("m", VERSION, "a" * 64, "1", "a" * 16, "00-" + "a" * 32 + "-" + "a" * 16 + "-01")
 _PAGES: tuple[tuple[str, type[BaseModel]], ...] = (
     (r"GET /v1/models", ModelList), (r"GET /v1/models/[^/]+", ModelState),
@@ -49,18 +49,18 @@ _PAGES: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def hidden(text: str) -> list[str]:
-    """Return the characters of `text` that a terminal would obey or not show."""
+    """Return the characters of `text` that a terminal would execute or not display."""
     return [character for character in text if character not in "\n\t" and printable(character) != character]
 
 
 class Poison:
-    """Makes JSON of a model with every field set, and one text in every field that takes any text."""
+    """Generator of JSON for a model, with every field set and a hostile text in every unrestricted text field."""
 
     def __init__(self, model: type[BaseModel], text: str) -> None:
         self._schema = model.model_json_schema(mode="serialization")
         self._text = text
 
-    def made(self) -> Any:
+    def build(self) -> Any:
         return self._value(self._schema)
 
     def _value(self, part: dict[str, Any]) -> Any:
@@ -107,14 +107,14 @@ class Poison:
 
 
 class HostileServer(HttpFake):
-    """Answers every page of registry and gateway; pages that it does not know are errors with a hostile message."""
+    """Server of registry and gateway pages; other pages are errors with a hostile message."""
 
     text = ""
 
     def _next(self, method: str, path: str) -> tuple[int, Any]:
         for pattern, model in _PAGES:
             if re.fullmatch(pattern, f"{method} {path}"):
-                return 200, Poison(model, self.text).made()
+                return 200, Poison(model, self.text).build()
         if path == "/v1/feedback":
             return 202, {"event_ids": [self.text], "teaches": False, "reason": self.text}
         if path in ("/health", "/ready"):
@@ -123,7 +123,7 @@ class HostileServer(HttpFake):
 
 
 class HostileTopics:
-    """Topics with two records each: an event whose texts are hostile, and a record that is none."""
+    """Topics with two records each: an event with hostile texts, and a record that cannot be parsed."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -135,30 +135,30 @@ class HostileTopics:
         return (0,)
 
     async def read(
-        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+        self, topic_range: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
     ) -> AsyncIterator[Entry]:
-        text, kind = self._text, EVENTS.get(wanted.topic)
+        text, kind = self._text, EVENTS.get(topic_range.topic)
         headers = ((text, text.encode("utf-8", "replace")),)
         event = None
         if kind is not None:
             try:
-                event = kind.model_validate(Poison(kind, text).made())
+                event = kind.model_validate(Poison(kind, text).build())
             except ValidationError:
-                event = None  # a rule of several fields; the record below has the same texts
-        yield Entry(wanted.topic, 0, 0, NOW, text, event, None if event else text, headers)
-        yield Entry(wanted.topic, 0, 1, NOW, text, None, text, headers)
+                event = None  # the model has a rule about several fields; the record below has the same texts
+        yield Entry(topic_range.topic, 0, 0, NOW, text, event, None if event else text, headers)
+        yield Entry(topic_range.topic, 0, 1, NOW, text, None, text, headers)
 
-    async def records(self, wanted: Range, *_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def records(self, topic_range: Range, *_: Any, **__: Any) -> AsyncIterator[Any]:
         value = self._text.encode("utf-8", "replace")
         for offset in (0, 1):
             yield SimpleNamespace(
-                topic=wanted.topic, partition=0, offset=offset, key=value, value=value, headers=[("x", value)],
+                topic=topic_range.topic, partition=0, offset=offset, key=value, value=value, headers=[("x", value)],
                 timestamp=0,
             )  # fmt: skip
 
 
 class HostileStack:
-    """A data directory in which a hostile Headrace seems to run."""
+    """Data directory of a hostile Headrace that seems to run."""
 
     def __init__(self, folder: Path, server: HostileServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._server, self._patch = folder, server, monkeypatch
@@ -166,8 +166,8 @@ class HostileStack:
         self._lock.take()
         self.file = folder / "rows.jsonl"
 
-    def speak(self, text: str) -> None:
-        """Have every text of it be `text` from now on."""
+    def set_text(self, text: str) -> None:
+        """Use `text` for every text of the stack from now on."""
         self._server.text = text
         service = ServiceState(
             status="ready", lacks=(text,), pid=1, url=self._server.url, port=1, log=f"{text}.log", since=NOW
@@ -194,6 +194,6 @@ class HostileStack:
         self._lock.release()
 
 
-def shown(values: Sequence[str]) -> str:
-    """Return arguments as one line, for the message of an assertion."""
+def join_arguments(values: Sequence[str]) -> str:
+    """Return arguments as one printable line, for the message of an assertion."""
     return printable(" ".join(values), 500)

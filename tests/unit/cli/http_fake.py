@@ -1,4 +1,4 @@
-"""A server on loopback that answers what it was told to, for commands that make real requests."""
+"""Loopback HTTP server with configured answers, for commands that make real requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = tuple[int, Any]
 
 
 class HttpFake:
-    """`answer` says what comes for a method and a path (without its query); `bodies` are the JSON that was posted."""
+    """Loopback server. `answer` configures the answer of a method and path; `bodies` has the posted JSON."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, str], Answer] = {}
@@ -48,7 +48,7 @@ class HttpFake:
         self.answers[method, path] = (status, body)
 
     def sequence(self, method: str, path: str, answers: list[Answer]) -> None:
-        """One after the other, the last one for ever."""
+        """Configure several answers of a method and path; the last one is repeated."""
         self._sequences[method, path] = answers
 
     def stop(self) -> None:
@@ -57,8 +57,8 @@ class HttpFake:
         self._thread.join()
 
     def _next(self, method: str, path: str) -> Answer:
-        waiting = self._sequences.get((method, path))
-        if waiting:
-            return waiting.pop(0) if len(waiting) > 1 else waiting[0]
-        missing = (404, {"error": {"message": f"nothing at {method} {path}", "code": "unknown_url"}})
-        return self.answers.get((method, path), missing)
+        sequence = self._sequences.get((method, path))
+        if sequence:
+            return sequence.pop(0) if len(sequence) > 1 else sequence[0]
+        not_found = (404, {"error": {"message": f"nothing at {method} {path}", "code": "unknown_url"}})
+        return self.answers.get((method, path), not_found)

@@ -214,7 +214,7 @@ def test_promote_by_the_first_letters(registry: HttpFake, up: Path) -> None:
     assert headrace("models", "promote", "m", "0f", "--force", data_dir=up)[0] == 0
     assert registry.bodies == [{"version": NEW, "force": True}]
     status, text = headrace("models", "promote", "m", "0", data_dir=up)
-    assert (status, "2 versions of m begin like this" in text) == (2, True)
+    assert (status, "matches 2 versions of m" in text) == (2, True)
 
 
 def test_promote_and_wait_for_a_no(registry: HttpFake, up: Path) -> None:
@@ -306,7 +306,10 @@ def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
         assert status == 0
         assert "collector ready no answer in 3 s" in said
         assert "scorer ready yes" in said
-        assert "function:concise fails (12 in a row; 12 failed, 3 scored), the last error: KeyError: 'expected'" in said
+        assert (
+            "function:concise fails (12 times in a row; 12 failed, 3 scored), the last error: KeyError: 'expected'"
+            in said
+        )
         assert "[rewards.py:7]" in said
         assert "function:right" not in said
         assert "supervisor (pid 77)" not in said
@@ -315,7 +318,7 @@ def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
         assert [source["id"] for source in found["sources"]] == ["function:concise", "function:right"]
         os.utime(data_dir / "run" / "state.json", (0, 0))
         said = " ".join(headrace("status", "--no-account", data_dir=data_dir)[1].split())
-        assert "the supervisor (pid 77) has not looked for" in said
+        assert "the supervisor (pid 77) has not checked for" in said
     lock.release()
 
 

@@ -22,7 +22,7 @@ def test_how_long_the_agent_works(monkeypatch: pytest.MonkeyPatch, short: bool, 
         seen.append(options.goal)
         return True
 
-    monkeypatch.setattr(command, "_one", play)
+    monkeypatch.setattr(command, "_play_one_seed", play)
     command.demo(FOLDER, short=short, traffic_s=wanted_s)
     found = recipe.read(FOLDER)
     own = found.short if short else found.goal

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from headrace_cli.app import app
-from tests.unit.cli.hostile_stack import HOSTILE, TOGETHER, VERSION, HostileServer, HostileStack, hidden, shown
+from tests.unit.cli.hostile_stack import HOSTILE, TOGETHER, VERSION, HostileServer, HostileStack, hidden, join_arguments
 from tests.unit.cli.test_cli import headrace
 
 STARTING = {
@@ -96,7 +96,7 @@ def flags(command: Any) -> list[list[str]]:
 
 def run(name: str, values: list[str], stack: HostileStack) -> tuple[int, str]:
     status, output = headrace(*name.split(), *values, data_dir=stack.folder)
-    assert not hidden(output), f"{name} {shown(values)}: {hidden(output)[:5]!r}"
+    assert not hidden(output), f"{name} {join_arguments(values)}: {hidden(output)[:5]!r}"
     assert "Traceback" not in output
     return status, output
 
@@ -105,7 +105,7 @@ def run(name: str, values: list[str], stack: HostileStack) -> tuple[int, str]:
 def test_a_command_prints_nothing_raw_of_what_it_reads(name: str, stack: HostileStack) -> None:
     command = COMMANDS[name]
     for text in (TOGETHER, HOSTILE[5]):
-        stack.speak(text)
+        stack.set_text(text)
         for more in flags(command) if text == TOGETHER else [[]]:
             status, output = run(name, [*more, *arguments(command, stack, None)], stack)
             if more and status == 0 and output.strip():
@@ -116,7 +116,7 @@ def test_a_command_prints_nothing_raw_of_what_it_reads(name: str, stack: Hostile
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in FOLLOWING])
 def test_a_command_prints_nothing_raw_of_its_arguments(name: str, stack: HostileStack) -> None:
-    stack.speak(TOGETHER)
+    stack.set_text(TOGETHER)
     status, output = run(name, arguments(COMMANDS[name], stack, TOGETHER), stack)
     assert status in (0, 1, 2), output
     assert status != 0 or name not in STARTING, f"{name} began its work: {output}"
@@ -124,7 +124,7 @@ def test_a_command_prints_nothing_raw_of_its_arguments(name: str, stack: Hostile
 
 def test_commands_that_only_read_show_what_they_read(stack: HostileStack) -> None:
     """The first test would hold for a command that shows nothing."""
-    stack.speak("abc\u202edef")
+    stack.set_text("abc\u202edef")
     expected = {
         "status", "logs", "models show", "models audit", "models notes", "models collect",
         "rollouts list", "rollouts show", "replay events", "dead-letters list",

@@ -84,4 +84,4 @@ def test_an_unknown_service_is_told_what_there_is(data_dir: Path) -> None:
     (data_dir / "logs").mkdir(parents=True)
     (data_dir / "logs" / "alpha.log").touch()
     status, text = headrace("logs", "beta", data_dir=data_dir)
-    assert (status, "there are: alpha" in text) == (2, True)
+    assert (status, "it has the logs of: alpha" in text) == (2, True)

@@ -114,7 +114,7 @@ def test_an_export_is_the_versions_own_files_and_its_manifest(http: HttpFake, bl
 def test_what_is_gone_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
     known(http, stored(blobs), collected=True)
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"))
-    assert (status, "its files are gone" in text) == (2, True)
+    assert (status, "its files were collected" in text) == (2, True)
 
 
 def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: Blob
 def test_only_an_adapter_is_merged(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
     known(http, stored(blobs))
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"), "--merge")
-    assert (status, "whole weights already" in text) == (2, True)
+    assert (status, "full weights already" in text) == (2, True)
 
 
 def test_an_alias_moves_from_what_it_was_seen_to_name(http: HttpFake, blobs: BlobStore) -> None:

@@ -37,7 +37,7 @@ def test_times_ago(text: str, seconds: float) -> None:
 
 
 def test_nonsense_is_no_time() -> None:
-    with pytest.raises(UsageError, match="'yesterday' is no time"):
+    with pytest.raises(UsageError, match="'yesterday' is not a time"):
         parse_time("yesterday")
 
 

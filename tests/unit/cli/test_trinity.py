@@ -28,7 +28,7 @@ def test_both_files_become_settings_that_services_read(tmp_path: Path, monkeypat
     check((tmp_path / "headrace.toml").read_text(), tmp_path)
     status, said = convert(tmp_path)
     assert status == 2
-    assert "is there already" in said
+    assert "exists already" in said
 
 
 def test_a_key_without_a_meaning_is_named_and_nothing_is_written(

@@ -11,7 +11,7 @@ VERSION = "m@000000000000"
 
 
 def experience(number: int, reward: float | None, **parts: float) -> Experience:
-    """Of one task and one turn; `parts` are what each source said."""
+    """Create an experience of one task and one turn. `parts` are rewards by source."""
     branch = Branch(token_ids=(1, 2, 3), spans=(Span(start=1, logprobs=(-0.5, -0.5), turn_id="t", version=VERSION),))
     return Experience(
         time=datetime(2026, 11, 20, tzinfo=UTC),
@@ -28,4 +28,4 @@ def experience(number: int, reward: float | None, **parts: float) -> Experience:
 
 
 def rewards(experiences: list[Experience]) -> list[float | None]:
-    return [one.reward for one in experiences]
+    return [experience.reward for experience in experiences]

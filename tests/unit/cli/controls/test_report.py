@@ -1,4 +1,4 @@
-"""What is said in words, and what makes the command fail."""
+"""Problems and advice of a controls report."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def report(*scores: tuple[Control, float]) -> Report:
 SOUND = {TRUE: 0.6, SHUFFLED: 0.3, FLIPPED: 0.1, RANDOM: 0.3, STILL: 0.3}
 
 
-def test_what_comes_out_as_it_has_to_is_no_problem() -> None:
+def test_expected_results_are_no_problems() -> None:
     assert report(*SOUND.items(), (alone("format"), 0.3), (alone("answer"), 0.6)).problems == []
 
 
-def test_a_control_that_learns_as_well_as_the_truth_is_said() -> None:
-    (said,) = report(*(SOUND | {SHUFFLED: 0.6}).items()).problems
-    assert said.startswith("shuffled: the reward does not cause the learning")
-    assert ", the true reward +" in said
+def test_a_shuffled_control_that_learns_is_a_problem() -> None:
+    (problem,) = report(*(SOUND | {SHUFFLED: 0.6}).items()).problems
+    assert problem.startswith("shuffled: the reward does not cause the learning")
+    assert ", the true reward +" in problem
 
 
-def test_each_control_that_fails_is_said() -> None:
-    wrong = {TRUE: 0.3, SHUFFLED: 0.6, FLIPPED: 0.6, RANDOM: 0.6, STILL: 0.1}
-    found = report(*wrong.items(), (alone("format"), 0.1))
-    names = [said.split(":")[0] for said in found.problems]
+def test_each_unexpected_result_is_a_problem() -> None:
+    scores = {TRUE: 0.3, SHUFFLED: 0.6, FLIPPED: 0.6, RANDOM: 0.6, STILL: 0.1}
+    controls_report = report(*scores.items(), (alone("format"), 0.1))
+    names = [problem.split(":")[0] for problem in controls_report.problems]
     assert names == [*(control.name for control in CONTROLS), "format alone"]
-    as_json = found.as_json()
-    assert [one["as_expected"] for one in as_json["controls"]] == [False] * 6
-    assert as_json["problems"] == found.problems
+    as_json = controls_report.as_json()
+    assert [control_json["as_expected"] for control_json in as_json["controls"]] == [False] * 6
+    assert as_json["problems"] == controls_report.problems
 
 
-def test_the_truth_may_not_stand_still_and_shuffled_may_fall() -> None:
-    assert [said.split(":")[0] for said in report((TRUE, 0.3), (SHUFFLED, 0.1)).problems] == ["true"]
+def test_a_constant_score_is_a_problem_of_the_true_reward_alone() -> None:
+    assert [problem.split(":")[0] for problem in report((TRUE, 0.3), (SHUFFLED, 0.1)).problems] == ["true"]
 
 
-def test_noise_that_ruins_the_model_is_no_problem_of_the_reward_but_said() -> None:
+def test_a_falling_score_without_information_gives_advice() -> None:
     assert report(*SOUND.items()).advice == []
-    found = report(*(SOUND | {SHUFFLED: 0.1}).items())
-    assert found.problems == []
-    (said,) = found.advice
-    assert said.startswith("shuffled: ")
-    assert "trainer.optimizer.learning_rate" in said
-    assert found.as_json()["advice"] == found.advice
+    controls_report = report(*(SOUND | {SHUFFLED: 0.1}).items())
+    assert controls_report.problems == []
+    (advice,) = controls_report.advice
+    assert advice.startswith("shuffled: ")
+    assert "trainer.optimizer.learning_rate" in advice
+    assert controls_report.as_json()["advice"] == controls_report.advice

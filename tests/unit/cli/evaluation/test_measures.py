@@ -1,4 +1,4 @@
-"""The metrics that come with Headrace, on plays whose value is plain."""
+"""The built-in metrics, on plays with obvious values."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ def task(**fields: Any) -> EvaluationTask:
     return EvaluationTask("t", parse_messages("q", "user", "q"), parse_tools(fields.get("tools")), fields, "gate")
 
 
-def parse_messages(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
-    made = [
-        {"function": {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}}
-        for name, given in calls
+def playthrough(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
+    tool_calls = [
+        {"function": {"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}}
+        for name, arguments in calls
     ]
     first: list[dict[str, Any]] = (
-        [{"role": "assistant", "content": "", "tool_calls": made}, {"role": "tool", "content": "r"}] if made else []
+        [{"role": "assistant", "content": "", "tool_calls": tool_calls}, {"role": "tool", "content": "r"}]
+        if tool_calls
+        else []
     )
     return Playthrough([*first, {"role": "assistant", "content": text}], fields)
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "right"),
+    ("answer", "text", "expected"),
     [
         ("4", "4", True),
         ("4", "The answer is 4.", True),
@@ -51,34 +53,34 @@ def parse_messages(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Pl
         (None, "anything", None),
     ],
 )
-def test_success(answer: Any, text: str, right: bool | None) -> None:
-    assert measures.success(task(answer=answer), parse_messages(text)) is right
+def test_success(answer: Any, text: str, expected: bool | None) -> None:
+    assert measures.success(task(answer=answer), playthrough(text)) is expected
 
 
 def test_steps_are_calls_of_the_model() -> None:
-    assert measures.steps(task(), parse_messages("x")) == 1
-    assert measures.steps(task(), parse_messages("x", ("search", {}))) == 2
+    assert measures.steps(task(), playthrough("x")) == 1
+    assert measures.steps(task(), playthrough("x", ("search", {}))) == 2
 
 
 @pytest.mark.parametrize(
-    ("fields", "played", "kept"),
+    ("fields", "played", "expected"),
     [
-        ({}, parse_messages("x"), None),
-        ({"format": r"Answer: \d+"}, parse_messages("Answer: 12"), True),
-        ({"format": r"Answer: \d+"}, parse_messages("Well, Answer: 12"), False),
-        ({"tools": [SEARCH]}, parse_messages("x", ("search", {"a": 1})), True),
-        ({"tools": [SEARCH]}, parse_messages("x", ("search", "{broken")), False),
-        ({"tools": [SEARCH]}, parse_messages("x", ("find", {})), False),
-        ({"tools": [SEARCH]}, parse_messages("x"), True),
-        ({"tools": [SEARCH], "format": "y"}, parse_messages("x", ("search", {})), False),
+        ({}, playthrough("x"), None),
+        ({"format": r"Answer: \d+"}, playthrough("Answer: 12"), True),
+        ({"format": r"Answer: \d+"}, playthrough("Well, Answer: 12"), False),
+        ({"tools": [SEARCH]}, playthrough("x", ("search", {"a": 1})), True),
+        ({"tools": [SEARCH]}, playthrough("x", ("search", "{broken")), False),
+        ({"tools": [SEARCH]}, playthrough("x", ("find", {})), False),
+        ({"tools": [SEARCH]}, playthrough("x"), True),
+        ({"tools": [SEARCH], "format": "y"}, playthrough("x", ("search", {})), False),
     ],
 )
-def test_format(fields: dict[str, Any], played: Playthrough, kept: bool | None) -> None:
-    assert measures.follows_format(task(**fields), played) is kept
+def test_format(fields: dict[str, Any], played: Playthrough, expected: bool | None) -> None:
+    assert measures.follows_format(task(**fields), played) is expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "called", "share"),
+    ("expected", "called_tools", "share"),
     [
         ("search", ["search"], 1.0),
         ("search", [], 0.0),
@@ -90,31 +92,31 @@ def test_format(fields: dict[str, Any], played: Playthrough, kept: bool | None) 
         ([], ["search"], 0.0),
     ],
 )
-def test_tools(wanted: Any, called: list[str], share: float) -> None:
-    assert measures.tool(task(tool=wanted), parse_messages("x", *((name, {}) for name in called))) == pytest.approx(
-        share
-    )
+def test_tools(expected: Any, called_tools: list[str], share: float) -> None:
+    assert measures.tool(
+        task(tool=expected), playthrough("x", *((name, {}) for name in called_tools))
+    ) == pytest.approx(share)
 
 
 def test_arguments() -> None:
-    one = task(tool="search", arguments={"query": "x"})
-    assert measures.arguments(one, parse_messages("", ("search", {"query": "x", "limit": 3}))) == 1
-    assert measures.arguments(one, parse_messages("", ("search", {"query": "y"}))) == 0
-    assert measures.arguments(one, parse_messages("", ("read", {"query": "x"}))) == 0
-    assert measures.arguments(one, parse_messages("", ("search", "{broken"))) == 0
-    two = task(tool=["search", "search"], arguments=[{"query": "x"}, {"query": "y"}])
-    assert measures.arguments(two, parse_messages("", ("search", {"query": "y"}), ("search", {"query": "x"}))) == 1
-    assert measures.arguments(two, parse_messages("", ("search", {"query": "x"}))) == 0.5, (
+    single = task(tool="search", arguments={"query": "x"})
+    assert measures.arguments(single, playthrough("", ("search", {"query": "x", "limit": 3}))) == 1
+    assert measures.arguments(single, playthrough("", ("search", {"query": "y"}))) == 0
+    assert measures.arguments(single, playthrough("", ("read", {"query": "x"}))) == 0
+    assert measures.arguments(single, playthrough("", ("search", "{broken"))) == 0
+    double = task(tool=["search", "search"], arguments=[{"query": "x"}, {"query": "y"}])
+    assert measures.arguments(double, playthrough("", ("search", {"query": "y"}), ("search", {"query": "x"}))) == 1
+    assert measures.arguments(double, playthrough("", ("search", {"query": "x"}))) == 0.5, (
         "one call is not counted twice"
     )
-    assert measures.arguments(task(tool="search"), parse_messages("")) is None
+    assert measures.arguments(task(tool="search"), playthrough("")) is None
 
 
 def test_recall_counts_what_was_found_and_no_part_of_a_name() -> None:
-    one = task(relevant=["m1", "m2", "m3", "m4"])
-    assert measures.recall(one, parse_messages("I found m1, m2 and m12.")) == 0.5
-    assert measures.recall(one, parse_messages("nothing", found=["m3"])) == 0.25
-    assert measures.recall(task(), parse_messages("m1")) is None
+    recall_task = task(relevant=["m1", "m2", "m3", "m4"])
+    assert measures.recall(recall_task, playthrough("I found m1, m2 and m12.")) == 0.5
+    assert measures.recall(recall_task, playthrough("nothing", found=["m3"])) == 0.25
+    assert measures.recall(task(), playthrough("m1")) is None
 
 
 def test_metrics_of_files_and_names(tmp_path: Path) -> None:
@@ -122,18 +124,18 @@ def test_metrics_of_files_and_names(tmp_path: Path) -> None:
     path.write_text(
         "def length(task, played):\n    return len(played.text)\n\ndef broken(task, played):\n    return 'x'\n"
     )
-    found = load_metrics(["success", f"{path}:length", f"{path}:broken"])
-    assert list(found) == ["success", "length", "broken"]
-    assert compute_metric("length", found["length"], task(), parse_messages("abc")) == 3.0
+    metrics = load_metrics(["success", f"{path}:length", f"{path}:broken"])
+    assert list(metrics) == ["success", "length", "broken"]
+    assert compute_metric("length", metrics["length"], task(), playthrough("abc")) == 3.0
     with pytest.raises(HeadraceError, match="returned 'x' on task 't'; it must return a finite number"):
-        compute_metric("broken", found["broken"], task(), parse_messages(""))
+        compute_metric("broken", metrics["broken"], task(), playthrough(""))
     with pytest.raises(HeadraceError, match=r"returned nan on task 't'; it must return a finite number"):
-        compute_metric("bad", TaskMetric(lambda task, played: float("nan")), task(), parse_messages(""))
+        compute_metric("bad", TaskMetric(lambda task, played: float("nan")), task(), playthrough(""))
     with pytest.raises(HeadraceError) as refusal:
-        compute_metric("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), parse_messages(""))
+        compute_metric("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), playthrough(""))
     assert len(str(refusal.value)) < 200
     with pytest.raises(HeadraceError, match="metric bad failed on task 't': ZeroDivisionError"):
-        compute_metric("bad", TaskMetric(lambda one, played: 1 / 0), task(), parse_messages(""))
+        compute_metric("bad", TaskMetric(lambda one, played: 1 / 0), task(), playthrough(""))
     with pytest.raises(UsageError, match=r"'succes'; did you mean 'success'\?.*FILE\.py:NAME"):
         load_metrics(["succes"])
     with pytest.raises(UsageError, match="has no function missing"):

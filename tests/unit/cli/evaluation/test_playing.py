@@ -1,4 +1,4 @@
-"""Tasks are played with exactly one version; what could not be played is no wrong answer."""
+"""Plays of tasks with exactly one version; a failed play is not a wrong answer."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
-    """What answers instead of a gateway; returns the requests that it got."""
+    """Replace the gateway by a function; the fixture returns the list of its requests."""
 
     def install(answer: Answer) -> list[dict[str, Any]]:
-        seen: list[dict[str, Any]] = []
+        requests: list[dict[str, Any]] = []
 
         def handle(request: httpx2.Request) -> httpx2.Response:
             body = json.loads(request.content)
-            seen.append({**body, "purpose": request.headers.get("X-Headrace-Purpose")})
-            found = answer(body)
-            if isinstance(found, int):
-                return httpx2.Response(found, text="no such version")
+            requests.append({**body, "purpose": request.headers.get("X-Headrace-Purpose")})
+            response = answer(body)
+            if isinstance(response, int):
+                return httpx2.Response(response, text="no such version")
             return httpx2.Response(
-                200, json={"model": body["model"], "choices": [{"message": found}], **found.pop("top", {})}
+                200, json={"model": body["model"], "choices": [{"message": response}], **response.pop("top", {})}
             )
 
         def connection(base_url: str, key: str | None) -> httpx2.Client:
@@ -45,7 +45,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str
 
         monkeypatch.setattr(runner, "connection", connection)
         monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
-        return seen
+        return requests
 
     return install
 
@@ -56,27 +56,31 @@ def tasks_of(tmp_path: Path, *rows: dict[str, Any]) -> tuple[EvaluationTask, ...
     return read(path)
 
 
-def knows(body: dict[str, Any]) -> dict[str, Any]:
-    """Right about even numbers."""
+def answer_even_numbers(body: dict[str, Any]) -> dict[str, Any]:
+    """Answer questions about even numbers correctly and all others wrongly."""
     number = int(body["messages"][-1]["content"].split()[0])
     return {"role": "assistant", "content": str(2 * number if number % 2 == 0 else 0)}
 
 
-def test_every_task_is_asked_of_the_one_version_as_evaluation(tmp_path: Path, gateway: Any) -> None:
-    seen = gateway(knows)
+def test_every_task_is_played_with_the_version_as_evaluation(tmp_path: Path, gateway: Any) -> None:
+    requests = gateway(answer_even_numbers)
     tasks = tasks_of(tmp_path, *({"question": f"{n} + {n}", "answer": 2 * n} for n in range(1, 11)))
     options = EvaluationOptions(body={"max_tokens": 8})
-    found = evaluate(VERSION, tasks, options)
-    assert found.metrics["success"].mean == 0.5
-    assert found.metrics["success"].interval == "wilson"
-    assert {(one["model"], one["purpose"], one["max_tokens"]) for one in seen} == {(VERSION, "eval", 8)}
-    seeds = {one["messages"][0]["content"]: one["seed"] for one in seen}
+    result = evaluate(VERSION, tasks, options)
+    assert result.metrics["success"].mean == 0.5
+    assert result.metrics["success"].interval == "wilson"
+    assert {(request["model"], request["purpose"], request["max_tokens"]) for request in requests} == {
+        (VERSION, "eval", 8)
+    }
+    seeds = {request["messages"][0]["content"]: request["seed"] for request in requests}
     assert len(set(seeds.values())) == 10
-    assert evaluate("other@0123456789abcdef", tasks, options).metrics == found.metrics
-    assert {one["messages"][0]["content"]: one["seed"] for one in seen[10:]} == seeds, "another version, the same seeds"
+    assert evaluate("other@0123456789abcdef", tasks, options).metrics == result.metrics
+    assert {request["messages"][0]["content"]: request["seed"] for request in requests[10:]} == seeds, (
+        "another version, the same seeds"
+    )
 
 
-def test_tools_answer_with_what_the_task_says(tmp_path: Path, gateway: Any) -> None:
+def test_tool_calls_are_answered_from_the_task(tmp_path: Path, gateway: Any) -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         if body["messages"][-1]["role"] == "tool":
             return {"role": "assistant", "content": body["messages"][-1]["content"]}
@@ -87,8 +91,10 @@ def test_tools_answer_with_what_the_task_says(tmp_path: Path, gateway: Any) -> N
     tool = {"type": "function", "function": {"name": "search"}}
     row = {"question": "?", "tools": [tool], "tool": "search", "arguments": {"query": "x"}, "relevant": ["m7"]}
     tasks = tasks_of(tmp_path, {**row, "tool_results": {"search": {'{"query": "x"}': "mail m7", "*": "nothing"}}})
-    found = {name: one.mean for name, one in evaluate(VERSION, tasks, EvaluationOptions()).metrics.items()}
-    assert found == {"arguments": 1.0, "format": 1.0, "recall": 1.0, "steps": 2.0, "tool": 1.0}
+    means = {
+        name: measurement.mean for name, measurement in evaluate(VERSION, tasks, EvaluationOptions()).metrics.items()
+    }
+    assert means == {"arguments": 1.0, "format": 1.0, "recall": 1.0, "steps": 2.0, "tool": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -107,19 +113,19 @@ def test_a_play_that_fails_fails_the_evaluation(
         evaluate(VERSION, tasks_of(tmp_path, {"question": "?", "answer": "x"}), EvaluationOptions())
 
 
-def test_a_gateway_that_is_away_is_named(tmp_path: Path) -> None:
+def test_an_unreachable_gateway_is_reported_with_its_address(tmp_path: Path) -> None:
     options = EvaluationOptions(base_url="http://127.0.0.1:9/v1")
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9.*start Headrace with"):
         evaluate(VERSION, tasks_of(tmp_path, {"question": "?", "answer": "x"}), options)
 
 
 def test_only_an_exact_version_is_evaluated(tmp_path: Path) -> None:
-    for wrong in ("m", "m:champion", "m@xyz"):
+    for name in ("m", "m:champion", "m@xyz"):
         with pytest.raises(UsageError, match="is not an exact version"):
-            evaluate(wrong, tasks_of(tmp_path, {"question": "?", "answer": "x"}), EvaluationOptions())
+            evaluate(name, tasks_of(tmp_path, {"question": "?", "answer": "x"}), EvaluationOptions())
 
 
-def test_agents_of_ones_own(tmp_path: Path, gateway: Any) -> None:
+def test_custom_agents_play_tasks(tmp_path: Path, gateway: Any) -> None:
     gateway(lambda body: {"role": "assistant", "content": "yes"})
     path = tmp_path / "mine.py"
     path.write_text(
@@ -129,35 +135,35 @@ def test_agents_of_ones_own(tmp_path: Path, gateway: Any) -> None:
         "def broken(task, asking):\n    raise RuntimeError('oh')\n"
     )
     tasks = tasks_of(tmp_path, {"question": "?", "answer": "yes", "relevant": ["m1", "m2"]})
-    found = evaluate(VERSION, tasks, EvaluationOptions(agent=f"{path}:play"))
-    assert (found.metrics["success"].mean, found.metrics["recall"].mean) == (1.0, 0.5)
+    result = evaluate(VERSION, tasks, EvaluationOptions(agent=f"{path}:play"))
+    assert (result.metrics["success"].mean, result.metrics["recall"].mean) == (1.0, 0.5)
     with pytest.raises(HeadraceError, match=r"the agent failed on task '\?': RuntimeError: oh"):
         evaluate(VERSION, tasks, EvaluationOptions(agent=f"{path}:broken"))
 
 
-def test_the_same_tasks_are_a_gates_program(tmp_path: Path, gateway: Any) -> None:
-    gateway(knows)
+def test_a_gate_program_answers_each_play(tmp_path: Path, gateway: Any) -> None:
+    gateway(answer_even_numbers)
     tasks = tasks_of(tmp_path, *({"question": f"{n} + {n}", "answer": 2 * n} for n in range(1, 21)))
-    asked = [{"version": VERSION, "task": f"{n} + {n}", "seed": n} for n in range(1, 21)]
-    out = io.StringIO()
-    source = io.StringIO("".join(json.dumps(one) + "\n" for one in asked))
-    gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, out)
-    first, *lines = out.getvalue().splitlines()
-    named = Tasks.model_validate_json(first)
-    assert {*named.gate, *named.audit} == {one["task"] for one in asked}
+    plays = [{"version": VERSION, "task": f"{n} + {n}", "seed": n} for n in range(1, 21)]
+    output = io.StringIO()
+    source = io.StringIO("".join(json.dumps(play) + "\n" for play in plays))
+    gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
+    first, *lines = output.getvalue().splitlines()
+    task_names = Tasks.model_validate_json(first)
+    assert {*task_names.gate, *task_names.audit} == {play["task"] for play in plays}
     played = [Played.model_validate_json(line) for line in lines]
-    assert {one.task: one.score for one in played} == {f"{n} + {n}": float(n % 2 == 0) for n in range(1, 21)}
-    assert {(one.task, one.seed) for one in played} == {(f"{n} + {n}", n) for n in range(1, 21)}
+    assert {play.task: play.score for play in played} == {f"{n} + {n}": float(n % 2 == 0) for n in range(1, 21)}
+    assert {(play.task, play.seed) for play in played} == {(f"{n} + {n}", n) for n in range(1, 21)}
 
 
-def test_a_gate_without_a_score_fails_and_is_no_zero(tmp_path: Path, gateway: Any) -> None:
+def test_a_gate_program_fails_without_a_score(tmp_path: Path, gateway: Any) -> None:
     gateway(lambda body: 503)
     tasks = tasks_of(tmp_path, *({"question": f"{n} + {n}", "answer": n} for n in range(20)))
     source = io.StringIO(json.dumps({"version": VERSION, "task": "3 + 3", "seed": 1}) + "\n")
-    out = io.StringIO()
+    output = io.StringIO()
     with pytest.raises(HeadraceError, match="does not answer"):
-        gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, out)
-    assert len(out.getvalue().splitlines()) == 1
+        gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
+    assert len(output.getvalue().splitlines()) == 1
     with pytest.raises(UsageError, match="a gate has exactly one score, but 0 metrics"):
         gate_program.serve(tasks, EvaluationOptions(), io.StringIO(), io.StringIO())
     with pytest.raises(HeadraceError, match=r"steps = .* must be in 0\.\.1|does not answer"):

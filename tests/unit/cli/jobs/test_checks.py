@@ -1,4 +1,4 @@
-"""Rows that would teach something wrong are refused, each for its own reason."""
+"""Checks of rows: each invalid row is refused with its own reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYSTEM = {"role": "system", "content": "be kind"}
 
 
 def chat(*messages: dict[str, Any]) -> DataRow:
-    return READER.read({"messages": [dict(one) for one in messages]})
+    return READER.read({"messages": [dict(message) for message in messages]})
 
 
 def kind_of(row: DataRow) -> str | None:
@@ -45,7 +45,7 @@ def kind_of(row: DataRow) -> str | None:
         [USER, {"role": "assistant", "content": "", "reasoning_content": "so"}],
     ],
 )
-def test_what_chats_do_is_taken(messages: list[dict[str, Any]]) -> None:
+def test_valid_conversations_are_accepted(messages: list[dict[str, Any]]) -> None:
     assert kind_of(chat(*messages)) is None
 
 
@@ -66,49 +66,49 @@ def test_what_chats_do_is_taken(messages: list[dict[str, Any]]) -> None:
         ([USER, {**ANSWER, "weight": 0}], "empty"),
     ],
 )
-def test_what_no_chat_does_is_refused(messages: list[dict[str, Any]], kind: str) -> None:
+def test_invalid_conversations_are_refused_with_a_kind(messages: list[dict[str, Any]], kind: str) -> None:
     assert kind_of(chat(*messages)) == kind
 
 
-def test_sides_of_a_preference_differ_and_are_one_answer_each() -> None:
+def test_answers_of_a_preference_must_differ_and_be_single_messages() -> None:
     assert kind_of(READER.read({"prompt": "p", "chosen": "a", "rejected": "b"})) is None
     assert kind_of(READER.read({"prompt": "p", "chosen": "a", "rejected": "a"})) == "equal"
     longer = [dict(ANSWER), dict(USER), {**ANSWER, "content": "bye"}]
     assert kind_of(READER.read({"prompt": "p", "chosen": longer, "rejected": "b"})) == "order"
 
 
-def refused(repeats: DuplicateDetector, record: dict[str, Any], place: str) -> tuple[str, str] | None:
+def refused(detector: DuplicateDetector, record: dict[str, Any], location: str) -> tuple[str, str] | None:
     try:
-        repeats.check(READER.read(record), place)
+        detector.check(READER.read(record), location)
     except BadRow as error:
         return error.kind, str(error)
     return None
 
 
-def test_repeats_and_contradictions_name_the_other_row() -> None:
-    repeats = DuplicateDetector(allowed=False)
-    assert refused(repeats, {"prompt": "p", "completion": "c"}, "row 1") is None
-    assert refused(repeats, {"prompt": "p", "completion": "d"}, "row 2") is None
-    kind, reason = refused(repeats, {"question": "p", "answer": "c"}, "row 3") or ("", "")
+def test_duplicates_and_contradictions_name_the_earlier_row() -> None:
+    detector = DuplicateDetector(allowed=False)
+    assert refused(detector, {"prompt": "p", "completion": "c"}, "row 1") is None
+    assert refused(detector, {"prompt": "p", "completion": "d"}, "row 2") is None
+    kind, reason = refused(detector, {"question": "p", "answer": "c"}, "row 3") or ("", "")
     assert kind == "duplicate"
     assert reason.startswith("row 1 is identical")
-    assert refused(repeats, {"prompt": "p", "chosen": "a", "rejected": "b"}, "row 4") is None
-    assert refused(repeats, {"prompt": "p", "chosen": "b", "rejected": "a"}, "row 5") == (
+    assert refused(detector, {"prompt": "p", "chosen": "a", "rejected": "b"}, "row 4") is None
+    assert refused(detector, {"prompt": "p", "chosen": "b", "rejected": "a"}, "row 5") == (
         "contradiction",
         "row 4 prefers the other answer",
     )
-    assert refused(repeats, {"prompt": "q", "completion": "c", "label": True}, "row 6") is None
-    assert refused(repeats, {"prompt": "q", "completion": "c", "label": False}, "row 7") == (
+    assert refused(detector, {"prompt": "q", "completion": "c", "label": True}, "row 6") is None
+    assert refused(detector, {"prompt": "q", "completion": "c", "label": False}, "row 7") == (
         "contradiction",
         "row 6 labels the same answer as good",
     )
 
 
-def test_duplicates_may_be_meant_and_contradictions_may_not() -> None:
-    repeats = DuplicateDetector(allowed=True)
-    for place in ("row 1", "row 2"):
-        assert refused(repeats, {"prompt": "p", "completion": "c", "label": True}, place) is None
-    assert (refused(repeats, {"prompt": "p", "completion": "c", "label": False}, "row 3") or ("",))[
+def test_duplicates_can_be_allowed_but_contradictions_cannot() -> None:
+    detector = DuplicateDetector(allowed=True)
+    for location in ("row 1", "row 2"):
+        assert refused(detector, {"prompt": "p", "completion": "c", "label": True}, location) is None
+    assert (refused(detector, {"prompt": "p", "completion": "c", "label": False}, "row 3") or ("",))[
         0
     ] == "contradiction"
 
@@ -118,7 +118,7 @@ HELD_OUT = HeldOutTasks({"apples": LONG, "short": "What is 2 + 2?", "word": "Hel
 
 
 @pytest.mark.parametrize(
-    ("asked", "leaks"),
+    ("prompt", "leaks"),
     [
         (LONG, True),
         (LONG.upper().replace(",", " "), True),
@@ -132,8 +132,8 @@ HELD_OUT = HeldOutTasks({"apples": LONG, "short": "What is 2 + 2?", "word": "Hel
         ("hello there", False),
     ],
 )
-def test_held_out_tasks_are_found_whole_or_in_long_stretches(asked: str, leaks: bool) -> None:
-    row = READER.read({"prompt": asked, "completion": "x"})
+def test_held_out_tasks_leak_as_a_whole_or_in_shingles(prompt: str, leaks: bool) -> None:
+    row = READER.read({"prompt": prompt, "completion": "x"})
     if leaks:
         with pytest.raises(BadRow, match="held-out task") as caught:
             HELD_OUT.check(row)
@@ -142,5 +142,5 @@ def test_held_out_tasks_are_found_whole_or_in_long_stretches(asked: str, leaks: 
         HELD_OUT.check(row)
 
 
-def test_what_the_assistant_says_is_no_leak() -> None:
+def test_assistant_messages_do_not_leak_tasks() -> None:
     HELD_OUT.check(READER.read({"prompt": "x", "completion": LONG}))

@@ -1,4 +1,4 @@
-"""Every form that rows have is read as the conversation that it means, and what means nothing is refused."""
+"""Row formats: each format is read as the intended conversation, and invalid rows are refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_schemas import Message
 
 READER = RowReader({})
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
-"""The machine may be busy; how fast it is proves nothing here."""
+SLOW_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+"""Settings for busy machines; these tests do not measure time."""
 Texts = list[tuple[str, str]]
 
 
@@ -29,40 +29,40 @@ def read(record: dict[str, Any], **options: Any) -> tuple[Texts, list[Texts]]:
     return texts(row.prompt), [texts(answer) for answer in row.answers]
 
 
-ASKED, ANSWERED = ("user", "2 + 2?"), ("assistant", "4")
+QUESTION, REPLY = ("user", "2 + 2?"), ("assistant", "4")
 
 
 @pytest.mark.parametrize(
     ("record", "prompt", "answers"),
     [
-        ({"prompt": "2 + 2?", "completion": "4"}, [ASKED], [[ANSWERED]]),
-        ({"question": "2 + 2?", "answer": "4"}, [ASKED], [[ANSWERED]]),
-        ({"instruction": "2 + 2?", "output": "4"}, [ASKED], [[ANSWERED]]),
-        ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, [("user", "Add.\n\n2 + 2")], [[ANSWERED]]),
-        ({"instruction": "2 + 2?", "input": "", "output": "4"}, [ASKED], [[ANSWERED]]),
+        ({"prompt": "2 + 2?", "completion": "4"}, [QUESTION], [[REPLY]]),
+        ({"question": "2 + 2?", "answer": "4"}, [QUESTION], [[REPLY]]),
+        ({"instruction": "2 + 2?", "output": "4"}, [QUESTION], [[REPLY]]),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, [("user", "Add.\n\n2 + 2")], [[REPLY]]),
+        ({"instruction": "2 + 2?", "input": "", "output": "4"}, [QUESTION], [[REPLY]]),
         (
             {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
             [],
-            [[ASKED, ANSWERED]],
+            [[QUESTION, REPLY]],
         ),
         (
             {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
             [],
-            [[ASKED, ANSWERED]],
+            [[QUESTION, REPLY]],
         ),
-        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, [ASKED], [[ANSWERED], [("assistant", "5")]]),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, [QUESTION], [[REPLY], [("assistant", "5")]]),
         (
             {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}]},
-            [ASKED],
-            [[ANSWERED]],
+            [QUESTION],
+            [[REPLY]],
         ),
         (
             {
                 "chosen": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
                 "rejected": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}],
             },
-            [ASKED],
-            [[ANSWERED], [("assistant", "5")]],
+            [QUESTION],
+            [[REPLY], [("assistant", "5")]],
         ),
         (
             {
@@ -70,13 +70,13 @@ ASKED, ANSWERED = ("user", "2 + 2?"), ("assistant", "4")
                 "chosen": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
                 "rejected": [{"role": "assistant", "content": "5"}],
             },
-            [ASKED],
-            [[ANSWERED], [("assistant", "5")]],
+            [QUESTION],
+            [[REPLY], [("assistant", "5")]],
         ),
-        ({"prompt": "2 + 2?", "completion": "4", "system": "Add."}, [("system", "Add."), ASKED], [[ANSWERED]]),
+        ({"prompt": "2 + 2?", "completion": "4", "system": "Add."}, [("system", "Add."), QUESTION], [[REPLY]]),
     ],
 )  # fmt: skip
-def test_each_form_is_a_conversation(record: dict[str, Any], prompt: Texts, answers: list[Texts]) -> None:
+def test_each_row_format_is_read_as_a_conversation(record: dict[str, Any], prompt: Texts, answers: list[Texts]) -> None:
     assert read(record) == (prompt, answers)
 
 
@@ -96,14 +96,14 @@ def test_a_label_and_a_reward_are_read_and_no_reward_is_no_zero() -> None:
         READER.read({"prompt": "p", "completion": "c", "reward": True})
 
 
-def test_columns_have_the_names_that_the_options_say() -> None:
+def test_columns_are_renamed_by_options() -> None:
     columns = {"prompt": "frage", "completion": "antwort"}
-    assert read({"frage": "2 + 2?", "antwort": "4", "answer": "x", "question": "y"}, columns=columns)[1] == [[ANSWERED]]
+    assert read({"frage": "2 + 2?", "antwort": "4", "answer": "x", "question": "y"}, columns=columns)[1] == [[REPLY]]
     with pytest.raises(BadRow, match=r"column 'frage' is missing; the row has q"):
         read({"q": "2 + 2?"}, columns=columns)
 
 
-def test_a_format_can_be_named_and_what_nobody_reads_is_told() -> None:
+def test_a_format_can_be_named_and_unread_columns_are_reported() -> None:
     record = {"prompt": "p", "completion": "c", "chosen": "x", "rejected": "y", "id": 7}
     assert READER.read(record).answers[0][0].text == "x", "the form that needs the most columns"
     assert RowReader({}, "completion").read(record).answers[0][0].text == "c"
@@ -114,7 +114,7 @@ def test_a_format_can_be_named_and_what_nobody_reads_is_told() -> None:
         READER.read({"id": 1, "text": "t"})
 
 
-def test_tool_calls_come_in_many_forms_and_mean_the_same() -> None:
+def test_all_forms_of_tool_calls_are_equal() -> None:
     arguments = {"query": "invoice"}
     nested = {"id": "a", "type": "function", "function": {"name": "search", "arguments": json.dumps(arguments)}}
     forms: list[dict[str, Any]] = [
@@ -131,7 +131,7 @@ def test_tool_calls_come_in_many_forms_and_mean_the_same() -> None:
         assert call.id
 
 
-def test_tools_come_as_a_list_or_as_text() -> None:
+def test_tools_are_read_from_a_list_or_from_text() -> None:
     function = {"name": "search", "parameters": {"type": "object"}}
     for tools in ([{"type": "function", "function": function}], [function], json.dumps([function])):
         row = READER.read({"prompt": "p", "completion": "c", "tools": tools})
@@ -152,7 +152,7 @@ def test_answers_with_the_weight_zero_are_context() -> None:
     assert READER.read({"messages": messages, "system": "s"}).untrained == (2,), "counted from the prompt's first"
 
 
-def test_a_field_that_nothing_reads_is_refused_by_name_and_can_be_passed_over() -> None:
+def test_unknown_message_fields_are_refused_unless_ignored() -> None:
     record = {"messages": [{"role": "user", "content": "a", "mood": "x"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(BadRow, match=r"messages, message 1: unknown field 'mood'; ignore it with --ignore mood"):
         READER.read(record)
@@ -173,7 +173,7 @@ _COLUMNS = st.sampled_from(
 )  # fmt: skip
 
 
-@PATIENT
+@SLOW_MACHINE
 @given(st.dictionaries(_COLUMNS, JSON, max_size=6))
 def test_any_row_is_read_or_refused_with_a_reason(record: dict[str, Any]) -> None:
     with contextlib.suppress(BadRow):
@@ -183,24 +183,26 @@ def test_any_row_is_read_or_refused_with_a_reason(record: dict[str, Any]) -> Non
         assert len(row.digest) == 64
 
 
-@PATIENT
+@SLOW_MACHINE
 @given(st.lists(st.text(min_size=1, max_size=20).filter(lambda text: "\0" not in text), min_size=2, max_size=2))
-def test_forms_of_one_conversation_have_one_digest(said: list[str]) -> None:
-    """Duplicates are found whatever form they are in."""
-    question, answer = said
+def test_a_conversation_has_the_same_digest_in_all_formats(texts_pair: list[str]) -> None:
+    """A duplicate is found in any format."""
+    question, answer = texts_pair
     rows = [
         READER.read({"prompt": question, "completion": answer}),
         READER.read({"question": question, "answer": answer}),
         READER.read({"instruction": question, "output": answer}) if question.strip() else None,
     ]
-    known = [row for row in rows if row is not None]
-    assert len({row.digest for row in known}) == 1
+    valid_rows = [row for row in rows if row is not None]
+    assert len({row.digest for row in valid_rows}) == 1
     chat = READER.read({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    assert chat.prompt_digest == known[0].prompt_digest
+    assert chat.prompt_digest == valid_rows[0].prompt_digest
 
 
-def test_every_form_is_announced_with_columns_of_its_own() -> None:
+def test_row_formats_have_different_columns() -> None:
     formats = ROW_FORMATS.all()
     assert {"messages", "completion", "preference", "labelled", "sharegpt"} <= formats.keys()
-    assert len({frozenset(one.columns) for one in formats.values()}) == len(formats), "two could not be told apart"
+    assert len({frozenset(row_format.columns) for row_format in formats.values()}) == len(formats), (
+        "columns must differ"
+    )
     assert isinstance(formats["messages"].read({"messages": [{"role": "user", "content": "x"}]}), DataRow)

@@ -1,4 +1,4 @@
-"""What makes two jobs the same, and what is refused before anything is started."""
+"""Digest of a job, and the checks before anything is started."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def job(tmp_path: Path, base: Path, **options: Any) -> Job:
     return Job("reinforce++", options.pop("source", rows(tmp_path)), base=base, data_dir=tmp_path / "data", **options)
 
 
-def test_where_things_lie_does_not_make_another_job(tmp_path: Path, base: Path) -> None:
-    one = prepare(job(tmp_path, base), {})
-    moved = base.rename(tmp_path / "moved")
-    (moved / "model.safetensors").write_text("other weights: the trainer compares them itself")
-    again = prepare(job(tmp_path, moved, source=rows(tmp_path, "elsewhere.jsonl")), {})
-    assert again.digest == one.digest
-    assert one.lineage == f"reinforce-rows-{one.digest[:8]}"
+def test_the_digest_of_a_job_ignores_file_locations(tmp_path: Path, base: Path) -> None:
+    prepared = prepare(job(tmp_path, base), {})
+    moved_base = base.rename(tmp_path / "moved")
+    (moved_base / "model.safetensors").write_text("other weights: the trainer compares them itself")
+    moved_job = prepare(job(tmp_path, moved_base, source=rows(tmp_path, "elsewhere.jsonl")), {})
+    assert moved_job.digest == prepared.digest
+    assert prepared.lineage == f"reinforce-rows-{prepared.digest[:8]}"
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_where_things_lie_does_not_make_another_job(tmp_path: Path, base: Path) 
         {"rows": RowOptions(keep_duplicates=True)},
     ],
 )
-def test_what_decides_the_outcome_makes_another_job(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:
+def test_the_digest_of_a_job_covers_its_options(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:
     assert prepare(job(tmp_path, base, **change), {}).digest != prepare(job(tmp_path, base), {}).digest
 
 
-def test_other_rows_or_another_template_make_another_job(tmp_path: Path, base: Path) -> None:
-    one = prepare(job(tmp_path, base), {}).digest
-    assert prepare(job(tmp_path, base, source=rows(tmp_path, "more.jsonl", "{}\n{}\n")), {}).digest != one
+def test_the_digest_of_a_job_covers_rows_and_template(tmp_path: Path, base: Path) -> None:
+    digest = prepare(job(tmp_path, base), {}).digest
+    assert prepare(job(tmp_path, base, source=rows(tmp_path, "more.jsonl", "{}\n{}\n")), {}).digest != digest
     (base / "chat_template.jinja").write_text("x")
-    assert prepare(job(tmp_path, base), {}).digest != one
+    assert prepare(job(tmp_path, base), {}).digest != digest
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_refusals_name_the_remedy(tmp_path: Path, base: Path, change: dict[str, 
         prepare(job(tmp_path, base, **change), {})
 
 
-def test_a_missing_base_and_an_unknown_algorithm_are_said(tmp_path: Path, base: Path) -> None:
+def test_a_missing_base_and_an_unknown_algorithm_are_refused(tmp_path: Path, base: Path) -> None:
     with pytest.raises(UsageError, match=r"trainer\.base is not set: name a Hugging Face folder with --base"):
         prepare(Job("grpo", rows(tmp_path)), {})
     with pytest.raises(UsageError, match="is not a folder"):
@@ -95,37 +95,37 @@ def test_a_missing_base_and_an_unknown_algorithm_are_said(tmp_path: Path, base: 
 
 
 def test_the_programs_get_the_jobs_settings(tmp_path: Path, base: Path) -> None:
-    found = prepare(job(tmp_path, base, settings={"trainer.model": "m"}), {}).overrides
-    assert found.get("trainer.algorithm") == "reinforce++"
-    assert found.get("trainer.base") == str(base)
-    assert found.get("trainer.batch_experiences_min") == 1, "no row is left over for being one of few"
-    assert found.get("trainer.model") == "m"
+    overrides = prepare(job(tmp_path, base, settings={"trainer.model": "m"}), {}).overrides
+    assert overrides.get("trainer.algorithm") == "reinforce++"
+    assert overrides.get("trainer.base") == str(base)
+    assert overrides.get("trainer.batch_experiences_min") == 1, "an incomplete batch is trained as well"
+    assert overrides.get("trainer.model") == "m"
 
 
-def test_a_name_belongs_to_one_job_once_something_came_of_it(tmp_path: Path, base: Path) -> None:
+def test_a_lineage_name_belongs_to_one_job_once_it_has_a_base(tmp_path: Path, base: Path) -> None:
     first = prepare(job(tmp_path, base, lineage="taught"), {})
     path = first.file_path(".json")
     journal = JobJournal.begin(first, NOW)
-    assert JobJournal.begin(first, utcnow()) == journal, "the same job goes on"
-    other = prepare(job(tmp_path, base, lineage="taught", epochs=2), {})
-    assert JobJournal.begin(other, NOW).digest == other.digest, (
-        "nothing has come of the first one: a mended file may try"
+    assert JobJournal.begin(first, utcnow()) == journal, "the same job resumes"
+    other_job = prepare(job(tmp_path, base, lineage="taught", epochs=2), {})
+    assert JobJournal.begin(other_job, NOW).digest == other_job.digest, (
+        "the first job has no lineage yet, so a corrected job may use the name"
     )
     journal = JobJournal.begin(first, NOW).record(path, base="m@0123456789abcdef")
     assert JobJournal.read(path) == journal
     with pytest.raises(UsageError, match=r"lineage = 'taught': belongs to a job with other rows.*--lineage"):
-        JobJournal.begin(other, NOW)
+        JobJournal.begin(other_job, NOW)
 
 
 def test_one_process_works_on_a_job(tmp_path: Path, base: Path) -> None:
     prepared = prepare(job(tmp_path, base), {})
     with lock_job(prepared), pytest.raises(UsageError, match="another process works on it in"), lock_job(prepared):
-        pytest.fail("two at once")
+        pytest.fail("two processes have the lock")
     with lock_job(prepared):
         pass
 
 
-def test_topics_are_sources_of_their_own(tmp_path: Path, base: Path) -> None:
+def test_a_topic_must_be_the_only_source(tmp_path: Path, base: Path) -> None:
     from headrace.topics import Range
 
     assert source_topic(["rows.jsonl", "more"]) is None
@@ -136,19 +136,19 @@ def test_topics_are_sources_of_their_own(tmp_path: Path, base: Path) -> None:
         source_topic(["topic:turns"])
     with pytest.raises(UsageError, match="name the new lineage with --lineage"):
         replay_request("grpo", Range("experiences"), Job("grpo", []))
-    asked = Job("grpo", [], base=base, lineage="again", bus="bus:1", settings={"trainer.group_size": 4})
-    made = replay_request("grpo", Range("experiences"), asked)
-    assert (made.cut, made.bus, made.overrides.get("trainer.algorithm")) == ("rules", "bus:1", "grpo")
-    assert made.overrides.get("trainer.group_size") == 4
+    topic_job = Job("grpo", [], base=base, lineage="again", bus="bus:1", settings={"trainer.group_size": 4})
+    request = replay_request("grpo", Range("experiences"), topic_job)
+    assert (request.cut, request.bus, request.overrides.get("trainer.algorithm")) == ("rules", "bus:1", "grpo")
+    assert request.overrides.get("trainer.group_size") == 4
 
 
-def test_a_recipe_says_its_stages(tmp_path: Path) -> None:
+def test_a_recipe_is_read_with_its_stages(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     stage = '[[stages]]\nalgorithm = "grpo"\n'
     path.write_text(f'lineage = "s"\n{stage}sources = ["a.jsonl"]\nsettings.trainer.lora.rank = 8\n')
-    found = read(path)
-    assert flatten_settings(found.stages[0].settings) == {"trainer.lora.rank": 8}
-    assert found.folder == tmp_path
+    recipe = read(path)
+    assert flatten_settings(recipe.stages[0].settings) == {"trainer.lora.rank": 8}
+    assert recipe.folder == tmp_path
     for text, message in (
         (f'lineage = "s"\n{stage}', "a stage has either sources or play"),
         (f'lineage = "s"\n{stage}sources = ["a"]\nplay = ["b"]', "a stage has either sources or play"),
@@ -161,7 +161,7 @@ def test_a_recipe_says_its_stages(tmp_path: Path) -> None:
             read(path)
 
 
-def test_a_journal_of_a_newer_release_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_journal_without_optional_fields_is_read(tmp_path: Path) -> None:
     path = tmp_path / "j.json"
     path.write_text(json.dumps({"digest": "a" * 64, "kind": "sft", "model": "m", "begun": NOW.isoformat()}))
     assert JobJournal.read(path) is not None

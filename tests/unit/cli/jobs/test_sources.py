@@ -1,4 +1,4 @@
-"""Files and folders become numbered rows; what is none is said with its place."""
+"""Files and folders of rows: numbered rows, and messages with the position of invalid ones."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def rows(path: Path) -> list[tuple[int, Any]]:
 def test_rows_have_the_numbers_of_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('﻿{"a": 1}\r\n\n[1]\n{"a"\n{"a": "ü"}'.encode() + b'\n{"a": "\xff"}\n')
-    found = rows(path)
-    assert [number for number, _ in found] == [1, 3, 4, 5, 6]
-    assert [row for _, row in found][0::3] == [{"a": 1}, {"a": "ü"}]
-    assert found[1][1] == "the line is not a JSON object"
-    assert found[2][1].startswith("the line is not JSON: ")
-    assert found[4][1].startswith("the line is not in UTF-8 (byte 0xff in line 6")
+    numbered_rows = rows(path)
+    assert [number for number, _ in numbered_rows] == [1, 3, 4, 5, 6]
+    assert [row for _, row in numbered_rows][0::3] == [{"a": 1}, {"a": "ü"}]
+    assert numbered_rows[1][1] == "the line is not a JSON object"
+    assert numbered_rows[2][1].startswith("the line is not JSON: ")
+    assert numbered_rows[4][1].startswith("the line is not in UTF-8 (byte 0xff in line 6")
     assert RowFile(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_list_is_read_as_rows(tmp_path: Path) -> None:
+def test_a_json_list_is_read_as_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"a": 1}, 2]')
     assert rows(path) == [(1, {"a": 1}), (2, "the row is not a JSON object")]
@@ -76,14 +76,14 @@ def test_folders_of_datasets_have_splits_as_folders(tmp_path: Path) -> None:
         ("empty", "contains no data"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_sources_without_rows_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=message):
         find_files(tmp_path / name, None)
 
 
-def test_tables_need_pyarrow_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_and_arrow_require_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     for suffix in ("parquet", "arrow"):
         path = tmp_path / f"rows.{suffix}"
@@ -94,21 +94,21 @@ def test_tables_need_pyarrow_and_say_so(tmp_path: Path, monkeypatch: pytest.Monk
             rows(path)
 
 
-def test_parquet_and_arrow_are_read_as_json_is(tmp_path: Path) -> None:
+def test_parquet_and_arrow_are_read_like_json(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="reading tables needs pyarrow, which is no dependency")
     parquet = importlib.import_module("pyarrow.parquet")
-    made = [{"messages": [{"role": "user", "content": f"{n}"}], "n": n} for n in range(700)]
-    table = pyarrow.Table.from_pylist(made)
+    expected_rows = [{"messages": [{"role": "user", "content": f"{n}"}], "n": n} for n in range(700)]
+    table = pyarrow.Table.from_pylist(expected_rows)
     parquet.write_table(table, tmp_path / "rows.parquet")
     with (
         pyarrow.OSFile(str(tmp_path / "stream.arrow"), "wb") as file,
-        pyarrow.ipc.new_stream(file, table.schema) as out,
+        pyarrow.ipc.new_stream(file, table.schema) as output,
     ):
-        out.write_table(table)
-    with pyarrow.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
-        out.write_table(table)
+        output.write_table(table)
+    with pyarrow.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as output:
+        output.write_table(table)
     for name in ("rows.parquet", "stream.arrow", "file.arrow"):
-        assert rows(tmp_path / name) == list(enumerate(made, 1)), name
+        assert rows(tmp_path / name) == list(enumerate(expected_rows, 1)), name
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(UsageError, match="is not a Parquet file"):
         rows(tmp_path / "broken.parquet")
@@ -116,7 +116,7 @@ def test_parquet_and_arrow_are_read_as_json_is(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 @given(st.lists(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=8)), max_size=8))
-def test_what_is_written_as_json_lines_comes_back(tmp_path_factory: pytest.TempPathFactory, made: list[Any]) -> None:
+def test_json_lines_are_read_as_written(tmp_path_factory: pytest.TempPathFactory, expected_rows: list[Any]) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    assert rows(path) == list(enumerate(made, 1))
+    path.write_text("".join(json.dumps(row) + "\n" for row in expected_rows))
+    assert rows(path) == list(enumerate(expected_rows, 1))

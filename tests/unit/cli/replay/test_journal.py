@@ -1,4 +1,4 @@
-"""The journal of a lineage: its order, its cuts, and why it may be of no use."""
+"""Journal of a lineage: order, cuts and gaps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def reads(*pairs: tuple[int, int]) -> tuple[Read, ...]:
 
 
 def account(number: int, *batches: BatchRecord, read: tuple[Read, ...] = (), **fields: Any) -> TrainingMetrics:
-    given = {"time": START, "model": "m", "lineage": "main", "step": number, "account": number}
-    return TrainingMetrics.model_validate({**given, "batches": batches, "read": read, **fields})
+    defaults = {"time": START, "model": "m", "lineage": "main", "step": number, "account": number}
+    return TrainingMetrics.model_validate({**defaults, "batches": batches, "read": read, **fields})
 
 
 def batch(experiences: int, *pairs: tuple[int, int]) -> BatchRecord:
     return BatchRecord(step=1, experiences=experiences, digest=DIGEST, read=reads(*pairs))
 
 
-def test_order_and_cuts() -> None:
+def test_a_journal_has_ranges_and_cuts_in_order() -> None:
     first = account(1, batch(4, (0, 3), (1, 2)), batch(2, (0, 5)), read=reads((1, 4)))
     accounts = [account(0), account(2, batch(3, (1, 6), (0, 7))), first, first]
-    told = build_journal([*accounts, account(9, lineage="other"), account(1, model="n")], "m", "main")
-    assert told.gap is None
-    assert told.ranges == (
+    journal = build_journal([*accounts, account(9, lineage="other"), account(1, model="n")], "m", "main")
+    assert journal.gap is None
+    assert journal.ranges == (
         ReadRange(0, 3),
         ReadRange(1, 2, (4,)),
         ReadRange(0, 5, (2,)),
@@ -38,33 +38,33 @@ def test_order_and_cuts() -> None:
         ReadRange(1, 6),
         ReadRange(0, 7, (3,)),
     )
-    assert [one.experiences for one in told.batches] == [4, 2, 3]
+    assert [batch_record.experiences for batch_record in journal.batches] == [4, 2, 3]
 
 
-def test_gaps_are_named() -> None:
-    whole = [account(0), account(1, batch(1, (0, 1)))]
-    assert build_journal(whole, "m", "main").gap is None
-    assert "has no report of model m in lineage else" in str(build_journal(whole, "m", "else").gap)
-    assert "has not all reports of lineage main" in str(build_journal(whole[1:], "m", "main").gap)
-    assert "has not all reports of lineage main" in str(build_journal([whole[0], account(2)], "m", "main").gap)
+def test_incomplete_journals_have_a_gap() -> None:
+    complete = [account(0), account(1, batch(1, (0, 1)))]
+    assert build_journal(complete, "m", "main").gap is None
+    assert "has no report of model m in lineage else" in str(build_journal(complete, "m", "else").gap)
+    assert "has not all reports of lineage main" in str(build_journal(complete[1:], "m", "main").gap)
+    assert "has not all reports of lineage main" in str(build_journal([complete[0], account(2)], "m", "main").gap)
     old = account(2, verdicts=(TrainingOutcome(experience_id="e", revision=0, turn_ids=()),))
-    assert "before batches were recorded" in str(build_journal([*whole, old], "m", "main").gap)
+    assert "before batches were recorded" in str(build_journal([*complete, old], "m", "main").gap)
     assert "cut a batch before it read a record" in str(build_journal([account(0, batch(1))], "m", "main").gap)
 
 
-def test_a_batch_that_time_cut_follows_what_was_read_before() -> None:
-    told = build_journal([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
-    assert told.gap is None
-    assert told.ranges == (ReadRange(0, 2), ReadRange(1, 1, (3,)))
+def test_a_batch_cut_by_time_follows_earlier_reads() -> None:
+    journal = build_journal([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
+    assert journal.gap is None
+    assert journal.ranges == (ReadRange(0, 2), ReadRange(1, 1, (3,)))
 
 
 def test_two_batches_may_be_cut_after_the_same_record() -> None:
-    told = build_journal([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
-    assert told.gap is None
-    assert told.ranges == (ReadRange(0, 9, (4, 3, 2)),)
+    journal = build_journal([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
+    assert journal.gap is None
+    assert journal.ranges == (ReadRange(0, 9, (4, 3, 2)),)
 
 
-def test_experiences_that_were_left_out_of_a_batch_are_counted_in_its_cut_and_named() -> None:
+def test_experiences_left_out_of_a_batch_count_in_its_cut() -> None:
     named = batch(2, (0, 9)).model_copy(update={"left_out": ("e1", "e4")})
     journal = build_journal(
         [account(0), account(1, named, batch(3), version=VERSION), account(2, batch(2))], "m", "main"
@@ -73,8 +73,9 @@ def test_experiences_that_were_left_out_of_a_batch_are_counted_in_its_cut_and_na
     assert [record.left_out for record in journal.recorded] == [("e1", "e4"), (), ()]
 
 
-def test_what_came_of_each_batch_is_taken_from_the_accounts() -> None:
-    """A batch whose gradient was not finite has the number of the step before; a version is of the last batch."""
+def test_recorded_batches_have_their_results() -> None:
+    """A batch with a gradient that was not finite has the step of the batch before it; a version is of the last
+    batch."""
     records = [batch(1, (0, 1)).model_copy(update={"step": step}) for step in (1, 2, 2, 3, 3)]
     accounts = [account(0, version=VERSION), account(1, *records[:2], version=VERSION), account(2, *records[2:4])]
     journal = build_journal([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")

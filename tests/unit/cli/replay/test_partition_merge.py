@@ -1,4 +1,4 @@
-"""Partitions side by side: one order, whatever the speed of each, by time or as a lineage has read them."""
+"""Merging of partitions: the order does not depend on speed, by time or as a lineage has read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace_operations.replay.partition_merge import PartitionMerge, Partition
 
 @dataclass(frozen=True)
 class Message:
-    """As much of a `ConsumerRecord` as the merge looks at."""
+    """The fields of a `ConsumerRecord` that the merge reads."""
 
     partition: int
     offset: int
@@ -31,39 +31,39 @@ async def merge(*partitions: list[Message], delays: random.Random | None = None)
                 await asyncio.sleep(0)
             yield message
 
-    made = {number: PartitionReader(records(messages), Progress()) for number, messages in enumerate(partitions)}
-    for reader in made.values():
+    readers = {number: PartitionReader(records(messages), Progress()) for number, messages in enumerate(partitions)}
+    for reader in readers.values():
         await reader.advance()
-    return PartitionMerge(made)
+    return PartitionMerge(readers)
 
 
 def log(partition: int, *timestamps: int) -> list[Message]:
     return [Message(partition, offset, timestamp) for offset, timestamp in enumerate(timestamps)]
 
 
-async def taken(places: AsyncIterator[Any]) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(place.record.partition, place.record.offset, place.cuts) async for place in places]
+async def positions_of(records: AsyncIterator[Any]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(merged.record.partition, merged.record.offset, merged.cuts) async for merged in records]
 
 
-async def test_by_time_then_partition_and_never_against_a_partitions_own_order() -> None:
-    found = await taken((await merge(log(0, 1, 5, 2), log(1, 1, 3))).by_time())
-    assert found == [(0, 0, ()), (1, 0, ()), (1, 1, ()), (0, 1, ()), (0, 2, ())]
+async def test_by_time_keeps_the_order_of_each_partition() -> None:
+    positions = await positions_of((await merge(log(0, 1, 5, 2), log(1, 1, 3))).by_time())
+    assert positions == [(0, 0, ()), (1, 0, ()), (1, 1, ()), (0, 1, ()), (0, 2, ())]
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_the_order_does_not_depend_on_speed(seed: int) -> None:
-    draw = random.Random(seed)
-    logs = [log(number, *(draw.randrange(50) for _ in range(30))) for number in range(3)]
-    at_once = await taken((await merge(*logs)).by_time())
-    slowly = await taken((await merge(*logs, delays=draw)).by_time())
-    assert at_once == slowly
-    assert len(at_once) == 90
+    generator = random.Random(seed)
+    logs = [log(number, *(generator.randrange(50) for _ in range(30))) for number in range(3)]
+    without_delays = await positions_of((await merge(*logs)).by_time())
+    with_delays = await positions_of((await merge(*logs, delays=generator)).by_time())
+    assert without_delays == with_delays
+    assert len(without_delays) == 90
 
 
-async def test_as_read_with_cuts_and_then_the_rest() -> None:
+async def test_as_read_yields_cuts_and_then_the_remaining_records() -> None:
     ranges = [ReadRange(1, 2), ReadRange(0, 1, (3, 2)), ReadRange(1, 3), ReadRange(7, 9), ReadRange(0, 1)]
-    found = await taken((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(ranges))
-    assert found == [
+    positions = await positions_of((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(ranges))
+    assert positions == [
         (1, 0, ()),
         (1, 1, ()),
         (0, 0, (3, 2)),

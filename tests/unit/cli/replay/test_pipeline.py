@@ -1,4 +1,4 @@
-"""What comes back from the scorer: whose an experience is, is read from the event and not found in its text."""
+"""Pipeline of a replay: the model of an experience is read from the event and not searched in its text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.account_events import experience
 
 
 class Scorer:
-    """What a scorer's filter writes."""
+    """Scorer program that writes the given experiences."""
 
     def __init__(self, *values: bytes) -> None:
         self._values = values
@@ -31,27 +31,27 @@ class Scorer:
             yield "experience", value
 
 
-async def test_another_models_experience_is_left_out_whatever_its_text_says() -> None:
-    ours = experience("E", "a").to_json()
+async def test_experiences_of_other_models_are_left_out() -> None:
+    own_event = experience("E", "a").to_json()
     other = experience("F", "b").model_copy(update={"model": "other"}).to_json()
-    newer = other[:-1] + b',"later":{"model":"m"}}'
-    spaced = ours.replace(b'"model":"m"', b'"model": "m"')
-    taken: list[bytes] = []
+    with_later_model = other[:-1] + b',"later":{"model":"m"}}'
+    spaced = own_event.replace(b'"model":"m"', b'"model": "m"')
+    values: list[bytes] = []
 
     async def sink(item: Item) -> None:
-        taken.append(item.value)
+        values.append(item.value)
 
     settings = {"trainer.base": "base", "trainer.model": "m", "trainer.lineage": "live"}
     request = make("again", Range("trajectories"), Overrides(None, settings, {}), "bus:9092")
     report = Report("again", "live", "trajectories")
-    scorer = cast(Program, Scorer(ours, other, newer, spaced))
+    scorer = cast(Program, Scorer(own_event, other, with_later_model, spaced))
     await Pipeline(request, report, sink, lambda *_: None)._drain_scorer(scorer)
-    assert taken == [ours, spaced]
+    assert values == [own_event, spaced]
     assert report.other_models == 2
 
 
 class Message:
-    """As much of a `ConsumerRecord` as is looked at."""
+    """The fields of a `ConsumerRecord` that the pipeline reads."""
 
     partition, timestamp, key = 0, 0, None
 
@@ -61,11 +61,11 @@ class Message:
 
 
 @pytest.mark.parametrize("between", [0, 1, 3])
-async def test_no_cut_is_lost_where_only_another_models_experiences_stand_between_two(between: int) -> None:
-    """On a topic that models share, time may cut two batches after what is one record of ours."""
-    ours = [experience(name, "a") for name in "EFG"]
+async def test_cuts_after_experiences_of_other_models_are_kept(between: int) -> None:
+    """On a topic that models share, time may cut two batches after the same record of this model."""
+    own_events = [experience(name, "a") for name in "EFG"]
     other = experience("X", "b").model_copy(update={"model": "other"})
-    stream = [*ours[:2], *[other] * between, ours[2]]
+    stream = [*own_events[:2], *[other] * between, own_events[2]]
 
     async def records() -> AsyncIterator[Any]:
         for offset, event in enumerate(stream):
@@ -76,15 +76,15 @@ async def test_no_cut_is_lost_where_only_another_models_experiences_stand_betwee
     first, second = ((1,), (1,)) if between else ((1, 1), ())
     names = (("a",), ("b",)) if between else (("a", "b"), ())
     ranges = (ReadRange(0, 2, first, names[0]), ReadRange(0, 2 + between, second, names[1]))
-    taken: list[tuple[bytes, tuple[int, ...], tuple[str, ...]]] = []
+    items: list[tuple[bytes, tuple[int, ...], tuple[str, ...]]] = []
 
     async def sink(item: Item) -> None:
-        taken.append((item.value, item.cuts, item.left_out))
+        items.append((item.value, item.cuts, item.left_out))
 
     request = make(
         "again", Range("experiences"), Overrides(None, {"trainer.base": "base", "trainer.model": "m"}, {}), "bus:9092"
     )
     report = Report("again", "live", "experiences", cut="recorded")
     await Pipeline(request, report, sink, lambda *_: None).run(PartitionMerge({0: reader}), Journal(ranges, ()))
-    last = (ours[1].to_json(), (1, 1), ("a", "b"))
-    assert taken == [(ours[0].to_json(), (), ()), last, (ours[2].to_json(), (), ())]
+    last = (own_events[1].to_json(), (1, 1), ("a", "b"))
+    assert items == [(own_events[0].to_json(), (), ()), last, (own_events[2].to_json(), (), ())]
