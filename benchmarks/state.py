@@ -94,7 +94,7 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
         ages = Ages(epoch_ms(START), settings.remember_s, old=old, kept=old, open=min(10_000, turns // 10))
         began = time.monotonic()
         with ProgressDisplay(f"bench-state, {name} collector", unit="rows", doing="filling") as progress:
-            await fill_collector(open_bench.processor.database, turns, ages, progress.at)
+            await fill_collector(open_bench.processor.database, turns, ages, progress.update)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
             "forget": partial(collector.delete_old_rows, settings=settings),
@@ -112,7 +112,7 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
         ages = Ages(epoch_ms(START), settings.retention_s, old=old, kept=0, open=min(10_000, turns // 10))
         began = time.monotonic()
         with ProgressDisplay(f"bench-state, {name} scorer", unit="rows", doing="filling") as progress:
-            await fill_scorer(open_bench.processor.database, turns, ages, progress.at)
+            await fill_scorer(open_bench.processor.database, turns, ages, progress.update)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
             **{forget.__name__: partial(forget, retention_s=settings.retention_s) for forget in scorer.FORGETTING},

@@ -39,7 +39,7 @@ class UnusedFeedback:
 
     def add(self, event: Feedback) -> None:
         """Add the event if it judges turns. Feedback about a task may still apply to future runs, so it is ignored."""
-        if not event.says or event.level == "task":
+        if not event.has_content or event.level == "task":
             return
         answers = event.preference.pair if event.preference is not None else ()
         turn_ids = frozenset([*event.msg_ids, *(answer.turn_id for answer in answers)])
