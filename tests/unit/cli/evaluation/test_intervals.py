@@ -7,6 +7,7 @@ import random
 import pytest
 
 from headrace_operations.evaluation.intervals import bootstrap, measure
+from headrace_statistics.intervals import wilson
 
 
 @pytest.mark.parametrize(
