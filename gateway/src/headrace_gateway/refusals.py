@@ -43,7 +43,7 @@ class ApiError(Refused):
     @property
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}, ensure_ascii=False).encode()
+        return _encoded({"error": error})
 
     @property
     def anthropic_status(self) -> int:
@@ -55,11 +55,16 @@ class ApiError(Refused):
         status = self.anthropic_status
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         error = {"type": kind, "message": str(self)}
-        return json.dumps({"type": "error", "error": error, "request_id": request_id}, ensure_ascii=False).encode()
+        return _encoded({"type": "error", "error": error, "request_id": request_id})
 
     @property
     def headers(self) -> Mapping[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
+
+
+def _encoded(document: dict[str, object]) -> bytes:
+    """Return the document as JSON. Lone surrogates, which an engine's error may hold, become question marks."""
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def overloaded(message: str, retry_after_s: float = 5.0) -> ApiError:
@@ -84,7 +89,7 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 async def crashed(request: Request, _error: Exception) -> Response:
-    """Answer a request that met a bug of ours; the server logs the traceback."""
+    """Answer a request that met a bug of the gateway; the server logs the traceback."""
     return _response(request, ApiError(500, "internal_error", "the gateway failed; its log says why"))
 
 

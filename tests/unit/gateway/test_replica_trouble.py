@@ -376,3 +376,15 @@ async def test_no_answer_of_an_engine_is_an_error_of_the_gateway(tmp_path: Path,
             served.beat(replica)
         replica.faults = []
         assert content(await served.chat(stream=stream)) == expected(replica)
+
+
+async def test_an_error_of_an_engine_with_a_lone_surrogate_is_a_refusal(tmp_path: Path) -> None:
+    def altered(document: dict[str, Any]) -> bytes:
+        document["error"] |= {"message": "m\ud800", "param": "p\udfff"}
+        return json.dumps(document).encode()
+
+    replica = FakeReplica(faults=[Fault(status=400, altered=altered)] * 2)
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        assert (await served.chat()).status_code == 400
+        body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+        assert (await served.client.post("/v1/messages", json=body)).status_code == 400
