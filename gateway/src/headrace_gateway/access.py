@@ -1,4 +1,4 @@
-"""Who is calling: API keys by digest, the tenant and the scopes that they give."""
+"""Identification of callers: API keys by digest, with the tenant and the scopes that they give."""
 
 from __future__ import annotations
 
@@ -54,14 +54,17 @@ class Caller:
             message = f"{field}: this API key is bound to one session and may name no other; leave {field} out"
             raise ApiError(403, "wrong_session", message, field)
 
-    def check_unbound(self, what: str) -> None:
-        """Check that the key may act on other sessions than one.
+    def check_unbound(self, action: str) -> None:
+        """Check that the key may act on several sessions.
+
+        Args:
+            what: The name of the request for the message.
 
         Raises:
-            ApiError: 403, the key is bound to a session, and `what` goes beyond it.
+            ApiError: 403, the key is bound to one session.
         """
         if self.session_id is not None:
-            raise ApiError(403, "wrong_session", f"{what} is about several sessions; this API key is bound to one")
+            raise ApiError(403, "wrong_session", f"{action} is about several sessions; this API key is bound to one")
 
 
 class KeyRing:
@@ -80,7 +83,7 @@ class KeyRing:
     def identify(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller by the key in its path (`/t/{key}/...`), else by its bearer token, else by `x-api-key`.
 
-        The path wins: clients that can only carry a key there send a made-up bearer token beside it.
+        The path has precedence: clients that can only carry a key there send a made-up bearer token, too.
 
         Raises:
             ApiError: 401, the key is missing or unknown.
@@ -104,8 +107,11 @@ class KeyRing:
         return caller
 
     def cache_salt(self, tenant: str) -> str:
-        """What replicas keep a tenant's prompts apart by. It does not tell whose they are, and all gateways with the
-        same `security.internal_key` say the same."""
+        """Return the salt that separates a tenant's prompts in the caches of replicas.
+
+        The salt does not reveal the tenant, and all gateways with the same `security.internal_key` compute the same
+        one.
+        """
         return hmac.new(self._salt_key, tenant.encode(), hashlib.sha256).hexdigest()[:32]
 
 

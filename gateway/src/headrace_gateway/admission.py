@@ -23,7 +23,7 @@ from headrace_schemas.names import decode_name
 
 _TURNS = 8
 _ENVELOPE_BYTES = 500
-"""About what an event takes on the log beside what its request holds."""
+"""Estimated bytes of an event on the log beyond those of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Admission:
     _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
-        """Return who sends the request. Raises `ApiError` 401 or 403."""
+        """Return the caller of the request. Raises `ApiError` 401 or 403."""
         caller = self.keys.identify(scope.get(prefixes.KEY), headers)
         caller.need(need)
         if caller.session_id is not None:
@@ -67,8 +67,9 @@ class Admission:
                 yield AdmittedRequest(caller, headers, body)
 
     def _turn(self, tenant: str) -> asyncio.Semaphore:
-        """Return what bounds the feedback and the trajectories of a tenant that are read and published at one time: the
-        event loop serves the calls of others between them. There is one for each configured tenant."""
+        """Return the semaphore that bounds how many feedback and trajectory requests of a tenant are read and
+        published at one time: the event loop serves the calls of others between them. There is one semaphore for
+        each configured tenant."""
         return self._turns.setdefault(tenant, asyncio.Semaphore(_TURNS))
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:

@@ -1,6 +1,7 @@
-"""What clients get: OpenAI's shapes, with our id and the version that served, and nothing that they did not ask for.
+"""Answers in OpenAI's shapes, with our id and the version that served, and without fields that the client did not
+request.
 
-Chat completions are here; `responses_api` has the other API's shape.
+Chat completions are here; `responses_api` and `messages_api` have the shapes of the other APIs.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ class StreamedAnswer(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The response headers beside those of a stream."""
+        """The response headers in addition to those of a stream."""
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        """Nothing, one or several events. `version` is the stream's, settled with its first chunk."""
+        """Return the bytes of zero, one or several events. The first chunk sets the `version` of the stream."""
 
     def end(self) -> bytes:
-        """What tells the client that this is all; the turn is durable by then."""
+        """Return the bytes that end the stream. The turn is durable by then."""
 
     def broken(self, error: ApiError) -> bytes:
-        """What tells the client that there is no more."""
+        """Return the bytes that report `error` inside of the stream."""
 
 
 class AnswerShape(Protocol):
     """How the answers of one API are written."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
-        """Return the response headers of a plain answer beside type and length."""
+        """Return the response headers of a plain answer in addition to type and length."""
 
-    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         """Return the body of a plain answer."""
 
     def streamed(self, call: ChatCall) -> StreamedAnswer: ...
@@ -56,8 +57,8 @@ class ChatCompletions:
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return answer_headers(call)
 
-    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
-        return whole(call, answer)
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+        return completion_body(call, answer)
 
     def streamed(self, call: ChatCall) -> StreamedAnswer:
         return Chunks(call)
@@ -71,7 +72,7 @@ def answer_headers(call: ChatCall) -> dict[str, str]:
     return headers
 
 
-def whole(call: ChatCall, answer: EngineAnswer) -> bytes:
+def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
     """The body of a plain answer."""
     request = call.request
     body: dict[str, object] = {
@@ -95,14 +96,14 @@ class Chunks:
         self.headers = answer_headers(call)
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        """Nothing, one or two events. `version` is the stream's, settled with its first chunk."""
+        """Return the bytes of zero, one or two events. The first chunk sets the `version` of the stream."""
         if self._head is None:
             self._head = to_json(_head(self._call, "chat.completion.chunk", version))[:-1]
         request = self._call.request
         choices = [
             _choice(request, choice, "delta", choice.delta.model_dump(exclude_unset=True, exclude_none=True))
             for choice in chunk.choices
-            if _says_something(request, choice)
+            if _has_content(request, choice)
         ]
         events = b""
         first_ids = chunk.prompt_token_ids if request.return_token_ids else None
@@ -138,31 +139,32 @@ def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:
     }
 
 
-def _choice(request: ChatRequest, choice: EngineChoice, key: str, said: JsonValue) -> dict[str, object]:
-    shown: dict[str, object] = {
+def _choice(request: ChatRequest, choice: EngineChoice, key: str, message: JsonValue) -> dict[str, object]:
+    fields: dict[str, object] = {
         "index": choice.index,
-        key: said,
+        key: message,
         "logprobs": choice.logprobs.model_dump() if request.logprobs and choice.logprobs else None,
         "finish_reason": choice.finish_reason,
     }
     if request.return_token_ids:
-        shown["token_ids"] = choice.token_ids
-    return shown
+        fields["token_ids"] = choice.token_ids
+    return fields
 
 
 def _message(message: EngineMessage) -> dict[str, JsonValue]:
-    said: dict[str, JsonValue] = message.model_dump(exclude_none=True, exclude={"tool_calls"})
-    said = {"role": "assistant", "content": message.content, "refusal": None, **said}
+    fields: dict[str, JsonValue] = message.model_dump(exclude_none=True, exclude={"tool_calls"})
+    fields = {"role": "assistant", "content": message.content, "refusal": None, **fields}
     if message.tool_calls:
         calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in message.tool_calls]
-        said["tool_calls"] = [{"type": "function", **call} for call in calls]
-    return said
+        fields["tool_calls"] = [{"type": "function", **call} for call in calls]
+    return fields
 
 
-def _says_something(request: ChatRequest, choice: EngineChoice) -> bool:
-    """Some chunks only carry tokens whose text is held back; a client that asked for no tokens need not see them."""
+def _has_content(request: ChatRequest, choice: EngineChoice) -> bool:
+    """Return whether the client must see the choice. Some chunks only carry tokens whose text is held back, and a
+    client that did not request tokens need not see them."""
     delta = choice.delta
-    said = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)
-    if any(part for part in said):
+    parts = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)
+    if any(part for part in parts):
         return True
     return bool((request.return_token_ids and choice.token_ids) or (request.logprobs and choice.logprobs))

@@ -1,4 +1,5 @@
-"""The composition root: what the gateway is made of, what runs beside its HTTP server, and in which order it stops."""
+"""The composition root: the parts of the gateway, the tasks that run with its HTTP server, and the order in which
+they stop."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ log = get_logger(__name__)
 
 
 async def run(common: Common, settings: GatewaySettings) -> None:
-    """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
+    """Serve until cancelled. Open requests then end first, and events that the bus did not take stay in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = read_keys(settings)
     values = common.part_of("scorer", SourceValues)
@@ -86,13 +87,13 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             tenants=tenants,
         )
 
-        told = Told(common.data_dir / "gateway" / "refused")
+        sent_letters = Told(common.data_dir / "gateway" / "refused")
 
         async def refuse(record: Record, error: InvalidEvent) -> None:
             letter = dead_letter("gateway", record, error.reason, str(error))
-            if letter.event_id not in told:
+            if letter.event_id not in sent_letters:
                 await publisher.publish(letter)
-                told.add(letter.event_id)
+                sent_letters.add(letter.event_id)
 
         def routed(key: str, row: Routing | None) -> None:
             catalog.update(key, row)
@@ -115,7 +116,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         replica_set = ReplicaSet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)
 
-        async def known(model: str) -> KnownModels:
+        async def known_models(model: str) -> KnownModels:
             try:
                 return await versions.now(model)
             except Unavailable:  # the scorer checks everything again
@@ -131,9 +132,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             versions.run(),
             watch.run(),
         )
-        beside = [group.create_task(one) for one in work]
+        beside = [group.create_task(coroutine) for coroutine in work]
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
-        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, known, values)
+        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, known_models, values)
         app = application(parts)
         try:
             async with (
@@ -151,15 +152,18 @@ async def run(common: Common, settings: GatewaySettings) -> None:
 def trinity_door(
     app: ASGIApp, settings: GatewaySettings, security: SecuritySettings | None = None
 ) -> AbstractAsyncContextManager[int]:
-    """The same pages at `gateway.trinity_port`, where one is set; yields the port, or 0. Open it after the other: a
-    socket that was handed over is that one's."""
+    """Open the same pages at `gateway.trinity_port`, where one is set; yield the port, or 0.
+
+    Open this port after the other one: a socket that was handed over belongs to the other one.
+    """
     if not settings.trinity_port:
         return contextlib.nullcontext(0)
     return web.serve(app, settings.model_copy(update={"port": settings.trinity_port}), security)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Every request of a JDK client offers `Upgrade: h2c`; that uvicorn stays with HTTP/1.1 is what we want."""
+    """Return whether a log record is worth keeping. Every request of a JDK client offers `Upgrade: h2c`, and uvicorn
+    is meant to stay with HTTP/1.1."""
     return "upgrade request" not in record.msg and "WebSocket library" not in record.msg
 
 
@@ -168,6 +172,7 @@ def spool_folder(common: Common, settings: GatewaySettings) -> Path:
 
 
 def known_folder_of(common: Common, settings: GatewaySettings) -> Path:
-    """Beside the spool: like it, it belongs to one process."""
+    """Return the folder of the tables' files. The folder is next to the spool and, like the spool, belongs to one
+    process."""
     spool = spool_folder(common, settings)
     return spool.with_name(f"{spool.name}-known")

@@ -38,12 +38,12 @@ def decoded(body: bytes, encoding: str, bytes_max: int) -> bytes:
 def _zlib(body: bytes, window: int, bytes_max: int) -> bytes:
     """Decompress all members of a gzip body, or one deflate stream."""
     parts: list[bytes] = []
-    room = bytes_max
+    remaining = bytes_max
     while body:
         stream = zlib.decompressobj(window)
-        parts.append(stream.decompress(body, room + 1))
-        room -= len(parts[-1])
-        if room < 0:
+        parts.append(stream.decompress(body, remaining + 1))
+        remaining -= len(parts[-1])
+        if remaining < 0:
             raise _TooLarge
         if not stream.eof:
             raise zlib.error("the stream ends too early")

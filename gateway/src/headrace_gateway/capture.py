@@ -19,13 +19,13 @@ log = get_logger(__name__)
 _NAME_LENGTH_MAX, _LENGTH_MAX = 512, 1_048_576
 """Characters of a name and of a text in an event."""
 _RAW_BYTES_MAX = 1_500_000
-"""What fits into a dead letter's value after base64."""
+"""Most bytes that fit into a dead letter's value after base64."""
 
 
 def event_of(
     call: ChatCall, transcript: Transcript, *, delivered: bool, untrained: str | None = None
 ) -> Turn | DeadLetter:
-    """The turn of a finished call, or what goes to `dead-letters` in its place."""
+    """Return the turn of a finished call, or the dead letter that replaces it."""
     disagreement = transcript.disagreement()
     if disagreement:
         return _refused(call, transcript, "token_mismatch", disagreement)
@@ -79,7 +79,8 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
 
 
 def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
-    """Texts that an event cannot hold as a whole are cut: the tokens are the record of what was sampled."""
+    """Return a choice for the event. Texts that are too long for an event are cut: the tokens are the record of the
+    answer."""
     calls = [
         {
             "id": call.id[:_NAME_LENGTH_MAX] or f"call_{number}",
@@ -118,7 +119,7 @@ def _refused(call: ChatCall, transcript: Transcript, reason: str, error: str) ->
 
 
 def _raw(call: ChatCall, transcript: Transcript) -> bytes:
-    """Everything that was captured, as it came; without the texts when it would not fit."""
+    """Return everything that was captured as JSON, without the texts where they would not fit."""
     tokens: dict[str, JsonValue] = {
         "turn_id": call.response_id,
         "session_id": call.identity.session_id,
@@ -128,10 +129,10 @@ def _raw(call: ChatCall, transcript: Transcript) -> bytes:
         "usage": transcript.usage.model_dump(mode="json") if transcript.usage else None,
     }
     choices = {index: _choice(index, choice) for index, choice in transcript.choices.items()}
-    whole = to_json(
+    document = to_json(
         {**tokens, "prompt_token_ids": transcript.prompt_token_ids, "choices": choices, "messages": call.messages}
     )
-    if len(whole) <= _RAW_BYTES_MAX:
-        return whole
+    if len(document) <= _RAW_BYTES_MAX:
+        return document
     lengths = {index: [len(c.token_ids), len(c.logprobs)] for index, c in transcript.choices.items()}
     return to_json({**tokens, "prompt_token_count": len(transcript.prompt_token_ids), "choice_lengths": lengths})

@@ -18,7 +18,7 @@ from headrace_gateway import metrics
 from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer
 from headrace_gateway.capture import event_of
-from headrace_gateway.chat_call import ChatCall, asked, core_of, digest_of
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_connection import ClientConnection
 from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify
@@ -38,20 +38,19 @@ from headrace_schemas import ids
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ROUTING_POLL_S = 0.05
 _ANSWERED_BYTES = 100
-"""About what one sampled token takes in an answer or an event."""
+"""Estimated bytes of one sampled token in an answer or an event."""
 
 
 _STORED_PROMPT_BYTES = 6
 _STORED_ANSWER_BYTES = 18
-"""About what a token takes in a turn: its id, and for sampled ones its logprob and its text."""
+"""Estimated bytes of a token in a turn: its id, and for sampled tokens their logprob and text."""
 _PROMPT_TOKEN_BYTES = 4
 _ANSWER_TOKENS = 1024
-"""What a choice is expected to take whose request sets no limit."""
+"""Expected tokens of a choice of a request without a limit."""
 
 
 Read = Callable[[bytes, RequestContext], tuple[ChatRequest, AnswerShape]]
-"""Reads a body of one API. It returns the request and the shape of its answers, may run in any thread, and raises
-`ApiError`."""
+"""Reads a body of one API, in any thread. Returns the request and the shape of its answers, or raises `ApiError`."""
 
 
 def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
@@ -66,7 +65,7 @@ def tokens_asked(call: ChatCall, body_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The ASGI endpoint. It keeps nothing between requests."""
+    """The ASGI endpoint of one API. The endpoint has no state between requests."""
 
     read: Read
     settings: GatewaySettings
@@ -74,7 +73,7 @@ class Chat:
     catalog: ModelCatalog
     relay: Relay
     clock: Clock
-    aside: Aside
+    workers: Aside
     recent: RecentTurns
     responses: ResponseStore
 
@@ -93,11 +92,11 @@ class Chat:
                 await self._serve(call, shape, work, ClientConnection(receive, send))
 
     async def understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
-        """Return the call that an admitted request asks for, and the shape of its answers. Raises `ApiError`."""
+        """Return the call that an admitted request describes, and the shape of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
         size_bytes = len(admitted.body)
         context = RequestContext(self.settings.request_rules, self.responses.view(admitted.caller))
-        request, shape = await self.aside.run(size_bytes, lambda: self.read(admitted.body, context))
+        request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
         await self._routing_is_known()
         by_agent = PURPOSE_HEADER not in admitted.headers
         target = self.catalog.resolve(request.model, admitted.caller.may_use, by_agent=by_agent)
@@ -105,7 +104,7 @@ class Chat:
             context.report("model")
         for name in context.ignored:
             metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
-        call = await self.aside.run(
+        call = await self.workers.run(
             size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context.ignored)
         )
         return call, shape
@@ -119,12 +118,12 @@ class Chat:
         started_at: datetime,
         ignored: tuple[str, ...],
     ) -> ChatCall:
-        """Build the call. It may run in any thread."""
+        """Build the call. The method may run in any thread."""
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
         identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user)
-        asked_json = asked(request, messages, sampling)
+        asked_json = canonical_request(request, messages, sampling)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(
             request=request,
@@ -144,7 +143,7 @@ class Chat:
     async def _routing_is_known(self) -> None:
         """After the start, wait until the models are known from the bus. No request waits at another time."""
         deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
-        while not self.catalog.known:
+        while not self.catalog.is_ready:
             if self.clock.monotonic_s() > deadline_s:
                 raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
             await self.clock.sleep(_ROUTING_POLL_S)
@@ -171,7 +170,7 @@ class Chat:
                     else:
                         await self._stream(call, streamed, work, client)
         except TimeoutError:
-            if client.gone:
+            if client.disconnected:
                 metrics.ABANDONED.inc()
                 return
             limit_s = self.settings.upstream.request_timeout_s
@@ -180,13 +179,14 @@ class Chat:
         except ApiError as error:
             await self._fail(client, streamed, error)
         except asyncio.CancelledError:  # the server stops, and its time for open requests is over
-            if client.gone:
+            if client.disconnected:
                 raise
             refusal = overloaded("the gateway stops before the answer is complete; send the request again", 1)
             await self._fail(client, streamed, refusal)
 
     def _hurry(self, deadline: asyncio.Timeout) -> None:
-        """Shorten the deadline of a call whose client has gone: an answer that ends soon is captured, else dropped."""
+        """Shorten the deadline of a call after its client disconnected: an answer that ends soon is captured, others
+        are dropped."""
         soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))
@@ -199,9 +199,9 @@ class Chat:
 
     async def _plain(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
         answer, transcript = await self.relay.complete(call)
-        await self._capture(call, transcript, work, delivered=not client.gone)
+        await self._capture(call, transcript, work, delivered=not client.disconnected)
         size_bytes = transcript.sampled * _ANSWERED_BYTES
-        body = await self.aside.run(size_bytes, lambda: shape.whole(call, answer))
+        body = await self.workers.run(size_bytes, lambda: shape.plain_body(call, answer))
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await client.start(200, {**length, **shape.headers(call)})
         await client.body(body)
@@ -217,7 +217,7 @@ class Chat:
                     await client.start(200, {**_STREAM, **streamed.headers})
                 if events:
                     await client.body(events, more=True)
-        await self._capture(call, transcript, work, delivered=not client.gone)
+        await self._capture(call, transcript, work, delivered=not client.disconnected)
         if not client.started:
             await client.start(200, {**_STREAM, **streamed.headers})
         await client.body(streamed.end())
@@ -228,7 +228,7 @@ class Chat:
         work.used_tokens = prompt + transcript.sampled
         untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
         with metrics.CAPTURE_SECONDS.time():
-            event = await self.aside.run(
+            event = await self.workers.run(
                 size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
             )
             await self.admission.publish(event)

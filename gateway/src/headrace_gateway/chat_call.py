@@ -21,7 +21,7 @@ from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEAD
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """Everything about a call that does not depend on the replica."""
+    """All parts of a call that do not depend on the replica."""
 
     request: ChatRequest
     messages: tuple[Message, ...]
@@ -30,13 +30,13 @@ class ChatCall:
     target: Target
     response_id: str
     digest: str
-    """Of model, messages, tools and sampling: equal for an SDK's retry of the same request."""
+    """Digest of model, messages, tools and sampling: equal for an SDK's retry of the same request."""
     retry: int
     started_at: datetime
     core: bytes
     """The replica's request as a JSON object without `model` and `stream`."""
     cache_salt: str = ""
-    """vLLM's name for what separates the prefix caches of tenants."""
+    """vLLM's name for the salt that separates the prefix caches of tenants."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the request that were accepted without an effect."""
 
@@ -48,13 +48,13 @@ class ChatCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a replica shares its places and its time by (`headrace_schemas.scheduling`)."""
+        """Headers by which a replica shares its places and its time (`headrace_schemas.scheduling`)."""
         background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
         return {SESSION_HEADER: self.identity.session_key, **background}
 
     @property
     def is_background(self) -> bool:
-        """Whether it is an evaluation, which gets what users leave."""
+        """Whether the call is an evaluation, which gets the capacity that users leave."""
         return self.identity.purpose == "eval"
 
     def without_max_tokens(self) -> ChatCall:
@@ -78,7 +78,7 @@ class ChatCall:
         return b"".join([*parts, self.core[1:]])
 
 
-def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling) -> bytes:
+def canonical_request(request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling) -> bytes:
     """All fields that decide the tokens besides the model, in a canonical form."""
     fields: dict[str, JsonValue] = {
         "messages": [_for_template(message) for message in messages],
@@ -104,7 +104,7 @@ def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Samplin
 
 
 def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
-    """`asked_json` with what we always want of an engine: the exact ids and logprobs."""
+    """Return `asked_json` with the fields that we always request from an engine: the exact ids and logprobs."""
     top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
     return asked_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
 

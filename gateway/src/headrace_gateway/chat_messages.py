@@ -43,10 +43,10 @@ def _part_text(part: Any, info: ValidationInfo) -> str:
 
 
 def says_something(value: JsonValue) -> bool:
-    """Return False for null, "", [], {}, and for a value that holds nothing else.
+    """Return False for null, "", [], {}, and for a value that only holds such values.
 
-    SDKs send an answer's message back with fields of their own. An empty field asks for nothing, whatever its name;
-    false and 0 ask for something.
+    SDKs send an answer's message back with fields of their own. An empty field has no effect, whatever its name; false
+    and 0 have one.
     """
     if isinstance(value, dict):
         return any(map(says_something, value.values()))
@@ -64,7 +64,7 @@ def _arguments(value: Any) -> Any:
 
 
 class CalledFunction(Model):
-    """The function of an echoed tool call; SDKs may add what they parsed from the arguments."""
+    """The function of an echoed tool call. SDKs may add the arguments that they parsed."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -125,7 +125,7 @@ class ChatMessage(Model):
         return self
 
     def event(self) -> Message:
-        """The message as events carry it; without what SDKs added."""
+        """Return the message as events carry it, without the fields that SDKs added."""
         reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
         calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
         return Message(

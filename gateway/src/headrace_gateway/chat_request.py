@@ -25,7 +25,7 @@ from headrace_schemas.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonOb
 from headrace_schemas.plain_values import stop_strings
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
-"""Fields that do not change what is sampled. Any value is accepted."""
+"""Fields that do not change the sampled distribution. Any value is accepted."""
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
@@ -57,9 +57,9 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "structured_outputs": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that we cannot honour, with the values, besides empty ones, that ask for nothing.
+"""Fields of OpenAI's and vLLM's APIs that we cannot honour, with the values, besides empty ones, that have no effect.
 
-Most would change the sampled distribution in ways that a `Turn` does not record.
+Most of them would change the sampled distribution in ways that a `Turn` does not record.
 """
 
 
@@ -115,7 +115,7 @@ class ChatRequest(Model):
     @property
     def sampling(self) -> Sampling:
         """The client's own choice, with OpenAI's defaults where it made none."""
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "grammar": grammar_of(self.response_format, self.tool_choice),
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -126,11 +126,11 @@ class ChatRequest(Model):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        return Sampling.model_validate({name: value for name, value in given.items() if value is not None})
+        return Sampling.model_validate({name: value for name, value in fields.items() if value is not None})
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a replica has to be able to do for it (`Replica.grammars`)."""
+        """The abilities that the request requires of a replica (`Replica.grammars`)."""
         return constrained_fields(self.response_format, self.tool_choice)
 
     @property
@@ -139,7 +139,7 @@ class ChatRequest(Model):
 
     @property
     def user(self) -> JsonValue:
-        """Whom the caller says that it is for, in either of OpenAI's fields."""
+        """The user whom the caller names, in either of OpenAI's fields."""
         extra = self.model_extra or {}
         return extra.get("safety_identifier") or extra.get("user")
 

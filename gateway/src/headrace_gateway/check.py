@@ -1,4 +1,4 @@
-"""What would stop the gateway's start: its keys, and declared values that cannot be read."""
+"""Checks that would stop the gateway's start: its keys, and declared values that cannot be read."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ class ClientConnection:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self.gone = False
+        self.disconnected = False
         """The client disconnected before the response ended. Later writes are dropped without an error."""
         self.started = False
         """The status was sent. Later errors can only be reported in the body."""
 
     @contextlib.asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-        """Watches the connection while the body runs: sets `gone`, and calls `on_gone` once."""
+        """Watches the connection while the body runs: sets `disconnected`, and calls `on_gone` once."""
         watch = asyncio.create_task(self._until_gone(on_gone))
         try:
             yield
@@ -40,5 +40,5 @@ class ClientConnection:
     async def _until_gone(self, on_gone: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass  # nothing else follows a whole body
-        self.gone = True
+        self.disconnected = True
         on_gone()

@@ -1,4 +1,4 @@
-"""How many calls the process can hold: each has a connection to its client and one to a replica."""
+"""The number of calls that the process can hold: each has a connection to its client and one to a replica."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _PER_CALL = 2
 
 
 def within_descriptors(limits: LimitSettings) -> LimitSettings:
-    """`limits` with no more concurrency than file descriptors allow; asks the system for more of them first."""
+    """Return `limits` with no more concurrency than file descriptors allow, after requesting more descriptors from
+    the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OWN + _PER_CALL * limits.concurrency
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = _OWN + _PER_CALL * limits.concurrency
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return limits
     fits = max(1, (soft - _OWN) // _PER_CALL)
-    remedy = f"raise the limit (ulimit -n, LimitNOFILE=) to {wanted}, or lower gateway.limits_total.concurrency"
+    remedy = f"raise the limit (ulimit -n, LimitNOFILE=) to {needed}, or lower gateway.limits_total.concurrency"
     log.warning("few_file_descriptors", limit=soft, concurrency=fits, remedy=remedy)
     return limits.model_copy(update={"concurrency": fits})

@@ -1,7 +1,7 @@
-"""The order in which calls go to replicas: fair between tenants and sessions, and evaluations get what users leave.
+"""The order in which calls go to replicas: fair between tenants and sessions, with evaluations after users.
 
-A gateway keeps about `WINDOW` times as many choices in flight as all replicas have places, so that a replica always has
-work and whoever comes late does not wait behind everything that came before. Whoever has little in flight goes at once.
+A gateway keeps about `WINDOW` times as many choices in flight as all replicas have places. So a replica always has
+work, and a late call does not wait behind all earlier ones. Tenants and sessions with little in flight go at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Line:
         self.sessions.setdefault(session, deque()).append(waiting)
 
     def next_session(self, may_go: Callable[[str, int], bool]) -> str | None:
-        """Return the first session in turn whose next call may go; of a long line only the beginning is looked at."""
+        """Return the first session in turn whose next call may go. Only the beginning of a long line is searched."""
         line = itertools.islice(self.sessions.items(), _LOOK_AHEAD)
         return next((session for session, queue in line if may_go(session, queue[0].choices)), None)
 
@@ -69,18 +69,21 @@ class Dispatchers:
         self._capacity = capacity
         self._by_model: dict[str, Dispatcher] = {}
 
-    def place(self, call: ChatCall) -> contextlib.AbstractAsyncContextManager[None]:
+    def admit(self, call: ChatCall) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait for the call's turn, then count it while the body runs."""
         model = call.target.model
         dispatcher = self._by_model.get(model)
         if dispatcher is None:  # bounded: routing names the models
             dispatcher = self._by_model[model] = Dispatcher(functools.partial(self._capacity, model))
-        return dispatcher.place(call)
+        return dispatcher.admit(call)
 
 
 class Dispatcher:
-    """Counts choices in flight. `capacity` returns the places of all replicas that can take calls; with none, calls do
-    not wait here. How many may wait is bounded by the limits of their tenant."""
+    """Dispatcher of one model, which counts choices in flight.
+
+    `capacity` returns the places of all replicas that can take calls; without any, calls do not wait here. The limits
+    of a tenant bound its waiting calls.
+    """
 
     def __init__(self, capacity: Callable[[], int]) -> None:
         self._capacity = capacity
@@ -89,7 +92,7 @@ class Dispatcher:
         self._lines: dict[Tenant, _Line] = {}
 
     @contextlib.asynccontextmanager
-    async def place(self, call: ChatCall) -> AsyncIterator[None]:
+    async def admit(self, call: ChatCall) -> AsyncIterator[None]:
         """Wait for the call's turn, then count it while the body runs."""
         identity, choices = call.identity, call.request.choices
         tenant, session = (call.is_background, identity.tenant), identity.session_key
@@ -102,7 +105,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """How many calls wait."""
+        """The number of waiting calls."""
         return sum(len(queue) for line in self._lines.values() for queue in line.sessions.values())
 
     async def _wait(self, tenant: Tenant, session: str, choices: int) -> None:
@@ -126,7 +129,7 @@ class Dispatcher:
             raise
 
     def _dispatch(self) -> None:
-        """Let those go whose turn it is: of the tenants that may have one, the one with the least in flight."""
+        """Dispatch the calls that may go: each time one of the tenant with the least in flight."""
         blocked: set[Tenant] = set()
         while True:
             tenants = [tenant for tenant in self._lines if tenant not in blocked]

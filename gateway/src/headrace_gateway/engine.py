@@ -1,4 +1,4 @@
-"""One call to one replica, and what its failure means for the next one."""
+"""One call to one replica, and the meaning of its failure for the next one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Engines:
         if internal_key:
             self._headers["authorization"] = f"Bearer {internal_key}"
         self._session: aiohttp.ClientSession | None = None
-        self._aside = Aside(1)
+        self._workers = Aside(1)
         self._probes: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Engines:
@@ -74,7 +74,7 @@ class Engines:
         for session in (self._session, self._probes):
             assert session is not None
             await session.close()
-        self._aside.close()
+        self._workers.close()
 
     async def answers(self, replica: Replica) -> bool:
         """Whether it answers in time on a new connection. Any status, also 404 or 503, counts as alive."""
@@ -91,7 +91,7 @@ class Engines:
         """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
         async with self._opened(replica, body, upstream_call, headers) as response:
             data = await self._read(response, upstream_call)
-        answer = await self._aside.run(len(data), lambda: _parse(data))
+        answer = await self._workers.run(len(data), lambda: _parse(data))
         if answer.error is not None:
             raise ReplicaFailed("error", "an error inside an answer")
         if answer.drop_abort():
@@ -142,8 +142,8 @@ class Engines:
             async with response:
                 if response.status != 200:
                     async with upstream_call.waiting(self._settings.stall_timeout_s):
-                        said = await response.content.read(_ERROR_BYTES_MAX)
-                    raise _failure(response.status, said)
+                        content = await response.content.read(_ERROR_BYTES_MAX)
+                    raise _failure(response.status, content)
                 yield response
         except UpstreamCallCancelled:
             raise ReplicaFailed("hung", "it neither sends nor answers, and another replica is there") from None
@@ -154,7 +154,7 @@ class Engines:
 
     async def _read(self, response: aiohttp.ClientResponse, upstream_call: UpstreamCall) -> bytes:
         chunks: list[bytes] = []
-        room = self._settings.response_bytes_max
+        remaining = self._settings.response_bytes_max
         while True:
             async with upstream_call.waiting(self._settings.stall_timeout_s):
                 chunk = await response.content.readany()
@@ -162,8 +162,8 @@ class Engines:
                 return b"".join(chunks)
             upstream_call.responded()
             chunks.append(chunk)
-            room -= len(chunk)
-            if room < 0:
+            remaining -= len(chunk)
+            if remaining < 0:
                 raise ReplicaFailed("error", "the answer is too large")
 
 
@@ -176,7 +176,8 @@ def _parse(data: bytes) -> EngineAnswer:
 
 
 def _failure(status: int, body: bytes) -> Exception:
-    """What a status other than 200 means: another replica may do better, or the client asked for the impossible."""
+    """Return the error for a status other than 200: another replica may do better, or the request itself is
+    impossible."""
     message, code, param = _read_error(body)
     if status in _FULL:
         return ReplicaFailed("full", f"status {status}")
@@ -192,8 +193,8 @@ def _failure(status: int, body: bytes) -> Exception:
 def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, code and param of an OpenAI-shaped error; older vLLM servers leave out the outer `error`."""
     try:
-        found = json.loads(body)
-        inner = found.get("error", found)
+        document = json.loads(body)
+        inner = document.get("error", document)
         message, code, param = inner.get("message"), inner.get("code"), inner.get("param")
     except (ValueError, AttributeError, RecursionError):
         return "", None, None

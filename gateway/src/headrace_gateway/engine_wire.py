@@ -1,6 +1,6 @@
-"""What a replica answers, as far as we read it: a vLLM server's chat completions.
+"""The fields that we read of a replica's answer: a vLLM server's chat completions.
 
-These models are also the list of what may reach a client: a field that is not declared here never does.
+These models also list the fields that may reach a client: a field that is not declared here never does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineUsage(EngineModel):
 
 
 class EngineFunction(EngineModel):
-    """A called function, or what is added to one."""
+    """A called function, or an addition to one."""
 
     name: str | None = None
     arguments: str | None = None
@@ -57,7 +57,7 @@ class EngineFunction(EngineModel):
 
 
 class EngineToolCall(EngineModel):
-    """A tool call, or what is added to one: `index` says to which when streaming."""
+    """A tool call, or an addition to the one with this `index` when streaming."""
 
     index: int | None = None
     id: str | None = None
@@ -66,14 +66,14 @@ class EngineToolCall(EngineModel):
 
 
 class EngineMessage(EngineModel):
-    """A message, or what is added to one."""
+    """A message, or an addition to one."""
 
     role: str | None = None
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, exclude=True)
-    """What newer vLLM servers call `reasoning_content`."""
+    """The name of `reasoning_content` in newer vLLM servers."""
     tool_calls: list[EngineToolCall] | None = None
 
     def model_post_init(self, _context: Any) -> None:
@@ -106,7 +106,7 @@ class EngineAnswer(EngineModel):
     error: JsonValue = None
 
     def drop_abort(self) -> bool:
-        """Take back finish reasons that say the engine gave up; True when there was one."""
+        """Remove finish reasons that mean that the engine gave up. Return True if there was one."""
         aborted = [choice for choice in self.choices if choice.finish_reason == "abort"]
         for choice in aborted:
             choice.finish_reason = None

@@ -22,7 +22,7 @@ from headrace_schemas.events.opinion import metric_source, values_of
 from headrace_schemas.text import printable
 
 _HEADERS_BYTES = 300
-"""About what an event's envelope adds to it on the log."""
+"""Estimated bytes that an event's envelope adds on the log."""
 _BODY_BYTES_MIN = 1024
 
 
@@ -35,9 +35,15 @@ def events_of(
     *,
     copies: int = 1,
 ) -> list[Feedback]:
-    """Raises `ApiError`: 400 for what cannot be said together, 422 for too many sessions, 413 when the copies of what
-    is said would be too large, 403 for what a key that is bound to one session may not touch. `copies`: how often each
-    event is sent."""
+    """Return the events of a feedback request.
+
+    Args:
+        copies: The number of times that each event is sent.
+
+    Raises:
+        ApiError: 400 for fields that contradict each other, 403 for sessions that the key may not touch, 413 for copies
+            that are too large, 422 for too many sessions.
+    """
     _check_bound(request, caller)
     if request.level == "task":
         turns: Mapping[str, Sequence[str]] = {task_key(caller.tenant, request.task_id or ""): ()}
@@ -63,8 +69,8 @@ def _check_bound(request: FeedbackRequest, caller: Caller) -> None:
     if request.level == "task":
         caller.check_unbound("feedback about a task")
     caller.check_session(request.session_id, "session_id")
-    own = ids.session_key(caller.tenant, caller.session_id)
-    if any(ids.key_of_response(target) not in (None, own) for target in request.targets):
+    session_key = ids.session_key(caller.tenant, caller.session_id)
+    if any(ids.key_of_response(target) not in (None, session_key) for target in request.targets):
         field = "msg_ids" if request.msg_ids else "preference" if request.preference else "response_id"
         message = f"{field}: names a response of another session than the one that this API key is bound to"
         raise ApiError(403, "wrong_session", message, field)
@@ -85,7 +91,7 @@ def _events(
             session_key=key,
             session_id=request.session_id,
             tenant=caller.tenant,
-            msg_ids=tuple(own),
+            msg_ids=tuple(turn_ids),
             sessions=len(turns) if lists_a_run else 1,
             level=level,
             choice=request.choice,
@@ -107,12 +113,12 @@ def _events(
             comment=request.comment,
             context=request.context,
         )
-        for key, own in turns.items()
+        for key, turn_ids in turns.items()
     ]
 
 
 def check_values_of(event: Feedback, values: SourceValues) -> None:
-    """Check that a feedback is inside the declared ranges of its sources: what the scorer refuses gets no 202.
+    """Check that a feedback is inside the declared ranges of its sources: values that the scorer refuses get no 202.
 
     Raises:
         ApiError: 400, with the field and the source.
@@ -153,21 +159,21 @@ def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
 
 
 def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]) -> dict[str, list[str]]:
-    """Session key to the turns that are listed of it, each once, in order of first mention.
+    """Return the turns of each session key, each once, in the order of their first mention.
 
-    An id that is not one of ours goes to the session that is named, else to the first of the others. Where there is
-    none it gets a key of its own, so that it is kept and counted.
+    An id of unknown form belongs to the named session, else to the first of the others. Without any session the id gets
+    a key of its own, so that the feedback is kept and counted.
     """
     named = None if session_id is None else ids.session_key(tenant, session_id)
-    found: dict[str, list[str]] = {} if named is None else {named: []}
+    turns: dict[str, list[str]] = {} if named is None else {named: []}
     strange: list[str] = []
     for target in dict.fromkeys(targets):
         key = ids.key_of_response(target)
-        (strange if key is None else found.setdefault(key, [])).append(target)
+        (strange if key is None else turns.setdefault(key, [])).append(target)
     if strange:
-        found.setdefault(next(iter(found), None) or ids.session_key(tenant, f"unknown-{strange[0]}"), []).extend(
+        turns.setdefault(next(iter(turns), None) or ids.session_key(tenant, f"unknown-{strange[0]}"), []).extend(
             strange
         )
     if targets:  # a named session without listed turns is not meant as a whole
-        found = {key: own for key, own in found.items() if own}
-    return found
+        turns = {key: turn_ids for key, turn_ids in turns.items() if turn_ids}
+    return turns

@@ -45,7 +45,7 @@ def _number_or_thumb(value: Any) -> Any:
 
 
 def _answer(value: Any) -> Any:
-    """A text is the whole answer. What may be left out of an assistant's message is filled in."""
+    """Return an edited answer as a message: a text is the whole answer, and missing fields are filled in."""
     if isinstance(value, str):
         return {"role": "assistant", "content": value}
     if not isinstance(value, dict):
@@ -79,7 +79,7 @@ Side = (
 
 
 class PreferenceRequest(Model):
-    """Which of two answers is better."""
+    """A preference between two answers."""
 
     chosen: Side
     rejected: Side
@@ -91,9 +91,10 @@ class PreferenceRequest(Model):
 
 
 class FeedbackRequest(Model):
-    """`POST /v1/feedback`. One of the first three says what it is about, or a task, or the preference itself.
+    """The body of `POST /v1/feedback`. One of the first three fields names its target, or a task, or the preference
+    itself.
 
-    What may be said together is checked where the events are made: `headrace_schemas.events.opinion` has the rules.
+    The events check which fields may stand together: `headrace_schemas.events.opinion` has the rules.
     """
 
     session_id: Id | None = None
@@ -121,21 +122,21 @@ class FeedbackRequest(Model):
     ends_session: bool = False
     withdrawn: bool = False
     kind: Kind | None = None
-    """Of what is withdrawn; a value or a named preference unless it says otherwise."""
+    """The kind of opinion that is withdrawn: a value or a named preference by default."""
     feedback_id: Id | None = None
     """Makes the client's own retries harmless: equal ids are one feedback."""
 
     @model_validator(mode="after")
     def _one_response_where_one_is_meant(self) -> Self:
-        """Each event lists only the turns of its own session, so that an event alone could not tell."""
-        one = len(self._named) == 1
+        """Check how many responses the feedback names, because each event lists the turns of its session alone."""
+        is_single = len(self._named) == 1
         if self.preference is None:
-            if (self.edit is not None or self.kind == "edit") and not one:
+            if (self.edit is not None or self.kind == "edit") and not is_single:
                 raise rule_error("edit", "must name exactly one response; name it as response_id")
-            if (self.choice is not None or self.level == "response") and not one:
+            if (self.choice is not None or self.level == "response") and not is_single:
                 field = "level" if self.choice is None else "choice"
                 raise rule_error(field, "must name exactly one response; name it as response_id")
-        elif self.preference.needs_a_response and not one:
+        elif self.preference.needs_a_response and not is_single:
             raise rule_error("preference", "compares choices of one response; name it as response_id")
         elif not self.preference.needs_a_response and self._named:
             raise rule_error("preference", "names its responses itself; leave response_id and msg_ids out")
@@ -183,13 +184,13 @@ class FeedbackRequest(Model):
     def targets(self) -> tuple[str, ...]:
         """The responses that it is about."""
         preference = self.compared
-        return self._named if preference is None else tuple(one.turn_id for one in preference.pair)
+        return self._named if preference is None else tuple(answer.turn_id for answer in preference.pair)
 
 
 class TrinityFeedback(Model):
-    """`POST /feedback` as Trinity-RFT's and AgentScope's clients send it.
+    """The body of `POST /feedback` as Trinity-RFT's and AgentScope's clients send it.
 
-    They send these fields and no other; another one is refused, since nothing would read it.
+    They send these fields and no other. Another field is refused, since no reader uses it.
     """
 
     msg_ids: tuple[Id, ...] = Field(max_length=TARGETS_MAX)

@@ -59,7 +59,7 @@ ENABLE_THINKING = "enable_thinking"
 
 
 def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | None:
-    """Return whether the `fields` of a request switch thinking on or off; None if they do not.
+    """Return whether the `fields` of a request switch thinking on or off, or None without such a field.
 
     Settings of the fields that no chat template can honour are reported to `context`.
     """
@@ -82,7 +82,7 @@ def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | N
 
 
 def is_honoured(name: str, value: JsonValue) -> bool:
-    """Return whether the field switches thinking and asks for nothing else."""
+    """Return whether the field switches thinking and has no other effect."""
     if name == ENABLE_THINKING:
         return isinstance(value, bool)
     if name == "thinking":

@@ -44,7 +44,7 @@ from headrace_runtime.source_values import SourceValues
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What outlives a request."""
+    """The parts of the gateway that outlive a request."""
 
     settings: GatewaySettings
     admission: Admission
@@ -53,7 +53,7 @@ class Parts:
     engines: Engines
     clock: Clock
     common: Common | None = None
-    known: Lookup = nothing_known
+    known_models: Lookup = nothing_known
     values: SourceValues = field(default_factory=SourceValues)
 
 
@@ -68,9 +68,9 @@ def application(parts: Parts) -> ASGIApp:
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     dispatchers = Dispatchers(parts.replica_set.capacity)
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
-    aside, recent = Aside(parts.settings.parse_threads), RecentTurns()
+    workers, recent = Aside(parts.settings.parse_threads), RecentTurns()
     stored = ResponseStore(parts.settings.responses_bytes_max)
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, aside, recent, stored)
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, stored)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
     messages = Chat(read_messages, *shared)
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})
@@ -81,15 +81,15 @@ def application(parts: Parts) -> ASGIApp:
         sticky_versions,
         parts.clock,
         parts.settings.feedback,
-        aside,
+        workers,
         recent,
-        parts.known,
+        parts.known_models,
         parts.values,
     )
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher
     starlette = web.app(
-        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.lacks_room or True},
+        {"routing": lambda: parts.catalog.is_ready, "capture": lambda: publisher.lacks_room or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
@@ -100,7 +100,7 @@ def application(parts: Parts) -> ASGIApp:
             Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
             Route("/", _root),
             Route("/v1/models", models.list),
-            Route("/v1/models/{model:path}", models.one),
+            Route("/v1/models/{model:path}", models.get),
             Route("/v1/feedback", sessions.feedback, methods=["POST"]),
             Route("/v1/sessions/{session_id:path}/end", sessions.end, methods=["POST"]),
             Route("/v1/trajectories", sessions.trajectories, methods=["POST"]),

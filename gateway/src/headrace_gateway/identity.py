@@ -18,8 +18,8 @@ from headrace_schemas.events.turn import Purpose, SessionSource
 from headrace_schemas.names import decode_name, is_name
 
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
-"""What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what
-it is."""
+"""Purposes in requests and in events. A shadow is an evaluation with a `shadow_of`, so that old readers understand
+it."""
 PURPOSE_HEADER = b"x-headrace-purpose"
 _SESSION_KEY = r"[a-z2-7]{16}"
 _CLIENT_SESSION_HEADERS = (b"x-claude-code-session-id", b"session-id", b"thread-id", b"x-session-affinity")
@@ -30,7 +30,7 @@ CLIENT_SESSION = "headrace_client_session"
 
 @dataclass(frozen=True, slots=True)
 class CallIdentity:
-    """The session that a call belongs to, and what else the caller metadata about it."""
+    """The session that a call belongs to, with the other labels of its caller."""
 
     tenant: str
     session_id: str
@@ -40,14 +40,14 @@ class CallIdentity:
     run_id: str | None
     purpose: Purpose
     user_key: str | None = None
-    """Of the user whom the call names, in the form of a session key: rollouts by user need it, nobody else."""
+    """The key of the user whom the call names, in the form of a session key. Only rollouts by user need this key."""
     shadow_of: str | None = None
-    """The key of the session whose prompt it answers anew."""
+    """The key of the session whose prompt the call answers again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
-    """What a request says about itself outside its messages."""
+    """The labels of a request outside its messages."""
 
     headers: Mapping[bytes, bytes]
     metadata: Mapping[str, JsonValue]
@@ -60,10 +60,9 @@ class RequestMetadata:
         return label(self.metadata.get(name), f"metadata.{name}")
 
     def client_session(self) -> tuple[str, SessionSource] | None:
-        """Return the session that a client sends by its own convention; None if it sends none.
+        """Return the session that a client sends by its own convention, or None.
 
-        Such a name only groups calls: one that cannot be a name is ignored, and a key that is bound to a session goes
-        before it.
+        Such a name only groups calls: an invalid name is ignored, and a key that is bound to a session has precedence.
         """
         for header in _CLIENT_SESSION_HEADERS:
             if header in self.headers and is_name(name := decode_name(self.headers[header])):
@@ -93,7 +92,7 @@ class RequestMetadata:
 
 
 def label(value: JsonValue, where: str) -> str | None:
-    """A short id: text, or a number that becomes text. None stays None. Raises `ApiError` 400."""
+    """Return a short id: text, or a number as text. None stays None. Raises `ApiError` 400."""
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -110,9 +109,9 @@ def identify(
     messages: tuple[Message, ...],
     user: JsonValue = None,
 ) -> CallIdentity:
-    """The identity of a chat call. `model` is the name that was asked for, never the version that will serve.
+    """Return the identity of a chat call. `model` is the requested model, never the version that will serve.
 
-    `user` is OpenAI's field of that name, which `X-User-Id` and `metadata.user_id` go before.
+    `user` is OpenAI's field of that name; `X-User-Id` and `metadata.user_id` have precedence.
     """
     named = metadata.label("user_id") or (user if isinstance(user, str) else None)
     purpose = metadata.purpose()
@@ -136,9 +135,9 @@ def _session(
     if caller.session_id is not None:
         where = "metadata.session_id"
         caller.check_session(label(metadata.metadata.get("session_id"), where), where)
-    given = metadata.label("session_id")
-    if given is not None:
-        return given, "header" if b"x-session-id" in metadata.headers else "metadata"
+    named = metadata.label("session_id")
+    if named is not None:
+        return named, "header" if b"x-session-id" in metadata.headers else "metadata"
     in_path = label(scope.get(prefixes.SESSION), "the session in the path")
     if in_path is not None:
         return in_path, "path"
@@ -151,10 +150,10 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """The implied session of a call: a digest of the messages up to the first user message, of key, purpose and model.
+    """Return the implied session of a call: a digest of the messages up to the first user message, of key, purpose and
+    model.
 
-    Two runs with equal openings are told apart by exact token prefixes, and by time: the collector closes idle
-    sessions.
+    Exact token prefixes and time separate two runs with equal openings: the collector closes idle sessions.
     """
     digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode())
     for message in opening(messages):
@@ -163,6 +162,6 @@ def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
 
 
 def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Everything up to and including the first user message; all of it when there is none."""
+    """Return the messages up to and including the first user message, or all of them without one."""
     first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages))
     return messages[: first + 1]

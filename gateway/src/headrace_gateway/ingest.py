@@ -17,14 +17,15 @@ _PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches
 """Objections that are about one value alone."""
 
 Lookup = Callable[[str], Awaitable[KnownModels]]
-"""What is known about models, with the vocabulary of the one that is named."""
+"""Returns the known models, with the vocabulary of the named one."""
 
 
 def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
-    """One `Trajectory` in JSON. What the caller cannot know better than we is filled in: tenant, session key, time.
-    In any thread.
+    """Return the `Trajectory` of a JSON body. The gateway sets tenant, session key and time. The function may run in
+    any thread.
 
-    Raises `ApiError`: 400 for what is not JSON, 403 for somebody else's tenant, 422 with the field at fault.
+    Raises:
+        ApiError: 400 for a body that is no JSON, 403 for the tenant of another caller, 422 with the field at fault.
     """
     try:
         fields = from_json(body)
@@ -36,7 +37,7 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
     defaults: dict[str, object] = {"tenant": tenant, "end_reason": "ingest", "time": now.isoformat()}
     if isinstance(session_id, str):
         defaults["session_key"] = ids.session_key(tenant, session_id)
-    given = set(fields)
+    names = set(fields)
     fields = {**defaults, **fields}
     try:
         trajectory = Trajectory.model_validate(fields)
@@ -46,17 +47,17 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
         raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
     own_id = ids.ingested_trajectory_id(tenant, trajectory.trajectory_id)
     trajectory = trajectory.model_copy(update={"trajectory_id": own_id})
-    if "time" not in given and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
+    if "time" not in names and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
         trajectory = trajectory.model_copy(update={"time": trajectory.started_at})
     return trajectory
 
 
-def check(trajectory: Trajectory, known: KnownModels) -> None:
+def check(trajectory: Trajectory, models: KnownModels) -> None:
     """Raises `ApiError` 422 for a trajectory that must not come from outside, or of an unknown model or version."""
-    found = find_objection(trajectory, known)
-    if found is not None:
-        code = "invalid_value" if found.code in _PLAIN else found.code
-        raise ApiError(422, code, str(found), found.field)
+    objection = find_objection(trajectory, models)
+    if objection is not None:
+        code = "invalid_value" if objection.code in _PLAIN else objection.code
+        raise ApiError(422, code, str(objection), objection.field)
 
 
 async def nothing_known(_model: str) -> KnownModels:

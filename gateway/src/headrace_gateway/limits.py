@@ -16,7 +16,7 @@ _HOUR_S = 3600.0
 
 
 class Bucket:
-    """An amount that fills up at a rate. It may go below zero, and what is owed then has to be paid first."""
+    """An amount that fills up at a rate. The level may go below zero; the debt is then paid first."""
 
     def __init__(self, per_s: float, burst: float, clock: Clock) -> None:
         self.per_s = per_s
@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Meter:
-    """Buckets of requests and of tokens, and a count of what is in progress."""
+    """Buckets of requests and of tokens, and a count of the requests in progress."""
 
     def __init__(self, limits: LimitSettings, clock: Clock) -> None:
         self._limits = limits
@@ -51,17 +51,20 @@ class Meter:
         self._tokens = Bucket(limits.tokens_per_s, float(limits.tokens_burst), clock)
         self.in_progress = 0
 
-    def refusal(self, whose: str) -> ApiError | None:
+    def refusal(self, holder: str) -> ApiError | None:
         """Why one more request cannot begin now, None when it can."""
         wait_s = self._requests.wait_s(1)
         if wait_s:
-            message = f"{whose} may send {self._limits.requests_per_s:g} requests per second"
+            message = f"{holder} may send {self._limits.requests_per_s:g} requests per second"
             return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
-        return self._refuse_concurrency(1, whose)
+        return self._refuse_concurrency(1, holder)
 
     def charge(self, requests: int) -> ApiError | None:
-        """Take requests for the events that a request becomes. The bucket may go below zero; further requests are then
-        refused before their body is read. A caller whose bucket is below zero is refused here."""
+        """Take requests for the events that a request becomes.
+
+        The bucket may go below zero; further requests are then refused before their body is read. A caller with a
+        bucket below zero is refused here.
+        """
         if self._requests.level < 0:
             wait_s = self._requests.wait_s(1)
             message = f"this request counts as {requests + 1}, with {self._limits.requests_per_s:g} allowed per second"
@@ -69,14 +72,14 @@ class Meter:
         self._requests.take(requests)
         return None
 
-    def refuse_work(self, choices: int, tokens: int, whose: str) -> ApiError | None:
+    def refuse_work(self, choices: int, tokens: int, holder: str) -> ApiError | None:
         """Why a call of so many choices and tokens cannot begin now, None when it can. One of its choices is counted
         already."""
         wait_s = self._tokens.wait_s(tokens)
         if wait_s:
-            message = f"{whose} may ask for {self._limits.tokens_per_s:g} tokens per second (tokens_per_s)"
+            message = f"{holder} may ask for {self._limits.tokens_per_s:g} tokens per second (tokens_per_s)"
             return ApiError(429, "token_limit_exceeded", message, retry_after_s=wait_s)
-        return self._refuse_concurrency(choices - 1, whose)
+        return self._refuse_concurrency(choices - 1, holder)
 
     def begin(self, count: int = 1, tokens: float = 0) -> None:
         self._requests.take(count)
@@ -87,20 +90,21 @@ class Meter:
         self._tokens.take(-unused_tokens)
         self.in_progress -= count
 
-    def _refuse_concurrency(self, count: int, whose: str) -> ApiError | None:
+    def _refuse_concurrency(self, count: int, holder: str) -> ApiError | None:
         if count and self.in_progress + count > max(self._limits.concurrency, self._lone(count)):
-            message = f"{whose} may have {self._limits.concurrency} requests in progress, each choice counting as one"
+            message = f"{holder} may have {self._limits.concurrency} requests in progress, each choice counting as one"
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
 
     def _lone(self, count: int) -> int:
-        """A call whose choices alone are more than the limit may run by itself."""
+        """Return the larger limit for a call with more choices than the limit, which may run alone."""
         return count + 1 if self.in_progress == 1 and count > 1 else 0
 
 
 @dataclass(slots=True)
 class Work:
-    """A call in progress. `used_tokens` is what it took, once that is known; until then it counts as all of it."""
+    """A call in progress. `used_tokens` is its real use, once known; until then the call counts with all of
+    `tokens`."""
 
     choices: int
     tokens: int
@@ -110,8 +114,8 @@ class Work:
 class RequestLimits:
     """The meters of one gateway process; several gateways do not share them.
 
-    Where keys tell `tenants` apart, one tenant may use `tenant_share` of the total, so that it cannot have the others
-    refused.
+    Where keys belong to several `tenants`, one tenant may use `tenant_share` of the total, so that one tenant cannot
+    exhaust it for the others.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class RequestLimits:
         """Count one request in progress while the body runs. Raises `ApiError` 429; a refused request is not
         counted."""
         meters = self._meters_of(caller)
-        refusals = (meter.refusal(whose) for whose, meter in meters)
+        refusals = (meter.refusal(holder) for holder, meter in meters)
         refusal = next(filter(None, refusals), None) or self._refuse_storing(caller.tenant)
         if refusal:
             raise refusal
@@ -151,13 +155,15 @@ class RequestLimits:
 
     @contextlib.contextmanager
     def work(self, caller: Caller, choices: int, tokens: int) -> Iterator[Work]:
-        """Count the choices and the tokens of an admitted call while the body runs; what it did not use is given back.
+        """Count the choices and the tokens of an admitted call while the body runs, and give unused tokens back.
 
-        A call that is refused took nothing. One whose client has gone counts as all of it, unless it says less.
-        Raises `ApiError` 429.
+        A refused call takes no tokens. A call without its client counts in full, unless its real use is known.
+
+        Raises:
+            ApiError: 429.
         """
         meters = self._meters_of(caller)
-        refusal = next(filter(None, (meter.refuse_work(choices, tokens, whose) for whose, meter in meters)), None)
+        refusal = next(filter(None, (meter.refuse_work(choices, tokens, holder) for holder, meter in meters)), None)
         if refusal:
             raise refusal
         work = Work(choices, tokens)
@@ -183,7 +189,7 @@ class RequestLimits:
                 raise refusal
 
     def store(self, tenant: str, size_bytes: int) -> None:
-        """Count what a tenant has stored. It is not refused here: what was answered is kept."""
+        """Count the stored bytes of a tenant. The method never refuses: answers are kept."""
         self._bucket_of(tenant).take(size_bytes)
 
     @property

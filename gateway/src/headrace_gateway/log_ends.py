@@ -1,4 +1,4 @@
-"""The end offsets of the logs when feedback is given. They order feedback and turns without clocks."""
+"""The end offsets of the logs at the time of a feedback. They order feedback and turns without clocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ends = Mapping[str, Mapping[int, int]]
 
 
 class LogEnds:
-    """Asks the bus for end offsets. Callers that come during a request share the next request, so an answer is never
-    older than the question."""
+    """Reads end offsets from the bus. Callers that come during a request share the next request, so an answer is
+    never older than its request."""
 
     def __init__(self, offsets: Offsets) -> None:
         self._offsets = offsets
-        self._asked: asyncio.Task[Ends] | None = None
+        self._pending: asyncio.Task[Ends] | None = None
         self._next: asyncio.Task[Ends] | None = None
 
     async def start(self) -> None:
@@ -33,18 +33,18 @@ class LogEnds:
     async def ends(self) -> Ends:
         """Topic to the end of each partition. Raises `Unavailable`."""
         if self._next is None:
-            self._next = asyncio.create_task(self._ask(self._asked))
-            self._next.add_done_callback(_heard)
+            self._next = asyncio.create_task(self._ask(self._pending))
+            self._next.add_done_callback(_retrieve_error)
         return await asyncio.shield(self._next)
 
     async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
         if before is not None:
             await asyncio.wait([before])
-        self._asked, self._next = self._next, None
+        self._pending, self._next = self._next, None
         return {topic: await self._offsets.ends(topic) for topic in TOPICS}
 
 
-def _heard(task: asyncio.Task[Ends]) -> None:
+def _retrieve_error(task: asyncio.Task[Ends]) -> None:
     """The caller may have gone meanwhile."""
     if not task.cancelled():
         task.exception()
@@ -53,4 +53,4 @@ def _heard(task: asyncio.Task[Ends]) -> None:
 def after(ends: Ends, key: str) -> Mapping[str, int]:
     """The ends of the partitions of `key`."""
     hashed = murmur2(key.encode()) & 0x7FFFFFFF
-    return {topic: found[hashed % len(found)] for topic, found in ends.items() if found}
+    return {topic: offsets[hashed % len(offsets)] for topic, offsets in ends.items() if offsets}

@@ -18,7 +18,7 @@ ANY_NAME = "*"
 _MODEL_END = re.compile(r"[@:]")
 _VERSION = re.compile(r".+@[0-9a-f]{16}")
 REGISTERED = "registered"
-"""`Turn.untrained` of a version that was registered: no trainer of ours made it."""
+"""`Turn.untrained` of a version that was registered and not trained by Headrace."""
 
 
 def _anything(_model: str) -> bool:
@@ -33,17 +33,17 @@ class Target:
     alias: str = CHAMPION
     version: str | None = None
     is_substitute: bool = False
-    """Whether the model answers in place of one whose name is not known here."""
+    """Whether the model answers in place of a model with an unknown name."""
 
 
 class ModelCatalog:
     """The newest routing of each model.
 
     Args:
-        aliases: Names of clients to ours. The name `*` stands for all others.
-        loaded: Returns whether everything that was on the topic has been read.
+        aliases: Names of clients with the names of our models. The name `*` stands for all others.
+        loaded: Returns whether the whole topic has been read.
         changed: Called after each update.
-        any_name: Whether the only model, where there is one, answers to all names that are not known.
+        any_name: Whether the only model, where there is one, answers to all unknown names.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelCatalog:
         self._rows: dict[str, Routing] = {}
 
     def update(self, key: str, routing: Routing | None) -> None:
-        """Take a row of the table. An older revision than the present one changes nothing."""
+        """Take a row of the table. An older revision than the present one has no effect."""
         if routing is None:
             self._rows.pop(key, None)
         elif key not in self._rows or routing.revision >= self._rows[key].revision:
@@ -74,18 +74,18 @@ class ModelCatalog:
         return ANY_NAME in self._aliases
 
     @property
-    def known(self) -> bool:
+    def is_ready(self) -> bool:
         """False until there is a model to route to."""
         return self._loaded() and bool(self._rows)
 
     def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything, *, by_agent: bool = False) -> Target:
-        """Return what the `model` of a request means.
+        """Return the meaning of the `model` of a request.
 
         Args:
             requested: The name in the request.
             may_use: Returns whether the caller may use a model.
-            by_agent: Whether the request may be of an agent whose model has another name. Programs of Headrace know
-                the names, and their mistakes must not reach another model.
+            by_agent: Whether an agent may have sent the request, which may know its model by another name. Programs of
+                Headrace know the names, and their mistakes must not reach another model.
 
         Raises:
             ApiError: 404, no routing names the model, alias or version, or the caller may not use it.
@@ -99,8 +99,11 @@ class ModelCatalog:
         return self._rows[target.model]
 
     def _substitute(self, requested: str, *, by_agent: bool) -> str | None:
-        """Return the name that stands for all names that are not known. A misspelt alias or version of a known model
-        has none, and neither has anything that looks like a version of ours."""
+        """Return the name that stands for all unknown names.
+
+        A misspelt alias or version of a known model has no such name, and neither has a name in the form of our
+        versions.
+        """
         if _MODEL_END.split(requested, maxsplit=1)[0] in self._rows or _VERSION.fullmatch(requested):
             return None
         if ANY_NAME in self._aliases:
@@ -121,14 +124,14 @@ class ModelCatalog:
         return Target(model, alias or CHAMPION)
 
     def version_of(self, target: Target) -> str | None:
-        """The version that `target` means now; None while it has none (nothing was promoted yet)."""
+        """Return the version that `target` means now, or None before the first promotion."""
         if target.version is not None:
             return target.version
         routing = self._rows.get(target.model)
         return _aliases(routing).get(target.alias) if routing else None
 
     def untrained(self, model: str, version: str) -> str | None:
-        """Why what `version` answers is never trained, None when it may be."""
+        """Return the reason why answers of `version` are never trained, or None if they may be."""
         routing = self._rows.get(model)
         return REGISTERED if routing is not None and version in routing.untrained else None
 
@@ -155,15 +158,15 @@ class ModelCatalog:
         return routing is not None and version in _versions(routing) and version not in routing.withdrawn
 
     def names(self, may_use: Callable[[str], bool] = _anything) -> list[tuple[str, Routing]]:
-        """Everything that a caller's `model` may be, with the routing that it leads to."""
+        """Return all names that a caller's `model` may be, with the routing behind each."""
         listed = []
         for model in sorted(filter(may_use, self._rows)):
             routing = self._rows[model]
             usable = [version for version in _versions(routing) if version not in routing.withdrawn]
             listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in _aliases(routing)), *usable)]
-        known = dict(listed)
-        aliases = [(foreign, ours) for foreign, ours in self._aliases.items() if foreign != ANY_NAME]
-        return listed + [(foreign, known[ours]) for foreign, ours in aliases if ours in known]
+        routings = dict(listed)
+        aliases = [(foreign, model_name) for foreign, model_name in self._aliases.items() if foreign != ANY_NAME]
+        return listed + [(foreign, routings[model_name]) for foreign, model_name in aliases if model_name in routings]
 
     def _unknown(self, requested: str, may_use: Callable[[str], bool]) -> ApiError:
         similar = closest(requested, (name for name, _ in self.names(may_use)))

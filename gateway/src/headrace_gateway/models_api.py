@@ -19,7 +19,7 @@ from headrace_schemas import Routing
 
 @dataclass(frozen=True, slots=True)
 class ModelsApi:
-    """The endpoints of the models. They read the routing table and need the scope `chat`."""
+    """The endpoints of the models, which read the routing table and need the scope `chat`."""
 
     admission: Admission
     catalog: ModelCatalog
@@ -35,7 +35,7 @@ class ModelsApi:
             return JSONResponse({"data": listed, "has_more": False, **ends})
         return JSONResponse({"object": "list", "data": [self._model(name, routing) for name, routing in rows]})
 
-    async def one(self, request: Request) -> Response:
+    async def get(self, request: Request) -> Response:
         """Return one model, by any name that a call may use. Raises `ApiError` 404."""
         caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
         name = request.path_params["model"]

@@ -1,5 +1,8 @@
-"""Which version and which replica serve a call: the session's pinned version while it can, else the one of the arm
-that it is drawn into, else the champion."""
+"""The version and the replica that serve a call.
+
+The version is the one that the session is pinned to while a replica can serve it, else the one of the arm that the
+session is drawn into, else the champion.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,26 @@ class Upstream:
 
 
 class Placement:
-    """Combines catalog, sticky versions and replicas. Asked again before every attempt."""
+    """Combines catalog, sticky versions and replicas. The relay calls it before every attempt."""
 
     def __init__(self, catalog: ModelCatalog, sticky_versions: StickyVersions, replica_set: ReplicaSet) -> None:
         self._catalog = catalog
         self._sticky_versions = sticky_versions
         self._replica_set = replica_set
 
-    def place(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
-        """None when no replica can take the call now. If no replica serves the session's version, it gets another."""
-        place, target = self.choose(call, avoid), call.target
-        if place and target.version is None and target.alias == CHAMPION:
-            pin = Pin(place.version, place.assignment)
+    def assign(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
+        """Return the replica and version for the call, or None while no replica can take it.
+
+        The session gets another version if no replica serves its own.
+        """
+        upstream, target = self.choose(call, avoid), call.target
+        if upstream and target.version is None and target.alias == CHAMPION:
+            pin = Pin(upstream.version, upstream.assignment)
             self._sticky_versions.set(call.identity.tenant, call.identity.session_key, target.model, pin)
-        return place
+        return upstream
 
     def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
-        """Like `place`, but changes nothing."""
+        """Return the same as `assign` without pinning the session."""
         target = call.target
         pin = None if target.alias != CHAMPION or target.version else self._pin(call)
         current = self._catalog.version_of(target)
@@ -51,8 +57,8 @@ class Placement:
 
     def has_time(self, call: ChatCall, load_max: float) -> bool:
         """Whether the replica that would take the call has so many of its places free that no user waits for it."""
-        place = self.choose(call)
-        return place is not None and place.member.load < load_max
+        upstream = self.choose(call)
+        return upstream is not None and upstream.member.load < load_max
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
         """A replica that can continue a stream, with the version that the stream began with."""
@@ -60,12 +66,14 @@ class Placement:
         return Upstream(version, member) if member else None
 
     def may_resume(self, call: ChatCall, version: str) -> bool:
-        """Whether a broken stream has anybody to wait for: a replica that has the version, or will have it."""
+        """Return whether a broken stream may wait for a replica: one that has the version, or will have it."""
         holders = self._replica_set.holders(version)
-        return any(one.resumes for one in holders) if holders else self._catalog.usable(call.target.model, version)
+        if not holders:
+            return self._catalog.usable(call.target.model, version)
+        return any(replica.resumes for replica in holders)
 
     def lacking(self, call: ChatCall) -> frozenset[str]:
-        """What the call needs and no replica of its model can do."""
+        """Return the abilities that the call needs and no replica of its model has."""
         needs = call.request.needs
         return self._replica_set.lacking(call.target.model, needs) if needs else needs
 
@@ -76,11 +84,12 @@ class Placement:
         return self._replica_set.pick(version, key, avoid, needs=needs, begun=begun, resuming=resuming)
 
     def _pin(self, call: ChatCall) -> Pin | None:
-        """What the session began with, or begins with now. A session whose version is withdrawn begins anew."""
+        """Return the version that the session is pinned to, or a new one. A session whose version is withdrawn gets
+        a new one."""
         model, identity = call.target.model, call.identity
         pin = None if call.opens_a_run else self._sticky_versions.get(identity.tenant, identity.session_key, model)
         if pin and self._catalog.usable(model, pin.version):
-            known = self._catalog.under_way(model, pin.assignment)
-            return pin if known or pin.assignment is None else Pin(pin.version)
+            is_under_way = self._catalog.under_way(model, pin.assignment)
+            return pin if is_under_way or pin.assignment is None else Pin(pin.version)
         version, assignment = self._catalog.draw(model, identity)
         return Pin(version, assignment) if version else None

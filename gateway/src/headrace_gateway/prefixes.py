@@ -1,9 +1,9 @@
-"""Forms of a URL beside the API's own paths, for clients that can set nothing but a base URL.
+"""Forms of a URL besides the API's own paths, for clients that can only set a base URL.
 
 `/t/{key}` is an API key and `/sessions/{id}` names the session: `http://host:8000/t/KEY/sessions/run-7/v1/...`. Doubled
 slashes are one: AgentScope's client appends `/feedback` to an endpoint that may end with a slash. A slash at the end
 has no meaning, and `/v1` may be missing or doubled: clients differ in whether a base URL ends with it. The server's own
-decoding of percent forms is not used, because it replaces what is no UTF-8 (see `headrace_schemas.names`).
+decoding of percent forms is not used, because it replaces bytes that are no UTF-8 (see `headrace_schemas.names`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def _peeled(scope: Scope, raw: bytes) -> Scope:
     if parts[:2] == ["v1", "v1"]:
         parts = parts[1:]
     path = "/" + "/".join(parts)
-    if any(f"{path}/".startswith(f"{known.decode()}/") for known in _WITHOUT_VERSION):
+    if any(f"{path}/".startswith(f"{bare_path.decode()}/") for bare_path in _WITHOUT_VERSION):
         path = f"/v1{path}"
     return {**scope, **prefixes, "path": path}

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
 _DAMAGED_BYTES_MAX = 700_000
-"""What of a damaged record goes into its dead letter."""
+"""Most bytes of a damaged record in its dead letter."""
 Span = contextlib.AbstractContextManager[object]
 
 
@@ -47,9 +47,13 @@ class Publisher:
         log_ends: Callable[[], LogEnds] | None = None,
         tenants: int = 1,
     ) -> None:
-        """`producer` makes a fresh one whenever the last gave up; `prepare` makes sure that the topics exist.
+        """Create the publisher.
 
-        `log_ends` is asked before feedback about a session is sent. `tenants` is how many share the spool.
+        Args:
+            producer: Returns a new producer after the last one gave up.
+            prepare: Makes sure that the topics exist.
+            log_ends: Its end offsets are read before feedback about a session is sent.
+            tenants: The number of tenants that share the spool.
         """
         self._make = producer
         self._spool = spool
@@ -70,14 +74,15 @@ class Publisher:
 
     @property
     def lacks_room(self) -> str | None:
-        """Why nothing more could be made durable, None when it could: the spool has reached its bound, or its disk."""
+        """Return the reason why no more events can be made durable, or None: the spool has reached its bound, or its
+        disk."""
         if self._spool.full:
             return f"the spool is full {self._why()}; capture.spool_bytes_max bounds it"
         away = self._producer is None or self._spool.events > 0
         return self._spool.trouble if away else None
 
     def admit(self, tenant: str) -> None:
-        """Raises `ApiError` 503 when nothing more of `tenant` could be made durable. Called before work begins."""
+        """Raise `ApiError` 503 while no more events of `tenant` can be made durable. Called before work begins."""
         lack = self.lacks_room
         if lack is not None:
             raise overloaded(lack)
@@ -120,7 +125,7 @@ class Publisher:
         self._spooled.set()
 
     async def _give_up_producer(self) -> None:
-        """Drop the producer: aiokafka would keep retrying events whose client was told that they were not recorded."""
+        """Drop the producer: aiokafka would keep retrying events that were reported to their client as not recorded."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.abandon()
@@ -198,7 +203,7 @@ class Publisher:
         """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
         read = [(_event(item), tracing.span(item.traceparent)) for item in batch]
         try:
-            for stage in in_stages(read, lambda one: one[0]):
+            for stage in in_stages(read, lambda pair: pair[0]):
                 await self._send(producer, stage)
         except Exception as error:
             if is_fatal(error):
@@ -255,7 +260,8 @@ def _is_for_all_partitions(event: Event) -> bool:
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """One record, or for what is about several sessions one for each partition: every reader has to receive it."""
+    """Return the record of an event, or one for each partition if the event concerns several sessions: every reader
+    has to receive it."""
     if _is_for_all_partitions(event):
         partitions = sorted(await producer.partitions(event.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]

@@ -1,4 +1,4 @@
-"""Which of the last responses can be trained, so that an answer to feedback can say when it teaches nothing."""
+"""The trainability of the last responses, so that an answer to feedback can report that the feedback has no effect."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Teaching:
 
 
 class RecentTurns:
-    """The last responses of this process. Those of other gateways and of earlier processes are unknown."""
+    """The last responses of this process. Responses of other gateways and of earlier processes are unknown."""
 
     def __init__(self) -> None:
         self._reasons: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
-        """Remember what became of a response."""
+        """Remember whether a response can be trained."""
         self._reasons[tenant, response_id] = untrained_reason(event) if isinstance(event, Turn) else "dead_letter"
         if len(self._reasons) > TURNS_MAX:
             self._reasons.popitem(last=False)
 
     def teaching(self, events: Sequence[Feedback]) -> Teaching | None:
-        """Return whether the events of one feedback can train anything; None if that is unknown.
+        """Return whether the events of one feedback can train anything, or None if that is unknown.
 
         A preference needs both of its answers. All other feedback teaches if one of its responses can be trained.
         Feedback about a session or a task is unknown: turns that follow may be trained.
@@ -49,13 +49,14 @@ class RecentTurns:
         names = {name for event in events for name in event.msg_ids}
         if first.preference is not None:
             names = {answer.turn_id for answer in first.preference.pair}
-        known = [self._reasons[first.tenant, name] for name in sorted(names) if (first.tenant, name) in self._reasons]
-        reasons = [reason for reason in known if reason is not None]
-        all_known = len(known) == len(names)
+        keys = [(first.tenant, name) for name in sorted(names)]
+        outcomes = [self._reasons[key] for key in keys if key in self._reasons]
+        reasons = [reason for reason in outcomes if reason is not None]
+        all_known = len(outcomes) == len(names)
         if first.preference is not None:
-            taught, untaught = all_known and not reasons, bool(reasons)
+            can_teach, cannot_teach = all_known and not reasons, bool(reasons)
         else:
-            taught, untaught = None in known, all_known and len(reasons) == len(names)
-        if untaught:
+            can_teach, cannot_teach = None in outcomes, all_known and len(reasons) == len(names)
+        if cannot_teach:
             return Teaching(False, ", ".join(sorted(set(reasons))))
-        return Teaching(True) if taught else None
+        return Teaching(True) if can_teach else None

@@ -27,7 +27,7 @@ from headrace_runtime.logs import get_logger
 log = get_logger(__name__)
 
 
-class _Patience:
+class _RetryBudget:
     """How long one call may still wait. Progress renews it; time at a replica does not count."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
@@ -39,7 +39,7 @@ class _Patience:
         self._waited_s = 0.0
         self._errors = 0
         self.avoid: frozenset[str] = frozenset()
-        """Replicas that failed at this very request; asked again only when there is no other."""
+        """Replicas that failed at this very request. They are used again only when there is no other."""
 
     def wait_s(self) -> float:
         """Raises `ApiError` 503 when there is no more waiting."""
@@ -88,41 +88,42 @@ class Relay:
             raise ApiError(429, "users_first", message, retry_after_s=1)
 
     async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
-        """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
-        async with self._dispatchers.place(call):
+        """Return the whole answer. Raises `ApiError` when no replica gives one or the engine refuses the request."""
+        async with self._dispatchers.admit(call):
             return await self._complete(call)
 
     async def _complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
-        patience = _Patience(self._settings)
+        budget = _RetryBudget(self._settings)
         while True:
-            upstream = await self._find(call, lambda: self._placement.place(call, patience.avoid), patience)
+            upstream = await self._find(call, lambda: self._placement.assign(call, budget.avoid), budget)
             try:
                 with self._calling(upstream, lambda: self._placement.choose(call) is not None) as upstream_call:
                     answer = await self._engines.complete(
                         upstream.member.replica, call.body(upstream.version), upstream_call, call.headers
                     )
             except ReplicaFailed as failure:
-                self._note(upstream, failure, patience)
+                self._note(upstream, failure, budget)
                 continue
             transcript = Transcript(upstream.member.replica.replica_id, upstream.assignment)
             transcript.add(answer, streamed=False)
             return answer, transcript
 
     async def stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
-        """Chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any point.
+        """Yield the chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any
+        point.
 
-        Those that only open the answer are held until a token is there: the replica may still fail, and the one that
-        takes its upstream may sample from another prompt, and with another version.
+        Chunks that only open the answer are held until a token is there: the replica may still fail, and its successor
+        may sample from another prompt and with another version.
         """
-        async with self._dispatchers.place(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
+        async with self._dispatchers.admit(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def _stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
-        patience = _Patience(self._settings)
+        budget = _RetryBudget(self._settings)
         opening: list[EngineAnswer] = []
         while True:
-            upstream = await self._find(call, lambda: self._next_place(call, transcript, patience), patience)
+            upstream = await self._find(call, lambda: self._next_place(call, transcript, budget), budget)
             transcript.replica_id = upstream.member.replica.replica_id
             if not transcript.begun:
                 transcript.assignment = upstream.assignment
@@ -130,7 +131,7 @@ class Relay:
                 with self._calling(upstream, lambda: self._can_move(call, transcript)) as upstream_call:
                     async with contextlib.aclosing(self._chunks(call, upstream, transcript, upstream_call)) as chunks:
                         async for chunk in chunks:
-                            patience.renew()
+                            budget.renew()
                             opening.append(chunk)
                             while transcript.begun and opening:
                                 yield opening.pop(0)
@@ -141,17 +142,17 @@ class Relay:
                 if transcript.finished(call.request.choices):
                     yield _own_count(transcript)
                     return
-                self._note(upstream, failure, patience)
+                self._note(upstream, failure, budget)
                 if not transcript.begun:
                     opening.clear()
                     transcript.forget()
 
-    def _next_place(self, call: ChatCall, transcript: Transcript, patience: _Patience) -> Upstream | None:
+    def _next_place(self, call: ChatCall, transcript: Transcript, budget: _RetryBudget) -> Upstream | None:
         if not transcript.begun:
-            return self._placement.place(call, patience.avoid)
+            return self._placement.assign(call, budget.avoid)
         if transcript.sampled and not self._placement.may_resume(call, transcript.version):
             raise overloaded("the stream broke and no replica can take it over")
-        return self._placement.resume(call, transcript.version, patience.avoid, with_tokens=bool(transcript.sampled))
+        return self._placement.resume(call, transcript.version, budget.avoid, with_tokens=bool(transcript.sampled))
 
     def _can_move(self, call: ChatCall, transcript: Transcript) -> bool:
         """Whether another replica could go on with this stream now; one that hangs is never picked."""
@@ -182,14 +183,14 @@ class Relay:
                     chunk.prompt_token_ids = None  # and this
                 yield chunk
 
-    async def _find(self, call: ChatCall, find: Callable[[], Upstream | None], patience: _Patience) -> Upstream:
+    async def _find(self, call: ChatCall, find: Callable[[], Upstream | None], budget: _RetryBudget) -> Upstream:
         while (upstream := find()) is None:
             if lacking := self._placement.lacking(call):
                 raise _not_held(call, min(lacking))
             metrics.HOLDS.inc()
             before_s = self._clock.monotonic_s()
-            await self._replica_set.wait(patience.wait_s())
-            patience.waited(self._clock.monotonic_s() - before_s)
+            await self._replica_set.wait(budget.wait_s())
+            budget.waited(self._clock.monotonic_s() - before_s)
         return upstream
 
     @contextlib.contextmanager
@@ -198,7 +199,7 @@ class Relay:
             yield upstream_call
         self._replica_set.served(upstream.member)
 
-    def _note(self, upstream: Upstream, failure: ReplicaFailed, patience: _Patience) -> None:
+    def _note(self, upstream: Upstream, failure: ReplicaFailed, budget: _RetryBudget) -> None:
         replica_id = upstream.member.replica.replica_id
         metrics.UPSTREAM_FAILURES.labels(failure.trouble).inc()
         log.warning("replica_failed", replica=replica_id, trouble=failure.trouble, error=str(failure))
@@ -210,10 +211,10 @@ class Relay:
             case "connection" | "aborted":
                 self._replica_set.failed(upstream.member)
             case "hung":
-                patience.waited(self._clock.monotonic_s() - upstream.member.silent_since_s)
+                budget.waited(self._clock.monotonic_s() - upstream.member.silent_since_s)
             case "error":
                 pass  # the request may be the cause as well as the replica: only this call avoids the replica
-        patience.failed(replica_id, failure)
+        budget.failed(replica_id, failure)
 
 
 def _not_held(call: ChatCall, field: str) -> ApiError:
@@ -225,7 +226,7 @@ def _not_held(call: ChatCall, field: str) -> ApiError:
 
 
 def _own_count(transcript: Transcript) -> EngineAnswer:
-    """The usage that a replica owed when it died after the last token: what it sent is all there was."""
+    """Build the usage block of a stream whose replica died after its last token, from the tokens that it sent."""
     prompt = len(transcript.prompt_token_ids)
     sampled = sum(len(choice.token_ids) for choice in transcript.choices.values())
     usage = EngineUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)

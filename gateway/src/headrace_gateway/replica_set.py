@@ -42,8 +42,8 @@ class ReplicaStatus:
     missing: set[str] = field(default_factory=set)
     """Versions that it announced but did not have."""
     hung: bool = False
-    """It hangs: it gets no calls until it sends something."""
-    asked: bool = False
+    """Whether the replica hangs. A hung replica gets no calls until it sends something."""
+    is_probed: bool = False
     """A health check is running."""
     unanswered: int = 0
     ask_at_s: float = 0.0
@@ -62,10 +62,10 @@ class ReplicaStatus:
 
 
 class ReplicaSet:
-    """Fed by the `replicas` table; `loaded` tells whether its history has been read.
+    """The replicas of the `replicas` table; `loaded` returns whether its history has been read.
 
-    A replica without heartbeats is only called when no other is left: the bus may be the cause. One that
-    hangs (see `replica_watch`) is not called at all.
+    A replica without heartbeats is only called when no other is left: the bus may be the cause. A replica that hangs
+    (see `replica_watch`) is not called at all.
     """
 
     def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class ReplicaSet:
             member.ask_at_s = 0.0
             member.missing.clear()
             if len(self._members) > _MEMBERS_MAX:  # a killed replica leaves its last heartbeat on the topic
-                del self._members[min(self._members, key=lambda one: self._members[one].heard_s)]
+                del self._members[min(self._members, key=lambda replica_id: self._members[replica_id].heard_s)]
         self.changed()
 
     def changed(self) -> None:
@@ -96,9 +96,9 @@ class ReplicaSet:
         self._news = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something changed, the pause of a shunned replica is over, or `timeout_s` passed.
+        """Wait until something changed, the pause of a shunned replica is over, or `timeout_s` passed.
 
-        Those who wait for the same pause do not all come back at once.
+        Callers that wait for the same pause do not all return at once.
         """
         now = self._clock.monotonic_s()
         pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
@@ -117,12 +117,15 @@ class ReplicaSet:
         begun: bool = False,
         resuming: bool = False,
     ) -> ReplicaStatus | None:
-        """The replica for one more call, None when nobody can take it now. `needs` is what it has to announce.
-        `begun`: the version has begun the answer elsewhere, so one that is draining will do; `resuming`: tokens were
-        sampled, too.
+        """Return the replica for one more call, or None if no replica can take it now.
 
-        Rendezvous hashing keeps a session where its keys and values are cached, at most the sessions of a replica that
-        comes or goes move; a full replica passes its calls to the least loaded one.
+        Rendezvous hashing keeps a session where its keys and values are cached. When a replica comes or goes, at most
+        its own sessions move. A full replica passes its calls to the least loaded one.
+
+        Args:
+            needs: The abilities that the replica has to announce.
+            begun: The version has begun the answer elsewhere, so a draining one will do.
+            resuming: Tokens were sampled, too.
         """
         now = self._clock.monotonic_s()
         states = _BEGUN if begun else _NEW
@@ -137,21 +140,23 @@ class ReplicaSet:
     def capacity(self, model: str) -> int:
         """Return the places of all replicas with a version of `model` that could take a call now."""
         now = self._clock.monotonic_s()
-        holders = [one for one in self._members.values() if _versions_of(one, model)]
-        able = [one for one in holders if not one.hung and one.shunned_until_s <= now]
-        fresh = [one for one in able if now - one.heard_s <= one.replica.ttl_s] or able
-        return sum(one.replica.capacity for one in fresh)
+        holders = [member for member in self._members.values() if _versions_of(member, model)]
+        able = [member for member in holders if not member.hung and member.shunned_until_s <= now]
+        fresh = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        return sum(member.replica.capacity for member in fresh)
 
     def holders(self, version: str) -> list[Replica]:
-        """Those that have `version` or load it, busy ones too."""
-        held = [one for one in self._members.values() if version not in one.missing]
-        return [one.replica for one in held if one.replica.state_of(version) in _HELD]
+        """Return the replicas that have `version` or load it, including busy ones."""
+        members = [member for member in self._members.values() if version not in member.missing]
+        return [member.replica for member in members if member.replica.state_of(version) in _HELD]
 
     def lacking(self, model: str, needs: frozenset[str]) -> frozenset[str]:
-        """What of `needs` the replicas with a version of `model` do not announce; nothing while there is none, or one
-        that has all of it."""
+        """Return the part of `needs` that the replicas with a version of `model` do not announce.
+
+        The result is empty without such replicas, and if one of them has all abilities.
+        """
         holders = [m.replica for m in self._members.values() if any(map(m.replica.ready, _versions_of(m, model)))]
-        return min((needs.difference(one.grammars) for one in holders), key=len, default=frozenset())
+        return min((needs.difference(holder.grammars) for holder in holders), key=len, default=frozenset())
 
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
@@ -168,7 +173,7 @@ class ReplicaSet:
             member.calls.discard(call)
 
     def responded(self, member: ReplicaStatus) -> None:
-        """It sent something over HTTP, so it is alive."""
+        """Record that the replica sent something over HTTP, so it is alive."""
         member.answered_s = self._clock.monotonic_s()
         member.unanswered, member.ask_at_s = 0, 0.0
         if member.hung:
@@ -176,28 +181,30 @@ class ReplicaSet:
             self.changed()
 
     def hangs(self, member: ReplicaStatus) -> None:
-        """It did not answer its health check. It is checked again, less and less often, and at its next heartbeat."""
+        """Record that the replica did not answer its health check. The next checks follow at growing intervals, and
+        at its next heartbeat."""
         member.ask_at_s = self._clock.monotonic_s() + min(_ASK_AGAIN_MAX_S, _ASK_AGAIN_S * 2**member.unanswered)
         member.unanswered = min(member.unanswered + 1, 10)
         if not member.hung:
             member.hung = True
             self.changed()
 
-    def due(self, silence_s: float) -> list[ReplicaStatus]:
+    def members_to_probe(self, silence_s: float) -> list[ReplicaStatus]:
         """Replicas that need a health check: silent for `silence_s`, with an answer or a heartbeat overdue.
 
         One that was taken out of service long ago is left alone.
         """
         now = self._clock.monotonic_s()
-        return [m for m in self._members.values() if not m.asked and m.ask_at_s <= now and _due(m, now, silence_s)]
+        members = [member for member in self._members.values() if not member.is_probed and member.ask_at_s <= now]
+        return [member for member in members if _needs_probe(member, now, silence_s)]
 
     @contextlib.contextmanager
     def asking(self, member: ReplicaStatus) -> Iterator[None]:
-        member.asked = True
+        member.is_probed = True
         try:
             yield
         finally:
-            member.asked = False
+            member.is_probed = False
 
     def hanging(self) -> list[ReplicaStatus]:
         return [member for member in self._members.values() if member.hung]
@@ -210,11 +217,12 @@ class ReplicaSet:
         self._shun(member, _BACKOFF_MAX_S)
 
     def full(self, member: ReplicaStatus) -> None:
-        """It has no free slot; try it again soon."""
+        """Record that the replica has no free slot, and try it again soon."""
         self._shun(member, _FULL_BACKOFF_MAX_S)
 
     def lacks(self, member: ReplicaStatus, version: str) -> None:
-        """It does not have `version`, although it announced it. Its next heartbeat counts again."""
+        """Record that the replica does not have `version`, although it announced it. Its next heartbeat counts
+        again."""
         member.missing.add(version)
 
     def _shun(self, member: ReplicaStatus, pause_max_s: float) -> None:
@@ -224,7 +232,7 @@ class ReplicaSet:
             member.strikes = min(member.strikes + 1, 10)
 
 
-def _due(member: ReplicaStatus, now: float, silence_s: float) -> bool:
+def _needs_probe(member: ReplicaStatus, now: float, silence_s: float) -> bool:
     if member.hung:
         return True
     if member.in_flight and now - member.silent_since_s > silence_s:
@@ -252,7 +260,7 @@ def _able(
 
 
 def _versions_of(member: ReplicaStatus, model: str) -> list[str]:
-    return [one.version for one in member.replica.versions if one.version.partition("@")[0] == model]
+    return [loaded.version for loaded in member.replica.versions if loaded.version.partition("@")[0] == model]
 
 
 def _weight(session_key: str, replica_id: str) -> bytes:

@@ -1,7 +1,7 @@
-"""Tells hung replicas from slow ones: asks silent replicas for their health, and moves the calls of hung ones.
+"""Separates hung replicas from slow ones: checks the health of silent replicas, and moves the calls of hung ones.
 
-A stopped process, or a machine without network, keeps its connections and sends nothing. A replica that computes a
-long prompt sends nothing either, but it answers `GET /health`.
+A stopped process, or a machine without network, keeps its connections and sends no bytes. A replica that computes a
+long prompt sends no bytes either, but it answers `GET /health`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplicaWatch:
         """Until cancelled by the owner."""
         async with asyncio.TaskGroup() as asking:
             while True:
-                for member in self._replica_set.due(self._settings.probe_after_s):
+                for member in self._replica_set.members_to_probe(self._settings.probe_after_s):
                     asking.create_task(self._ask(member))
                 for member in self._replica_set.hanging():
                     self._cut(member)

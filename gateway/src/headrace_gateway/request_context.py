@@ -20,7 +20,7 @@ _NAMES_MAX = 32
 """Most ignored fields that one response names; the header must stay short."""
 _NAME_LENGTH_MAX = 64
 _TRANSLATION_GROWTH = 4
-"""How many JSON values of a chat request one value of another API may become."""
+"""Most JSON values of a chat request that one value of another API may become."""
 
 
 @dataclass(frozen=True, slots=True)

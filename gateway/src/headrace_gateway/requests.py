@@ -21,7 +21,7 @@ _DEPTH_SHOWN = 8
 
 
 _NAMING = (b"authorization", b"x-api-key", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
-"""Headers that name a caller or what it is about."""
+"""Headers that name a caller or the subject of a request."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -61,14 +61,14 @@ async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
     if announced.isdigit() and int(announced) > bytes_max:
         raise _too_large(bytes_max)
     chunks: list[bytes] = []
-    room = bytes_max
+    remaining = bytes_max
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "incomplete_body", "the connection ended inside the request body")
         chunks.append(message.get("body", b""))
-        room -= len(chunks[-1])
-        if room < 0:
+        remaining -= len(chunks[-1])
+        if remaining < 0:
             raise _too_large(bytes_max)
         if not message.get("more_body", False):
             return b"".join(chunks)
@@ -90,7 +90,7 @@ def parse(model: type[M], body: bytes, *, status: int = 400, context: RequestCon
     """Return the body as a `model`.
 
     Raises:
-        ApiError: `status` (400 for what is not JSON); it names the field at fault, never its value.
+        ApiError: `status` (400 for a body that is no JSON); it names the field at fault, never its value.
     """
     try:
         return model.model_validate_json(body, context=context.for_validation() if context else None)
@@ -115,9 +115,9 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
     return ApiError(status, code, f"{where}: {message}" if where else message, where or None)
 
 
-def unknown_field(name: str, known: Iterable[str], status: int = 400) -> ApiError:
+def unknown_field(name: str, candidates: Iterable[str], status: int = 400) -> ApiError:
     """The refusal of an unknown field, with a similar known name."""
-    similar = closest(name, known)
+    similar = closest(name, candidates)
     hint = f"; did you mean {similar!r}?" if similar else ""
     return ApiError(status, "unknown_field", f"unknown field '{printable(name)}'{hint}", printable(name))
 

@@ -59,7 +59,7 @@ class ResponseStore:
                 self._drop(largest, next(iter(self._tenants[largest])))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response of `tenant`; None if it is not stored."""
+        """Return a response of `tenant`, or None."""
         with self._lock:
             rows = self._tenants.get(tenant)
             return rows.get(response_id) if rows is not None else None
@@ -93,11 +93,11 @@ class CallerResponses:
         self._store.add(self._tenant, response)
 
     def get(self, response_id: str) -> StoredResponse | None:
-        """Return a response; None if it is not stored or the caller may not read it."""
+        """Return a response, or None if it is not stored or the caller may not read it."""
         return self._store.get(self._tenant, response_id) if self._may_read(response_id) else None
 
     def item(self, item_id: str) -> Any | None:
-        """Return an item of a response by the id that `item_id_of` gave it; None if it is not stored."""
+        """Return an item of a response by the id that `item_id_of` gave it, or None."""
         name, _, position = item_id.partition("_")[2].rpartition("-")
         response = self.get(_RESPONSE_PREFIX + name)
         if response is None or not position.isdecimal() or int(position) >= len(response.output):

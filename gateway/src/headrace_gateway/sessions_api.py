@@ -27,22 +27,23 @@ from headrace_schemas import Event, Feedback, SessionEnd, Trajectory, ids
 
 T = TypeVar("T")
 _TRINITY_OK = {"status": "success"}
-"""What Trinity answers; its clients want a JSON object with any 2xx."""
+"""The answer of Trinity; its clients need a JSON object with any 2xx."""
 _PARTITIONS = catalogue()[SessionEnd.topic].partitions
 """A commit is sent to each, and feedback about a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsApi:
-    """Everything that judges, ends or ingests sessions. Answers once the events are durable; ids are checked later."""
+    """The endpoints that judge, end or ingest sessions. They answer once the events are durable; consumers check the
+    ids later."""
 
     admission: Admission
     sticky_versions: StickyVersions
     clock: Clock
     bounds: FeedbackSettings
-    aside: Aside
+    workers: Aside
     recent: RecentTurns
-    known: Lookup = nothing_known
+    known_models: Lookup = nothing_known
     values: SourceValues = field(default_factory=SourceValues)
 
     async def feedback(self, request: Request) -> Response:
@@ -79,7 +80,7 @@ class SessionsApi:
             event = await self._read(
                 admitted, Trajectory, lambda request: trajectory_of(request.body, request.caller.tenant, now)
             )
-            check(event, await self.known(event.model))
+            check(event, await self.known_models(event.model))
             admitted.caller.check_session(event.session_id, "session_id")
             if not admitted.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
@@ -91,8 +92,8 @@ class SessionsApi:
             events = await self._read(admitted, Feedback, self._trinity_feedback)
             if events:
                 await self.admission.publish_many(admitted.caller, events, size_bytes=len(admitted.body))
-            said = self._teaching(events)
-            return JSONResponse(_TRINITY_OK if said.get("teaches", True) else {**_TRINITY_OK, **said})
+            teaching = self._teaching(events)
+            return JSONResponse(_TRINITY_OK if teaching.get("teaches", True) else {**_TRINITY_OK, **teaching})
 
     async def trinity_commit(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
@@ -111,13 +112,14 @@ class SessionsApi:
             return JSONResponse(_TRINITY_OK)
 
     async def _read(self, admitted: AdmittedRequest, kind: type[Event], read: Callable[[AdmittedRequest], T]) -> T:
-        """Read the body beside the event loop. Raises `ApiError`, 413 for more JSON values than a `kind` may hold."""
+        """Read the body in a thread if it is large. Raises `ApiError`, 413 for more JSON values than a `kind` may
+        hold."""
 
         def checked() -> T:
             check_values(admitted.body, kind.values_max, containers_max=kind.containers_max)
             return read(admitted)
 
-        return await self.aside.run(len(admitted.body), checked)
+        return await self.workers.run(len(admitted.body), checked)
 
     def _feedback(self, admitted: AdmittedRequest) -> tuple[list[Feedback], int]:
         """Return the events of a feedback and how often each is sent."""
@@ -130,7 +132,8 @@ class SessionsApi:
         return self._events(admitted, from_trinity(request)) if request.msg_ids else []
 
     def _teaching(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
-        """Return the fields of the answer that say whether the feedback can train anything; none if it is unknown."""
+        """Return the fields of the answer that report whether the feedback can train anything, or none if that is
+        unknown."""
         teaching = self.recent.teaching(events) if events else None
         return {} if teaching is None else teaching.fields()
 

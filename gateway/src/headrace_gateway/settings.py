@@ -18,7 +18,7 @@ Label = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
 
 
 class LimitSettings(Section):
-    """What one caller, or all callers together, may ask for. Beyond it the answer is 429 (413 for the body)."""
+    """Limits of one caller, or of all callers together. Beyond them the answer is 429 (413 for the body)."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
@@ -29,10 +29,10 @@ class LimitSettings(Section):
     concurrency: Annotated[int, Field(ge=1)] = 1024
     """Requests in progress at one time, choices and those that wait for a replica included."""
     tokens_per_s: Positive = 500_000.0
-    """Tokens of prompts and of all choices per second in the long run. A call is charged what it may take (its size and
-    its `max_tokens`) when it begins, and gets back what it did not take when it ends."""
+    """Tokens of prompts and of all choices per second in the long run. A call is charged its largest possible use
+    (its size and its `max_tokens`) when it begins, and gets the unused part back when it ends."""
     tokens_burst: Annotated[int, Field(ge=1)] = 50_000_000
-    """Tokens that may be asked for at once after a pause."""
+    """Tokens that calls may be charged at once after a pause."""
     body_bytes_max: Annotated[int, Field(ge=1024)] = 8_388_608
     """Largest request body."""
 
@@ -45,14 +45,14 @@ class KeySettings(Section):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key in hexadecimal."""
     tenant: Label = "default"
-    """Whose data this key reads and writes; tenants never share a session."""
+    """The tenant that this key reads and writes; tenants never share a session."""
     scopes: tuple[Scope, ...] = ("chat", "feedback")
     """`chat` calls models, `feedback` judges and ends sessions, `admin` also ingests trajectories."""
     models: tuple[ModelName, ...] = ()
     """Models that this key may list, call and send trajectories of; for it there are no others. Empty: all."""
     session_id: Annotated[str, Field(pattern=f"^$|{NAME}")] = ""
-    """Binds the key to one session, and whatever names another one is refused with 403; empty: calls say or imply their
-    session."""
+    """Binds the key to one session, and a request that names another one is refused with 403; empty: calls name or
+    imply their session."""
     limits: LimitSettings | None = None
     """Limits of this key in place of `gateway.limits_per_key`."""
 
@@ -70,7 +70,7 @@ class CaptureSettings(Section):
     """Room on the disk that the spool holds ahead, for the turns of calls that are under way when the disk fills up.
     While it cannot be had and the bus is away, new requests are refused with 503."""
     spool_tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Where keys tell several tenants apart, the part of the spool at which one of them alone is refused with 503."""
+    """Where keys belong to several tenants, the part of the spool at which one of them alone is refused with 503."""
     tenant_bytes_per_hour: Annotated[int, Field(ge=1_048_576)] = 34_359_738_368
     """About how many bytes of events one tenant may have stored per hour; beyond it new requests of that tenant are
     refused with 429. A turn is always kept."""
@@ -107,7 +107,7 @@ class UpstreamSettings(Section):
     probe_timeout_s: Positive = 2.0
     """How long that check may take. After two failed checks the replica hangs, and its calls move to another one."""
     stall_timeout_s: Positive = 60.0
-    """How long a replica that has begun to answer may send nothing before its work is moved to another."""
+    """How long a replica that has begun to answer may be silent before its work is moved to another."""
     errors_max: Annotated[int, Field(ge=1)] = 3
     """Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
     connections_max: Annotated[int, Field(ge=1)] = 4096
@@ -135,9 +135,9 @@ class GatewaySettings(ServiceSettings):
     """A second port with the same pages, for clients of Trinity-RFT, which expect 8010 (give `inference.port` another
     one then); 0: none. Unlike `port` it is not held while the gateway is started again."""
     keys: tuple[KeySettings, ...] = ()
-    """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
+    """API keys. Without any, everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""
-    """A TOML file with more `[[keys]]`, so that they need not lie beside the other settings."""
+    """A TOML file with more `[[keys]]`, so that keys can be kept apart from the other settings."""
     limits_total: LimitSettings = LimitSettings(
         requests_per_s=2000.0, burst=4000, concurrency=4096, tokens_per_s=2_000_000.0, tokens_burst=200_000_000
     )
@@ -145,23 +145,24 @@ class GatewaySettings(ServiceSettings):
     limits_per_key: LimitSettings = LimitSettings()
     """Limits of each key."""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Where keys tell several tenants apart, the part of `limits_total` that one of them alone may use."""
+    """Where keys belong to several tenants, the part of `limits_total` that one of them alone may use."""
     json_values_max: Annotated[int, Field(ge=1024)] = 32_768
     """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
     parse_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that read large requests and answers beside the event loop; one more takes those over 256 KiB."""
+    """Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
-    """Largest `n` that a request may ask for."""
+    """Largest accepted `n` of a request."""
     model_aliases: dict[str, str] = Field(default={})
-    """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`. The name
-    `"*"` stands for all that are not known."""
+    """Names that clients use, with the names of your models, e.g. `"gpt-4o" = "email-agent"` or `"old" =
+    "email-agent:previous"`. The name `"*"` stands for all that are not known."""
     any_model_name: Literal["auto", "always", "never"] = "auto"
     """When the only model, while there is one, answers to all names that are not known; the response header
     `x-headrace-ignored` then names `model`. `auto`: where the gateway listens on this machine alone, has no keys and is
     not `strict`."""
     strict: bool = False
-    """Refuse hints that have no effect here (`service_tier`, `verbosity`, ...) with 400. Otherwise they are accepted,
-    and the response header `x-headrace-ignored` names them. What changes the meaning of a call is always refused."""
+    """Refuse hints that have no effect here (`service_tier`, `verbosity`, ...) with 400. Otherwise they are
+    accepted, and the response header `x-headrace-ignored` names them. Fields that change the meaning of a call
+    are always refused."""
     media: Literal["refuse", "placeholder"] = "refuse"
     """Images, audio and files in messages: refused with 400, or replaced by a text such as `[image omitted: this model
     reads text only]`, so that one screenshot does not end an agent's run."""

@@ -1,4 +1,4 @@
-"""How many bytes of the spool each tenant uses, so that no tenant fills it."""
+"""The bytes of the spool that each tenant uses, so that no tenant fills it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Shares:
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
-    def load(self, found: Mapping[str, int]) -> None:
-        """What was there at the start."""
-        self._bytes.update(found)
+    def load(self, sizes: Mapping[str, int]) -> None:
+        """Set the bytes that the spool held at the start."""
+        self._bytes.update(sizes)
 
     def add(self, events: Iterable[Spooled]) -> None:
         for event in events:

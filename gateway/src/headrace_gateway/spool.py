@@ -64,7 +64,7 @@ class Spool:
 
     @property
     def events(self) -> int:
-        """How many wait, those being written included."""
+        """The number of waiting events, including those that are being written."""
         return self._log.events + self._coming_events
 
     @property
@@ -78,20 +78,20 @@ class Spool:
 
     @property
     def trouble(self) -> str | None:
-        """Why the disk has no room for new requests; None while it has."""
+        """The reason why the disk has no room for new requests, or None."""
         return self._log.trouble
 
     async def append(self, events: Sequence[Spooled]) -> None:
         """Returns once they are on the disk. Raises `Unavailable` when the disk refuses: then none of them is there."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((events, done))
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((events, written))
         self._coming_events += len(events)
         self._coming_bytes += sum(len(event.value) for event in events)
         self._measure()
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_all())
         try:
-            await asyncio.shield(done)
+            await asyncio.shield(written)
         except OSError as error:
             if disk.is_full(error):
                 raise disk.no_room(self._folder) from error
@@ -116,12 +116,12 @@ class Spool:
             try:
                 await self._run(lambda events=events: self._log.append(events))  # type: ignore[misc]
             except OSError as error:
-                for _, done in batch:
-                    done.set_exception(error)
-                    done.exception()  # seen, also when its caller has gone
+                for _, written in batch:
+                    written.set_exception(error)
+                    written.exception()  # seen, also when its caller has gone
             else:
-                for _, done in batch:
-                    done.set_result(None)
+                for _, written in batch:
+                    written.set_result(None)
             self._coming_events -= len(events)
             self._coming_bytes -= sum(len(event.value) for event in events)
             self._measure()
@@ -129,10 +129,10 @@ class Spool:
         self._want_room()
 
     def _tenants(self) -> Mapping[str, int]:
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for event in self._log.waiting():
-            found[tenant_of(event)] += len(event.value)
-        return found
+            sizes[tenant_of(event)] += len(event.value)
+        return sizes
 
     def _want_room(self) -> None:
         if self.trouble is not None and self._allocator is None:

@@ -4,8 +4,8 @@ A segment is a file of a fixed size, allocated before it is used, with records o
 
     magic 4 | payload length 4 | sequence 8 | CRC of these 4 | payload | BLAKE2b-16 of sequence and payload
 
-The magic is no UTF-8 and payloads are, so no payload holds one. Behind a record whose header is damaged the next one
-is found by its magic and its header's CRC; a damaged payload is stepped over by its length. Either costs that record
+The magic is no UTF-8 and payloads are, so no payload holds one. Behind a record with a damaged header the next one is
+found by its magic and its header's CRC; a damaged payload is stepped over by its length. Either costs that record
 alone.
 """
 
@@ -37,7 +37,8 @@ class Spooled:
     traceparent: str | None = None
     seq: int = 0
     damage: str = ""
-    """Why this is not the event that was written, and where it lies; `value` is then what is left of its bytes."""
+    """The reason why this is not the event that was written, and its position; `value` then holds the rest of its
+    bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +56,42 @@ def packed(event: Spooled, seq: int) -> bytes:
     return header + _CRC.pack(crc32(header)) + payload + _digest(seq, payload)
 
 
-def scan(data: bytes, base: int, place: str) -> Iterator[ScannedRecord]:
-    """Everything in `data`, in order; it begins at byte `base` of the file that `place` names for what is damaged."""
+def scan(data: bytes, base: int, file_name: str) -> Iterator[ScannedRecord]:
+    """Yield the records of `data` in order.
+
+    Args:
+        data: Bytes of a file.
+        base: The position of `data` in the file.
+        place: The name of the file, for damaged records.
+    """
     at = 0
     while at < len(data):
         header = _header(data, at)
         if header is not None:
             seq, length = header
             end = at + OVERHEAD_BYTES + length
-            yield ScannedRecord(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
+            yield ScannedRecord(_record(data[at:end], seq, f"{file_name}, byte {base + at}"), base + end)
         else:
             end = _next(data, at + 1)
             rest = data[at:end].rstrip(b"\0")
             if rest:
-                yield ScannedRecord(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
+                yield ScannedRecord(_remains(rest, f"{file_name}, byte {base + at}"), base + at + len(rest))
         at = end
 
 
-def _record(raw: bytes, seq: int, place: str) -> Spooled:
+def _record(raw: bytes, seq: int, file_name: str) -> Spooled:
     payload, digest = raw[_HEADER_BYTES:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if digest != _digest(seq, payload):
-        return Spooled("", raw, seq=seq, damage=f"{place}: the record does not match its digest")
+        return Spooled("", raw, seq=seq, damage=f"{file_name}: the record does not match its digest")
     about, _, value = payload.partition(b"\n")
     topic, traceparent = json.loads(about)
     return Spooled(topic, value, traceparent, seq)
 
 
-def _remains(raw: bytes, place: str) -> Spooled | None:
+def _remains(raw: bytes, file_name: str) -> Spooled | None:
     if len(raw) - raw.count(0) < _STRAY_BYTES_MAX:
         return None
-    return Spooled("", raw, damage=f"{place}: the record's header is damaged")
+    return Spooled("", raw, damage=f"{file_name}: the record's header is damaged")
 
 
 def _header(data: bytes, at: int) -> tuple[int, int] | None:
@@ -100,7 +107,7 @@ def _header(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def _next(data: bytes, at: int) -> int:
-    """Where the next record that can be read begins; the end when there is none."""
+    """Return where the next readable record begins, or the end."""
     while (at := data.find(MAGIC, at)) >= 0:
         if _header(data, at) is not None:
             return at

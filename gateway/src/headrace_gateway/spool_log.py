@@ -1,6 +1,6 @@
 """The spool's files together: append behind the last, read from the first, and one always allocated ahead.
 
-Everything here blocks and belongs to one thread.
+All methods block and belong to one thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _DATABASE = "spool.db"
 
 
 class SpoolBroken(HeadraceError):
-    """A file of the spool cannot be read at all. It may hold turns: it is never removed by itself."""
+    """A file of the spool that cannot be read at all. The file may hold turns and is never removed automatically."""
 
 
 class SpoolLog:
-    """About `reserve_bytes` are allocated ahead, so that `append` needs nothing of the disk.
+    """The log of spooled events.
 
-    `trouble` says why half of that could not be had, or that the disk is short.
+    About `reserve_bytes` are allocated ahead, so that `append` needs no new room on the disk. `trouble` is the reason
+    why half of that could not be allocated, or why the disk is short.
     """
 
     def __init__(self, folder: Path, reserve_bytes: int, guard: disk.DiskGuard | None = None) -> None:
@@ -108,10 +109,10 @@ class SpoolLog:
         self.allocate_ahead()
 
     def oldest(self, limit: int) -> list[Spooled]:
-        """The next ones; what is damaged is among them, as `damage`."""
+        """Return the next events. Damaged records are among them, with their `damage`."""
         self._handed = []
         at = self._at
-        for event, at in self._found():
+        for event, at in self._records():
             if event is not None:
                 self._handed.append((event, at))
             if len(self._handed) == limit:
@@ -121,54 +122,54 @@ class SpoolLog:
         return [event for event, _ in self._handed]
 
     def waiting(self) -> Iterator[Spooled]:
-        """All that `oldest` would return, one batch after the other."""
-        return (event for event, _ in self._found() if event is not None)
+        """Yield all that `oldest` would return, one batch after the other."""
+        return (event for event, _ in self._records() if event is not None)
 
-    def _found(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
-        """What lies in the files from the position on, each with the place behind it."""
+    def _records(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
+        """Yield the records of the files from the position on, each with the position behind it."""
         for segment in list(self._segments):
             if segment.number < self._at.number:
                 continue
             start = self._at.byte if segment.number == self._at.number else 0
-            for found in scan(segment.read(start), start, segment.path.name):
-                yield found.event, SegmentOffset(segment.number, found.end)
+            for scanned in scan(segment.read(start), start, segment.path.name):
+                yield scanned.event, SegmentOffset(segment.number, scanned.end)
 
     def remove(self, events: Sequence[Spooled]) -> None:
-        """Forget what `oldest` returned last, or the first part of it."""
+        """Forget the events that `oldest` returned last, or the first part of them."""
         handed, self._handed = self._handed[: len(events)], self._handed[len(events) :]
         self.events = max(0, self.events - len(handed))
         self.bytes = max(0, self.bytes - sum(len(event.value) for event, _ in handed))
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Allocate room for requests in progress. Never raises: `trouble` says if there is too little."""
+        """Allocate room for requests in progress. Never raises: `trouble` is set if there is too little."""
         try:
             shortage = self._guard.shortage() if self._guard is not None else None
             if shortage is not None:
                 self.trouble = shortage
                 return
-            while self._room() < self._reserve_bytes:
+            while self._free_bytes() < self._reserve_bytes:
                 self._spares.append(self._allocate(self._segment_bytes))
             self.trouble = None
         except OSError as error:
             full = disk.is_full(error)
-            said = str(disk.no_room(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
-            self.trouble = said if self._room() < self._reserve_bytes // 2 else None
+            reason = str(disk.no_room(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
+            self.trouble = reason if self._free_bytes() < self._reserve_bytes // 2 else None
 
-    def _room(self) -> int:
+    def _free_bytes(self) -> int:
         last = self._segments[-1] if self._segments else None
         return sum(spare.size for spare in self._spares) + (last.size - last.end if last else 0)
 
-    def _passed(self, place: SegmentOffset) -> None:
-        self._at = place
-        self._position.write(place)
+    def _passed(self, offset: SegmentOffset) -> None:
+        self._at = offset
+        self._position.write(offset)
         while self._segments and self._is_done(self._segments[0]):
             self._segments.pop(0).delete()
-        if not self._segments or place >= SegmentOffset(self._segments[-1].number, self._segments[-1].end):
+        if not self._segments or offset >= SegmentOffset(self._segments[-1].number, self._segments[-1].end):
             self.events = self.bytes = 0
 
     def _is_done(self, segment: Segment) -> bool:
-        """Everything in it is on the bus, and nothing more will be written to it."""
+        """Return whether the bus has everything in a segment to which no further record will be written."""
         if segment.number == self._at.number:
             return self._at.byte >= segment.end and segment is not self._segments[-1]
         return segment.number < self._at.number
@@ -197,31 +198,32 @@ class SpoolLog:
             self._refused.pop(0)
 
     def _find(self) -> None:
-        """Take over what an earlier process left."""
+        """Take over the files of an earlier process."""
         self._at = self._position.read()
-        found = Segment.found(self._folder)
-        self._number = max([self._at.number, *(segment.number for segment in found)])
-        for segment in found:
+        segments = Segment.existing(self._folder)
+        self._number = max([self._at.number, *(segment.number for segment in segments)])
+        for segment in segments:
             if segment.number >= self._at.number and self._count(segment):
                 self._segments.append(segment)
             else:
                 segment.delete()
 
     def _count(self, segment: Segment) -> bool:
-        """What waits in a segment of an earlier process; whether anything does. Sets where its next record goes."""
+        """Count the waiting events of a segment of an earlier process; return whether there are any. Sets the
+        position of its next record."""
         start = self._at.byte if segment.number == self._at.number else 0
         end = start
-        for found in scan(segment.read(start), start, segment.path.name):
-            end = found.end
-            if found.event is not None:
-                self._seq = max(self._seq, found.event.seq)
+        for scanned in scan(segment.read(start), start, segment.path.name):
+            end = scanned.end
+            if scanned.event is not None:
+                self._seq = max(self._seq, scanned.event.seq)
                 self.events += 1
-                self.bytes += len(found.event.value)
+                self.bytes += len(scanned.event.value)
         segment.end = end
         return end > start
 
     def _adopt_database(self) -> None:
-        """Take over what a gateway left that kept its spool in SQLite."""
+        """Take over the events of a gateway that kept its spool in SQLite."""
         path = self._folder / _DATABASE
         if not path.exists():
             return

@@ -35,7 +35,7 @@ class Segment:
 
     @classmethod
     def allocate(cls, folder: Path, number: int, size: int) -> Segment:
-        """A new one. Raises `OSError` when the disk has no room, and leaves nothing behind."""
+        """Create a segment. Raises `OSError` when the disk has no room, and then leaves no file behind."""
         path = folder / f"{number:012d}{_SUFFIX}"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -52,8 +52,9 @@ class Segment:
         return cls(number, path, handle, size)
 
     @classmethod
-    def found(cls, folder: Path) -> list[Segment]:
-        """Those of an earlier process, the oldest first. `end` is that of the file: what lies in it has to be read."""
+    def existing(cls, folder: Path) -> list[Segment]:
+        """Return the segments of an earlier process, the oldest first. `end` is the end of the file: its content has
+        to be read."""
         segments = []
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
             if path.stem.isdigit():
@@ -63,7 +64,7 @@ class Segment:
         return segments
 
     def read(self, start: int = 0) -> bytes:
-        """Everything from there up to `end`."""
+        """Return the bytes from `start` up to `end`."""
         parts, at = [], start
         while at < self.end:
             part = os.pread(self.handle, self.end - at, at)
@@ -80,7 +81,7 @@ class Segment:
         (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(self.handle)
 
     def blank(self, start: int, stop: int) -> None:
-        """Write zeros over what was refused, so that no later process takes it for a record."""
+        """Write zeros over a refused record, so that no later process reads it."""
         _pwrite(self.handle, bytes(stop - start), start)
         self.sync()
 
@@ -93,10 +94,10 @@ class Segment:
 
 
 class Position:
-    """How far the bus has everything: two slots, written in turn and each with a digest.
+    """The position up to which the bus has everything: two slots, written in turn and each with a digest.
 
     A slot that is damaged or was lost in a power cut leaves the older one: some events are then sent again, with the
-    same ids. It is overwritten in place, and a disk that refuses even that costs no more.
+    same ids. Slots are overwritten in place, and a disk that refuses even that costs no more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,21 +106,21 @@ class Position:
         self._writes = 0
 
     def read(self) -> SegmentOffset:
-        """The beginning when nothing is known."""
+        """Return the position, or the beginning if none is known."""
         data = self._path.read_bytes() if self._path.exists() else b""
         slots = [data[at : at + _SLOT_BYTES] for at in (0, _SLOT_BYTES)]
-        known = [
+        valid = [
             _SLOT.unpack(slot[: _SLOT.size]) for slot in slots if _digest(slot[: _SLOT.size]) == slot[_SLOT.size :]
         ]
-        self._writes, number, byte = max(known, default=(0, 0, 0))
+        self._writes, number, byte = max(valid, default=(0, 0, 0))
         return SegmentOffset(number, byte)
 
-    def write(self, place: SegmentOffset) -> None:
+    def write(self, offset: SegmentOffset) -> None:
         with contextlib.suppress(OSError):
             if self._handle is None:
                 self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._writes += 1
-            slot = _SLOT.pack(self._writes, *place)
+            slot = _SLOT.pack(self._writes, *offset)
             _pwrite(self._handle, slot + _digest(slot), self._writes % 2 * _SLOT_BYTES)
 
     def close(self) -> None:

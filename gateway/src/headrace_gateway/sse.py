@@ -29,7 +29,7 @@ class Splitter:
         *events, self._rest = data.split(b"\n\n")
         if len(self._rest) > self._max:
             raise EventTooLarge(f"an event is larger than {self._max} bytes")
-        return [found for event in events if (found := _data(event)) is not None]
+        return [payload for event in events if (payload := _data(event)) is not None]
 
 
 def _data(event: bytes) -> bytes | None:
@@ -40,9 +40,10 @@ def _data(event: bytes) -> bytes | None:
 
 
 def encode(data: bytes, kind: str = "") -> bytes:
-    """Return one event, with its `kind` where readers tell kinds apart. `data` is JSON without newlines.
+    """Return one event, with its `kind` where readers separate kinds. `data` is JSON without newlines.
 
-    Line separators of Unicode are escaped: some clients split an event at them. They stand inside of JSON strings only.
+    Line separators of Unicode are escaped, because some clients split an event at them. Such characters stand inside of
+    JSON strings only.
     """
     for separator, escaped in _SEPARATORS:
         if separator in data:

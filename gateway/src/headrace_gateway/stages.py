@@ -1,8 +1,8 @@
-"""Which events of a spool may go to the bus together.
+"""The events of a spool that may go to the bus together.
 
 An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
-turns that it ends, nor feedback the turns that it is about. Sessions are independent. So a batch takes as many round
-trips as the session with the most changes of topic.
+turns that it ends, nor feedback the turns that it is about. Sessions are independent. A batch takes as many round trips
+as the session with the most changes of topic.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from headrace_schemas import UnitAssignment
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a session began with. Without an `assignment` it is no part of a rollout, also of one that began since."""
+    """The version that a session began with. A session without an `assignment` is no part of a rollout, also of one
+    that began since."""
 
     version: str
     assignment: UnitAssignment | None = None

@@ -36,10 +36,10 @@ class FollowedTable(Protocol[E_co]):
 
 
 class TableCache(Generic[E]):
-    """The file beside one table. One task (`run`) reads it when the bus is late, and keeps it as new as `every_s`.
+    """The file of one table. One task (`run`) reads it when the bus is late, and refreshes it every `every_s`.
 
-    `update` is told what the file has, as the table tells it what the topic has. Rows that `accepts` refuses are left
-    out, as the table leaves them out.
+    `update` receives the rows of the file, as it receives those of the topic from the table. Rows that `accepts`
+    refuses are left out, as the table leaves them out.
     """
 
     def __init__(

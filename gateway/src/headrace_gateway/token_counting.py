@@ -1,7 +1,7 @@
 """Counting the tokens of a prompt without an answer: `/v1/messages/count_tokens` and `/v1/responses/input_tokens`.
 
-A replica renders and tokenizes the prompt and samples one token, which is neither captured nor returned. So the count
-is exact on every engine, and the call that follows finds its prompt in the replica's cache.
+A replica renders and tokenizes the prompt and samples one token, which is neither captured nor returned. The count is
+therefore exact on every engine, and the call that follows finds its prompt in the replica's cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.request_context import RequestContext
 
 ReadCount = Callable[[bytes, RequestContext], ChatRequest]
-"""Reads a body of one API. It returns a plain request for one token, and raises `ApiError`."""
+"""Reads a body of one API. Returns a plain request for one token, or raises `ApiError`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What the engine has sampled for one call so far, gathered from a whole answer or from the chunks of a stream."""
+"""The tokens and texts that the engine has sampled for one call so far, from a whole answer or from the chunks of a
+stream."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ class ChoiceSoFar:
 
 @dataclass(slots=True)
 class Transcript:
-    """The whole call so far. `version` is what the engine reported first; a resumed stream keeps it."""
+    """The whole call so far. `version` is the first one that the engine reported; a resumed stream keeps it."""
 
     replica_id: str = ""
     assignment: UnitAssignment | None = None
-    """That of the attempt whose answer this is."""
+    """The assignment of the attempt that made this answer."""
     version: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)
     choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
@@ -71,11 +72,11 @@ class Transcript:
                 self.other_prompt = True
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
-            so_far = self.choices.setdefault(choice.index, ChoiceSoFar())
-            so_far.add(choice, choice.delta if streamed else choice.message)
+            state = self.choices.setdefault(choice.index, ChoiceSoFar())
+            state.add(choice, choice.delta if streamed else choice.message)
 
     def forget(self) -> None:
-        """A replica opened an answer and failed before its first token: another one begins anew."""
+        """Discard the opening of a replica that failed before its first token: another replica begins again."""
         self.version, self.prompt_token_ids, self.usage = "", [], None
         self.choices.clear()
 
@@ -95,7 +96,7 @@ class Transcript:
         return len(ended) == choices
 
     def disagreement(self) -> str | None:
-        """What does not agree about the sampled tokens (P2); None when everything agrees."""
+        """Return the disagreement about the sampled tokens (P2), or None if everything agrees."""
         for index, choice in self.choices.items():
             if len(choice.token_ids) != len(choice.logprobs):
                 return f"choice {index} has {len(choice.token_ids)} token ids and {len(choice.logprobs)} logprobs"
@@ -114,9 +115,10 @@ class Transcript:
         return None
 
     def resume(self) -> Resume | None:
-        """How another replica goes on from here; None when nothing was sampled yet.
+        """Return the request for another replica to continue, or None before the first token.
 
-        Raises `ValidationError` when tokens and logprobs disagree: such a stream cannot be continued.
+        Raises:
+            ValidationError: Tokens and logprobs disagree, so the stream cannot be continued.
         """
         if not self.sampled:
             return None

@@ -12,7 +12,7 @@ class UpstreamCallCancelled(Exception):
 
 
 class UpstreamCall:
-    """One call at one replica. `elsewhere` tells whether another replica could take the call now."""
+    """One call at one replica. `elsewhere` returns whether another replica could take the call now."""
 
     def __init__(self, responded: Callable[[], None], elsewhere: Callable[[], bool]) -> None:
         self.responded = responded

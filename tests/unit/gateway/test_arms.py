@@ -37,7 +37,7 @@ class Streets(Rig):
         self.route(V1, self.revision, split=wanted, **changes)
 
     def served(self, call: ChatCall) -> Upstream:
-        found = self.placement.place(call)
+        found = self.placement.assign(call)
         assert found is not None
         return found
 

@@ -38,7 +38,7 @@ class Rig:
         self._ends[name] = asyncio.Event()
 
         async def run() -> None:
-            async with self.dispatcher.place(wanted):
+            async with self.dispatcher.admit(wanted):
                 self.begun.append(name)
                 await self._ends[name].wait()
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_gateway import answers
-from headrace_gateway.chat_call import ChatCall, asked, core_of
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
 from headrace_gateway.chat_request import parse_chat
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.identity import CallIdentity
@@ -66,7 +66,7 @@ def call_of(fields: dict[str, Any]) -> ChatCall:
         digest="0" * 64,
         retry=0,
         started_at=utcnow(),
-        core=core_of(asked(request, messages, request.sampling), request),
+        core=core_of(canonical_request(request, messages, request.sampling), request),
     )
 
 
@@ -98,7 +98,7 @@ def test_a_whole_answer_shows_only_what_was_asked_for(fields: dict[str, Any], no
         for index in range(work.n)
     ]
     raw = {**noise, "model": VERSION, "choices": choices, "usage": work.usage(), "prompt_token_ids": work.prompt_ids}
-    shown = json.loads(answers.whole(call, EngineAnswer.model_validate_json(json.dumps(raw))))
+    shown = json.loads(answers.completion_body(call, EngineAnswer.model_validate_json(json.dumps(raw))))
     check(shown, fields)
     assert shown["usage"] == work.usage()
     assert shown["choices"][0]["message"]["reasoning_content"] == "why"

@@ -337,8 +337,8 @@ async def test_arguments_that_are_no_object_come_as_one_in_a_stream_and_in_a_pla
         chunk = EngineAnswer.model_validate({"choices": [{"index": 0, "delta": delta}]})
         events += stream.add(chunk, "v", streamed=True)
     events += stream.end()
-    assert stream.whole()["content"] == whole.whole()["content"]
-    thinking, called = whole.whole()["content"]
+    assert stream.message()["content"] == whole.message()["content"]
+    thinking, called = whole.message()["content"]
     assert (thinking["thinking"], called["input"]) == ("hm", {"arguments": arguments})
     partial = "".join(event["delta"].get("partial_json", "") for event in events if "delta" in event)
     assert json.loads(partial) == called["input"]

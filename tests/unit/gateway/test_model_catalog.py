@@ -92,12 +92,12 @@ def test_an_older_revision_changes_nothing() -> None:
     known = catalog(routing(2, V2), routing(1, V1))
     assert known.version_of(Target("tiny")) == V2
     known.update("tiny", None)
-    assert not known.known
+    assert not known.is_ready
 
 
 def test_a_model_without_a_champion_is_known_and_waits() -> None:
     known = catalog(routing(0, None, serve=(V1,)))
-    assert known.known
+    assert known.is_ready
     assert known.version_of(known.resolve("tiny")) is None
 
 
@@ -105,9 +105,9 @@ def test_nothing_is_known_before_the_topic_was_read_to_its_end() -> None:
     history_read = False
     known = ModelCatalog({}, lambda: history_read, lambda: None)
     known.update("tiny", routing(1, V1))
-    assert not known.known
+    assert not known.is_ready
     history_read = True
-    assert known.known
+    assert known.is_ready
 
 
 def test_a_key_with_models_of_its_own_knows_no_others() -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from headrace_gateway.chat_call import ChatCall, asked, core_of
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.model_catalog import ModelCatalog
@@ -58,7 +58,7 @@ class Rig:
         self.catalog.update("tiny", routing(champion, serve, revision, **changes))
 
     def place(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> tuple[str, str]:
-        place = self.placement.place(self.call(session, model, source))
+        place = self.placement.assign(self.call(session, model, source))
         assert place is not None
         return place.version, place.member.replica.replica_id
 
@@ -77,7 +77,7 @@ class Rig:
             digest="0" * 64,
             retry=0,
             started_at=self.clock.now(),
-            core=core_of(asked(request, messages, Sampling()), request),
+            core=core_of(canonical_request(request, messages, Sampling()), request),
         )
 
 
@@ -170,7 +170,7 @@ def test_a_silent_replica_is_asked_only_when_no_other_is_left() -> None:
     rig = Rig(a=(V1,), b=(V1,))
     rig.route(V1, 1)
     rig.clock.advance(6)
-    assert rig.placement.place(rig.call()) is not None
+    assert rig.placement.assign(rig.call()) is not None
     rig.beat("b", V1)
     assert {rig.place(f"run-{number}")[1] for number in range(20)} == {"b"}
 

@@ -26,11 +26,11 @@ class Messages:
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return {**answer_headers(call), REQUEST_ID_HEADER: call.response_id}
 
-    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         writer = self._writer(call)
         writer.add(answer, answer.model, streamed=False)
         writer.end()
-        return to_json(writer.whole())
+        return to_json(writer.message())
 
     def streamed(self, call: ChatCall) -> StreamedAnswer:
         return _Events(self._writer(call), self.headers(call))

@@ -27,7 +27,7 @@ from headrace_schemas.bounds import JsonObject
 Json = dict[str, JsonValue]
 _PARAGRAPH = "\n\n"
 _BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with this line. It is meant for Anthropic's servers, and it changes with each
+"""The first line of Claude Code's system prompt. The line is meant for Anthropic's servers and changes with each
 call, so that no prefix of the prompt could be reused."""
 _ERROR_SEARCHED = 40
 """Characters at the beginning of a failed result in which an error is looked for."""
@@ -54,7 +54,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinkingBlock(_Block):
-    """Reasoning that another server encrypted. It cannot be read here."""
+    """Reasoning that another server encrypted, unreadable here."""
 
     type: Literal["redacted_thinking"]
 
@@ -89,7 +89,7 @@ def _text_block(value: Any, info: ValidationInfo) -> Any:
 
 
 def _document_text(source: Any) -> str | None:
-    """Return the text of a document that was sent as plain text; None for other documents."""
+    """Return the text of a document that was sent as plain text, or None."""
     if not isinstance(source, dict) or source.get("type") != "text":
         return None
     text = source.get("data")

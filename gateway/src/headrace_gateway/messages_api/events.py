@@ -24,7 +24,7 @@ class _OpenBlock:
     name: str = ""
     call_index: int | None = None
 
-    def whole(self) -> Json:
+    def content(self) -> Json:
         """Return the block with everything that it holds so far."""
         match self.kind:
             case "thinking":
@@ -49,8 +49,8 @@ class MessageWriter:
 
     Args:
         message_id: The id of the response, which feedback names.
-        stop_sequences: Those of the request.
-        max_tokens: That of the request. An answer that is cut earlier has reached the end of the context.
+        stop_sequences: The stop sequences of the request.
+        max_tokens: The limit of the request. An answer that is cut earlier has reached the end of the context.
     """
 
     def __init__(self, message_id: str, stop_sequences: tuple[str, ...], max_tokens: int) -> None:
@@ -86,7 +86,7 @@ class MessageWriter:
         delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
         return [*events, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
-    def whole(self) -> Json:
+    def message(self) -> Json:
         """Return the whole message, once the answer has ended."""
         return self._message(self._content, *self._stop_reason())
 
@@ -99,7 +99,7 @@ class MessageWriter:
         if self._finish == "length":
             sampled = self._usage.completion_tokens if self._usage else self._max_tokens
             return ("max_tokens" if sampled >= self._max_tokens else "model_context_window_exceeded"), None
-        sequence = self._stops.found() if self._finish == "stop" else None
+        sequence = self._stops.completed_sequence() if self._finish == "stop" else None
         if sequence is not None:
             return "stop_sequence", sequence
         called = any(block["type"] == "tool_use" for block in self._content)
@@ -122,8 +122,8 @@ class MessageWriter:
         return [*events, self._delta(f"{kind}_delta", kind, text)]
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
-        """Add to a call. Its arguments are sent when they are complete: a client reads them as JSON, and what a model
-        writes is not always JSON."""
+        """Add to a call. Its arguments are sent when they are complete: a client reads them as JSON, and a model
+        does not always write JSON."""
         events: list[Json] = []
         if self._open is None or self._open.kind != "tool_use" or self._open.call_index != index:
             events = self._begin("tool_use", call, index)
@@ -144,12 +144,12 @@ class MessageWriter:
         if block is None:
             return []
         events: list[Json] = []
-        whole = block.whole()
+        content = block.content()
         if block.kind == "thinking":
             events.append(self._delta("signature_delta", "signature", output.SIGNATURE))
-        elif block.kind == "tool_use" and whole["input"]:
-            events.append(self._delta("input_json_delta", "partial_json", _json_text(block.text, whole["input"])))
-        self._content.append(whole)
+        elif block.kind == "tool_use" and content["input"]:
+            events.append(self._delta("input_json_delta", "partial_json", _json_text(block.text, content["input"])))
+        self._content.append(content)
         self._open = None
         return [*events, {"type": "content_block_stop", "index": block.index}]
 

@@ -11,7 +11,7 @@ from headrace_gateway.engine_wire import EngineChoice, EngineUsage
 
 Json = dict[str, Any]
 SIGNATURE = "aGVhZHJhY2U="
-"""The signature of thinking blocks. It is not checked when a client sends a block back."""
+"""The signature of thinking blocks. The gateway does not check the signature of a block that a client sends back."""
 _TAIL_BYTES = 1024
 """Bytes of sampled text that are kept to find the stop sequence that ended an answer."""
 
@@ -34,8 +34,8 @@ class StopFinder:
             self._last_length = len(piece)
             self._tail = (self._tail + piece)[-_TAIL_BYTES:]
 
-    def found(self) -> str | None:
-        """Return the sequence that the last token completed; None if none was completed."""
+    def completed_sequence(self) -> str | None:
+        """Return the sequence that the last token completed, or None."""
         for sequence in self._sequences:
             encoded = sequence.encode()
             if encoded in self._tail[-(len(encoded) + max(self._last_length - 1, 0)) :]:
@@ -66,10 +66,10 @@ def message(
 
 
 def usage_of(usage: EngineUsage | None, prompt_tokens: int) -> Json:
-    """Return the `usage` block. `input_tokens` counts what was not read from the cache.
+    """Return the `usage` block. `input_tokens` counts the tokens that were not read from the cache.
 
     Args:
-        usage: The engine's count; None until the answer has ended.
+        usage: The engine's count, or None before the end of the answer.
         prompt_tokens: Tokens of the prompt, for an answer that has not ended.
     """
     cached = ((usage.prompt_tokens_details or {}).get("cached_tokens") or 0) if usage else 0

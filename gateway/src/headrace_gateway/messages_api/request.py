@@ -136,7 +136,8 @@ def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesReques
 
 
 def parse_count(body: bytes, context: RequestContext) -> ChatRequest:
-    """Return the chat request whose prompt `POST /v1/messages/count_tokens` asks about. Raises `ApiError`."""
+    """Return the chat request of a body of `POST /v1/messages/count_tokens`; its prompt is to be counted. Raises
+    `ApiError`."""
     check_values(body, context.rules.json_values_max, "gateway.json_values_max sets the bound")
     request = parse(CountRequest, body, context=context)
     without_form = request.model_copy(update={"output_config": None})
@@ -186,14 +187,14 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
     if name in REFUSED:
         message = f"{name}: not supported here, leave it out; {REFUSED[name]}"
         raise ApiError(400, "unsupported_field", message, name)
-    known = [*MessagesRequest.model_fields, _THINKING]
-    if name not in HINTS and (context.rules.strict or closest(name, known, cutoff=0.8)):
-        raise unknown_field(name, known)
+    known_fields = [*MessagesRequest.model_fields, _THINKING]
+    if name not in HINTS and (context.rules.strict or closest(name, known_fields, cutoff=0.8)):
+        raise unknown_field(name, known_fields)
     context.ignore(name, HINTS.get(name, "the field is not known here"))
 
 
 def _tools(tools: tuple[ToolParam, ...], context: RequestContext) -> list[Json]:
-    """Return the tools that the request describes. Those that Anthropic's servers define are left out and reported."""
+    """Return the tools that the request describes. Tools that Anthropic's servers define are left out and reported."""
     functions: list[Json] = []
     for number, tool in enumerate(tools):
         if not tool.is_custom:

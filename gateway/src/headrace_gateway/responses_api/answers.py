@@ -27,7 +27,7 @@ class Responses:
 
     Args:
         parsed: The request.
-        responses: The store of responses; None where none is stored.
+        responses: The store of responses, or None without one.
         size_bytes: The size of the request's body.
     """
 
@@ -39,7 +39,7 @@ class Responses:
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return answer_headers(call)
 
-    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         writer = self._writer(call)
         writer.add(answer.model, answer.choices, answer.usage, streamed=False)
         response = writer.end()[-1]["response"]
@@ -63,7 +63,7 @@ class Responses:
 
 
 class _Events:
-    """One streamed answer. It ends with the event of the whole response; no `[DONE]` follows."""
+    """One streamed answer. The stream ends with the event of the whole response, without `[DONE]`."""
 
     def __init__(self, shape: Responses, writer: ResponseWriter, headers: Mapping[str, str]) -> None:
         self._shape = shape

@@ -1,4 +1,4 @@
-"""A response as a stream of events, whose last one holds the whole response.
+"""A response as a stream of events; the last event holds the whole response.
 
 One item is open at a time: `added`, its deltas, `done`. A whole answer is written by the same code, from one chunk.
 """
@@ -68,12 +68,12 @@ class ResponseWriter:
         self._number = 0
         self._begun = False
         self._open: _OpenItem | None = None
-        self._done: list[Json] = []
+        self._items: list[Json] = []
         self._version = ""
         self._finish: str | None = None
         self._usage: EngineUsage | None = None
         self._pending_logprobs: list[TokenLogprob] = []
-        """Those of tokens that have made no text yet."""
+        """Logprobs of tokens that have made no text yet."""
 
     def add(
         self, version: str, choices: list[EngineChoice], usage: EngineUsage | None, *, streamed: bool
@@ -94,11 +94,11 @@ class ResponseWriter:
 
     def end(self) -> list[Json]:
         """Return the last events; the very last one holds the response."""
-        events = [] if self._open or self._done else self._begin("msg")
+        events = [] if self._open or self._items else self._begin("msg")
         status = output.status_of(self._finish)
         events += self._close(status)
-        whole = self._frame.response(status, self._version, self._done, self._usage, self._finish)
-        return self._numbered([*events, {"type": f"response.{status}", "response": whole}])
+        response = self._frame.response(status, self._version, self._items, self._usage, self._finish)
+        return self._numbered([*events, {"type": f"response.{status}", "response": response}])
 
     def error(self, error: ApiError) -> list[Json]:
         """Return the event of a stream that breaks."""
@@ -149,7 +149,7 @@ class ResponseWriter:
         tool: OfferedTool | None = None,
     ) -> list[Json]:
         events = self._close("completed")
-        position = len(self._done)
+        position = len(self._items)
         encrypts = self._frame.encrypts_reasoning
         self._open = _OpenItem(kind, self._frame.item_id(kind, position), position, encrypts, call_index=index)
         self._open.call, self._open.tool = call or EngineToolCall(), tool
@@ -169,23 +169,23 @@ class ResponseWriter:
         elif open_item.kind == "ctc":
             events = [self._event("delta", delta=item["input"]), self._event("done", input=item["input"])]
         else:
-            done = self._event("done", text=open_item.text, content_index=0)
+            event = self._event("done", text=open_item.text, content_index=0)
             if open_item.kind == "msg":
-                done["logprobs"] = open_item.logprobs
-            events = [done, self._part("done")]
+                event["logprobs"] = open_item.logprobs
+            events = [event, self._part("done")]
         self._open = None
-        self._done.append(item)
+        self._items.append(item)
         return [*events, {"type": "response.output_item.done", "output_index": open_item.position, "item": item}]
 
     def _event(self, event: str, /, **fields: object) -> Json:
         assert self._open is not None
-        place = {"item_id": self._open.item_id, "output_index": self._open.position}
-        return {"type": f"{_PREFIXES[self._open.kind]}.{event}", **place, **fields}
+        location = {"item_id": self._open.item_id, "output_index": self._open.position}
+        return {"type": f"{_PREFIXES[self._open.kind]}.{event}", **location, **fields}
 
     def _part(self, name: str) -> Json:
         assert self._open is not None
-        place = {"item_id": self._open.item_id, "output_index": self._open.position, "content_index": 0}
-        return {"type": f"response.content_part.{name}", **place, "part": self._open.part()}
+        location = {"item_id": self._open.item_id, "output_index": self._open.position, "content_index": 0}
+        return {"type": f"response.content_part.{name}", **location, "part": self._open.part()}
 
     def _numbered(self, events: list[Json]) -> list[Json]:
         for event in events:

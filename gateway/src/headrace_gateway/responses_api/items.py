@@ -24,7 +24,7 @@ _SERVER_ITEMS = (
     "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
     "tool_search_call", "tool_search_output",
 )  # fmt: skip
-"""Items of tools that OpenAI's servers run. They are left out of the prompt, as these tools are."""
+"""Items of tools that OpenAI's servers run, which are left out of the prompt as these tools are."""
 _REASONING_MARK = b"headrace\x01"
 """The beginning of the reasoning that this gateway encodes into `encrypted_content`."""
 
@@ -100,7 +100,7 @@ class ReasoningText(_Item):
 
 
 class ReasoningItem(_Item):
-    """The model's reasoning. `encrypted_content` is read if it is ours."""
+    """The model's reasoning. `encrypted_content` is read if this gateway encoded it."""
 
     type: Literal["reasoning"]
     content: tuple[ReasoningText, ...] | None = None
@@ -222,7 +222,7 @@ def _text(parts: Sequence[str]) -> JsonValue:
 
 
 def encode_reasoning(text: str) -> str:
-    """Return reasoning in the form of `encrypted_content`. It is opaque to clients and not secret."""
+    """Return reasoning in the form of `encrypted_content`, which is opaque to clients and not secret."""
     return base64.b64encode(_REASONING_MARK + text.encode()).decode()
 
 

@@ -37,7 +37,7 @@ class ResponseFrame:
         return item_id_of(kind, self.id, position)
 
     def tool(self, name: str | None) -> OfferedTool | None:
-        """Return the tool that a call names; None if the model made the name up."""
+        """Return the tool that a call names, or None if the model made the name up."""
         return self._tools.find(name)
 
     def response(
@@ -84,7 +84,7 @@ class ResponseFrame:
 
 
 def status_of(finish: str | None) -> str:
-    """Return the status of a response whose chat has the `finish_reason` `finish`."""
+    """Return the status of a response for the `finish_reason` of its chat."""
     return "incomplete" if finish == _LENGTH else "completed"
 
 

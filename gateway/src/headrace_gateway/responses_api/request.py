@@ -31,7 +31,7 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
     "image": (),
 }
-"""Fields that we cannot honour, with the values, besides empty ones, that ask for nothing."""
+"""Fields that we cannot honour, with the values, besides empty ones, that have no effect."""
 _REASONS = {
     "conversation": "no conversation is stored; use previous_response_id, or send earlier items in input",
     "background": "the answer comes with the response",
@@ -150,7 +150,8 @@ def parse_responses(body: bytes, context: RequestContext) -> ParsedResponses:
 
 
 def parse_input_tokens(body: bytes, context: RequestContext) -> ChatRequest:
-    """Return the chat request whose prompt `POST /v1/responses/input_tokens` asks about. Raises `ApiError`."""
+    """Return the chat request of a body of `POST /v1/responses/input_tokens`; its prompt is to be counted. Raises
+    `ApiError`."""
     request = _request(body, context)
     changes: dict[str, Any] = {"max_output_tokens": 1, "stream": None, "text": None}
     if request.tool_choice != "none":
@@ -203,12 +204,12 @@ def _resolved(request: ResponsesRequest, context: RequestContext) -> tuple[Item,
 def _item(item: Item, number: int, context: RequestContext) -> Item:
     if not isinstance(item, ReferenceItem):
         return item
-    found: Item | None = context.responses.item(item.id) if context.responses else None
-    if found is None:
+    referenced: Item | None = context.responses.item(item.id) if context.responses else None
+    if referenced is None:
         field = f"input.{number}"
         message = f"{field}: no item with this id is stored here; send the item itself"
         raise ApiError(404, "item_not_found", message, field)
-    return found
+    return referenced
 
 
 def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet) -> Json:

@@ -16,7 +16,7 @@ from headrace_schemas.text import printable
 
 @dataclass(frozen=True, slots=True)
 class StoredResponses:
-    """The endpoints of stored responses. They need the scope `chat`."""
+    """The endpoints of stored responses, which need the scope `chat`."""
 
     admission: Admission
     store: ResponseStore

@@ -72,7 +72,7 @@ class NamespaceTool(Model):
 
 
 class ServerTool(Model):
-    """A tool that OpenAI's servers run, or whose schema only OpenAI's models know."""
+    """A tool that OpenAI's servers run, or with a schema that only OpenAI's models know."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -134,7 +134,7 @@ class ToolSet:
         return [tool.function() for tool in tools if allowed is None or {tool.tool.name, tool.chat_name} & allowed]
 
     def find(self, name: str | None) -> OfferedTool | None:
-        """Return the tool that a call of the model names; None if there is none."""
+        """Return the tool that a call of the model names, or None."""
         return self._offered.get(name or "")
 
     def _add(self, tool: RequestTool, context: RequestContext) -> None:
