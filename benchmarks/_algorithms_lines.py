@@ -10,8 +10,8 @@ from typing import Literal
 
 from benchmarks._algorithms_arms import PER_TURN, RL_ALONE, SFT_RL, TERMINAL, base
 from benchmarks._algorithms_results import Arm, RunResult
-from headrace_operations.controls.statistics import difference, mean
 from headrace_statistics import student_t
+from headrace_statistics.clustered_means import difference, mean
 
 
 @dataclass(frozen=True, slots=True)

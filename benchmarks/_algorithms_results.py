@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from headrace_operations.controls.kinds import TRUE, Change
-from headrace_operations.controls.statistics import Score
+from headrace_statistics.clustered_means import Score
 
 EPISODES = 64
 """Number of episodes that a version plays at a time."""

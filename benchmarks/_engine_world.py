@@ -30,7 +30,6 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_operations.controls.statistics import Score
 from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache
@@ -38,6 +37,7 @@ from headrace_schemas import Choice, Message, Sampling, Turn, Usage
 from headrace_schemas.base import utcnow
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import response_id, session_key
+from headrace_statistics.clustered_means import Score
 
 PLAYERS = 64
 """Concurrent episodes: those of one step, so that the engine decodes them in one batch."""

@@ -13,8 +13,8 @@ from benchmarks import _gains_arms as arms
 from benchmarks._gains_results import Gain
 from benchmarks._learning_lines import Line
 from benchmarks._ranks import auroc
-from headrace_operations.controls.statistics import Score
 from headrace_statistics import student_t
+from headrace_statistics.clustered_means import Score
 
 POINTS_MIN, EDITS_MAX, SESSIONS_MAX = 0.15, arms.EDITS, 500
 FEW_SHARE_MIN, NATURAL_SHARE_MIN, POISON_COST_MAX, GUARD_LOSS_MAX = 0.7, 0.5, 0.05, 0.01

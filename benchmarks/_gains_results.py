@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from headrace_operations.controls.statistics import Score
+from headrace_statistics.clustered_means import Score
 
 ROUND = 64
 """Sessions with one version before the next version is trained."""

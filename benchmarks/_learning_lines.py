@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks._learning_results import RunResult
 from headrace_operations import guard
 from headrace_operations.controls import kinds
-from headrace_operations.controls.statistics import Mean, difference, mean
+from headrace_statistics.clustered_means import Mean, difference, mean
 
 LAG_LOSS_MAX = 0.02
 GAIN_MIN = 0.2

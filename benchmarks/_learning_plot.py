@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks._learning_lines import FORMAT, Table
 from headrace_operations.controls import kinds
-from headrace_operations.controls.statistics import mean
 from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
+from headrace_statistics.clustered_means import mean
 
 
 def draw(table: Table, path: Path) -> None:

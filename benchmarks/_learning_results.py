@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from headrace_operations.controls.kinds import Control
-from headrace_operations.controls.statistics import Score
+from headrace_statistics.clustered_means import Score
 
 
 @dataclass(frozen=True)

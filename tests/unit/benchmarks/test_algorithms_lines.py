@@ -20,8 +20,8 @@ from benchmarks._algorithms_shuffled import (
     shuffle_replies,
     shuffle_turn_rewards,
 )
-from headrace_operations.controls.statistics import Score
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
+from headrace_statistics.clustered_means import Score
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 from tests.unit.trainer.world import experience
 

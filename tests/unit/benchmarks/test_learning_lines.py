@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks._learning_lines import FORMAT, Table, finding, lines, markdown
 from benchmarks._learning_results import RunResult
-from headrace_operations.controls.statistics import Score
+from headrace_statistics.clustered_means import Score
 
 SEEDS, TASKS = 5, 148
 NOTHING_LEARNT = {"shuffled": 0.35, "random": 0.35, "learning rate 0": 0.35}

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from benchmarks._gate_trials import Trials, fresh, play
 from benchmarks._gate_worlds import Floats
-from headrace_registry import spending
-from headrace_registry.e_process import EProcess
 from headrace_registry.records import CHAMPION_IS_ANCHOR, AnchorState
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import SuccessionEvidence, Trial
+from headrace_statistics import spending
+from headrace_statistics.e_process import EProcess
 
 RULE = GateSettings(margin=0.25, anchor_margin=0.125, tasks_max=2000)
 CANDIDATE, CHAMPION, ANCHOR = "m@c00000000000", "m@d00000000000", "m@a00000000000"

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from headrace_registry import spending
-from headrace_registry.e_process import EProcess
 from headrace_registry.records import CHAMPION_IS_ANCHOR, AnchorState, TrialResult
 from headrace_registry.settings import GateSettings
+from headrace_statistics import spending
+from headrace_statistics.e_process import EProcess
 
 State = Literal["open", "passed", "failed", "undecided"]
 

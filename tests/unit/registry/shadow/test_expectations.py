@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks._rollout_trials import _Line
-from headrace_registry.rollouts.contrast import Contrast
-from headrace_registry.rollouts.regression import Regression
 from headrace_registry.shadow.expectations import Expectations, expectations, prompt_kinds
 from headrace_schemas import FunctionDefinition, Message, Tool
+from headrace_statistics.contrast import Contrast
+from headrace_statistics.regression import Regression
 from tests.support.turns import ask
 
 

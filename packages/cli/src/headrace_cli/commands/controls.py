@@ -23,8 +23,8 @@ from headrace_cli.commands.times import parse_time
 if TYPE_CHECKING:
     from headrace_operations.controls.kinds import Control
     from headrace_operations.controls.report import Report
-    from headrace_operations.controls.statistics import Mean
     from headrace_schemas import Experience
+    from headrace_statistics.clustered_means import Mean
 
 _RANGE_PANEL = "Experiences"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_operations.controls.kinds import TRUE, Control
-from headrace_operations.controls.statistics import Mean, Score, difference, mean
 from headrace_schemas.controls import ShortRun
+from headrace_statistics.clustered_means import Mean, Score, difference, mean
 
 
 @dataclass(frozen=True, slots=True)

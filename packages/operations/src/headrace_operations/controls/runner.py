@@ -15,12 +15,12 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Report, Run
 from headrace_operations.controls.serving import Stage, serving
-from headrace_operations.controls.statistics import Score
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import start_program
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.controls import Measure, Measured, ShortRun
+from headrace_statistics.clustered_means import Score
 
 Tick = Callable[[str, int, int], None]
 

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
-from headrace_registry import spending
-from headrace_registry.e_process import EProcess
-from headrace_registry.rollouts import confidence, metrics
+from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.adaptive_split import Estimate
-from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.rollouts.mixture_e_process import MixtureEProcess
 from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success
-from headrace_registry.rollouts.sample_ratio import SampleRatio
+from headrace_statistics import spending
+from headrace_statistics.confidence_sequence import ConfidenceSequence, Interval
+from headrace_statistics.contrast import Contrast
+from headrace_statistics.e_process import EProcess
+from headrace_statistics.mixture_e_process import MixtureEProcess
+from headrace_statistics.sample_ratio import SampleRatio
 
 ARMS = "arms of one size"
 """Name of the requirement, besides the plan's guardrails, that both arms have the same size."""
@@ -67,7 +68,7 @@ class MetricMonitor:
         self.units_with_value = [0, 0]
         """Units with a value of the metric: of the control, of the candidate."""
         self._contrast = Contrast()
-        self._sequence = confidence.ConfidenceSequence(alpha)
+        self._sequence = ConfidenceSequence(alpha)
 
     def harm(self, guardrail: Guardrail, error: float) -> SequentialTest:
         test = SequentialTest(
@@ -103,12 +104,12 @@ class MetricMonitor:
         for test in self.tests:
             test.update(contrast)
 
-    def difference(self) -> confidence.Interval:
+    def difference(self) -> Interval:
         """Return the interval for candidate minus champion, in the metric's own unit. It is valid at all times
         together."""
         interval = self._sequence.interval()
         ends = [(2.0 * end - 1.0) * self._unit for end in (interval.lower, interval.upper)]
-        return confidence.Interval(min(ends), max(ends))
+        return Interval(min(ends), max(ends))
 
     def numbers(self) -> dict[str, float]:
         interval = self.difference()

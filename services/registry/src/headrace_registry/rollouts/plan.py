@@ -9,12 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.shadow.requirements import EstimateRequirements
 from headrace_runtime.settings import Section
 from headrace_schemas.base import Finite, Model, Text
+from headrace_statistics import spending
 
 ReadingAge = Literal["shadow", "maturity", "closing"]
 """When a unit is read: in the shadow, when it is mature, and when it is closed."""

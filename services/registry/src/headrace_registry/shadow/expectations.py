@@ -6,8 +6,8 @@ the mean of the kind, shrunk towards that of the kind above it, as if that had b
 Morris, "Stein's paradox in statistics", 1977). Only the session's first turn is used, which exists before any version
 has answered.
 
-`rollouts.contrast` subtracts the expected part from each unit's value. It does not depend on the expectation being
-right: a wrong one costs sessions, and changes no error rate.
+`headrace_statistics.contrast` subtracts the expected part from each unit's value. It does not depend on the expectation
+being right: a wrong one costs sessions, and changes no error rate.
 """
 
 from __future__ import annotations

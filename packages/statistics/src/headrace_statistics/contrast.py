@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_registry.rollouts.regression import Regression
+from headrace_statistics.regression import Regression
 
 
 @dataclass(slots=True)

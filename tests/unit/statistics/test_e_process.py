@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace_registry.e_process import EProcess
+from headrace_statistics.e_process import EProcess
 
 
 def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from headrace_operations.controls.statistics import Score, difference, mean
+from headrace_statistics.clustered_means import Score, difference, mean
 
 
 def test_mean_equals_values_computed_by_hand() -> None:

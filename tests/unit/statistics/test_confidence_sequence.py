@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_registry.rollouts.confidence import ConfidenceSequence
+from headrace_statistics.confidence_sequence import ConfidenceSequence
 
 VALUES = [((7 * index * index + 3 * index) % 11) / 10 for index in range(200)]
 AFTER = (1, 5, 20, 50, 100, 200)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from headrace_registry.e_process import EProcess
+from headrace_statistics.e_process import EProcess
 
 PARTS = ((1.0, 2.0 / 3.0), (2.0, 1.0 / 3.0))
 """The effect that each gambler expects, in gaps, and its part of the money."""

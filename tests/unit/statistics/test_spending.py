@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_registry.spending import harm, promotion, refusal, success, succession
+from headrace_statistics.spending import harm, promotion, refusal, success, succession
 
 
 def test_spending_equals_a_computation_by_hand() -> None:

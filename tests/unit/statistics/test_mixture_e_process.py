@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_registry.e_process import EProcess
-from headrace_registry.rollouts.contrast import Contrast
-from headrace_registry.rollouts.mixture_e_process import PARTS, MixtureEProcess
-from headrace_registry.rollouts.sample_ratio import SampleRatio
+from headrace_statistics.contrast import Contrast
+from headrace_statistics.e_process import EProcess
+from headrace_statistics.mixture_e_process import PARTS, MixtureEProcess
+from headrace_statistics.sample_ratio import SampleRatio
 
 HALF = Fraction(1, 2)
 OUTCOMES = [(candidate, good) for candidate in (True, False) for good in (1, 0)]
