@@ -1,9 +1,9 @@
 """TRL's GRPO training steps, one for each line of standard input. Prints the costs of each step; see
 `benchmarks._peers`.
 
-The script runs in an environment of its own (`make install-peers`) and does not import Headrace. The trainer is TRL's
-whole trainer with its own loop, loss, optimizer and logs, but with given instead of generated completions. A step is
-measured from its beginning to its end; the batch is fetched before.
+The script runs in an environment of its own (`make install GROUP=peers`) and does not import Headrace. The trainer is
+TRL's whole trainer with its own loop, loss, optimizer and logs, but with given instead of generated completions. A step
+is measured from its beginning to its end; the batch is fetched before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A poisoned, a better and an equal version on live traffic: `make demo-rollout`, at most six minutes.
+"""A poisoned, a better and an equal version on live traffic: `make demo NAME=rollout`, at most six minutes.
 
 The demo runs a private stack with real weights and a gate that passes everything. Users send requests, real inference
 answers, and each session ends with its user's verdict. All decisions are automatic. The program writes

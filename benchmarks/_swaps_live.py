@@ -1,4 +1,4 @@
-"""A hundred versions take over one after the other while 20 sessions stream: `make demo-swaps`.
+"""A hundred versions take over one after the other while 20 sessions stream: `make demo NAME=swaps`.
 
 The demo runs a private stack with real weights, a gate that passes everything, and two gateways. Each version outputs a
 single letter, alternately `y` or `n`, so that an answer by two versions is visible in its text, whatever its chunks

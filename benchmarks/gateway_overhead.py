@@ -2,7 +2,7 @@
 
 The same call goes to the same replica without a model: directly, through a bare pass-through proxy, through the gateway
 on the embedded broker (which makes each turn durable before its client receives the end), and through LiteLLM's proxy
-after `make install-clients`. The routes alternate call by call, so that a busy machine disturbs all equally. The
+after `make install GROUP=clients`. The routes alternate call by call, so that a busy machine disturbs all equally. The
 gateway's median must be at most 10 ms above the bare proxy's, plain and streamed. With 16 concurrent calls, its p99 and
 its idle wake-ups are compared with those of a gateway without the runtime's tuning (`_gateway_tuning`). `from headrace
 import Client` in a new interpreter must take at most 0.3 s. Writes `reports/bench-gateway_overhead.json`.
@@ -231,7 +231,7 @@ def main() -> int:
         "import_s": imported_s,
         "import_s_max": IMPORT_S_MAX,
         "held": is_within_limits,
-        "litellm": "LiteLLM proxy" in ways or "not installed: make install-clients",
+        "litellm": "LiteLLM proxy" in ways or "not installed: make install GROUP=clients",
     }
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(report, indent=2) + "\n")

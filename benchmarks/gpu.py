@@ -1,4 +1,4 @@
-"""Trainer and `torch` engine on one GPU: `make bench-gpu`. Writes `reports/bench-gpu.json`; takes about twelve minutes.
+"""Trainer and `torch` engine on one GPU: `make bench NAME=gpu`. Writes `reports/bench-gpu.json` in twelve minutes.
 
 Models are random, of the sizes of Qwen3-0.6B and Qwen3-8B, in bfloat16, and built for the run. The lines:
 

@@ -9,7 +9,7 @@ The lines:
 - tokens per CPU second (user and system) of whole steps are at least twice those of TRL's GRPO trainer at 0.4 and 17
   million parameters and 1.7 times at 110 million (`--shapes large`), with alternating steps, on the same model,
   tokens, passes and threads, for sequences of 512 and 2,048 tokens: all of equal length, and from a quarter of it up.
-  Needs `make install-peers`; `benchmarks/_peer_trl.py` shows the input of TRL;
+  Needs `make install GROUP=peers`; `benchmarks/_peer_trl.py` shows the input of TRL;
 - the data folder of a model with 100 million parameters stays under its limit while it is trained for `--disk-s`
   seconds with a version of each step, a restarted trainer continues from it, and two versions are rolled back.
 
@@ -88,7 +88,7 @@ def compare_with_trl_on_workloads(
     options: argparse.Namespace, missed: list[str], progress: ProgressDisplay
 ) -> list[dict[str, Any]]:
     if not (PEERS / "installed").exists():
-        missed.append("TRL: not installed; make install-peers")
+        missed.append("TRL: not installed; make install GROUP=peers")
         return []
     report = []
     with tempfile.TemporaryDirectory(prefix="bench-trainer-") as root:

@@ -78,7 +78,7 @@ def survivors() -> tuple[Survivor, ...]:
 def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
     """Every mutant of their modules, as cosmic-ray writes them."""
     if not GENERATOR.exists():
-        raise SystemExit(f"{GENERATOR} is not there; `make mutants` makes it")
+        raise SystemExit(f"{GENERATOR} is not there; `make check NAME=mutants` makes it")
     tests = {file: group.tests for group in chosen for file in group.files}
     command = [GENERATOR, HERE / "generate.py"]
     process = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)

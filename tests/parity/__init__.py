@@ -1,1 +1,1 @@
-"""Programs that use every item of the seeds' documents, on a tiny model in temporary stacks: `make parity`."""
+"""Programs that use every item of the seed documents, on a tiny model in private stacks: `make check NAME=parity`."""

@@ -1,4 +1,4 @@
-"""A few seeds in every test run (`make simulate` plays a thousand), and bugs on purpose that the checkers must find."""
+"""A few seeds of `make check NAME=simulate` in every test run, and planted bugs that the checkers must find."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def missing() -> str | None:
     """Return why no browser can be driven here, None when one can."""
     if not CHROMIUM.exists():
         return "there is no chromium; apt-get install --no-install-recommends chromium"
-    return None if PYTHON.exists() else "there is no .venv-browser; make install-browser"
+    return None if PYTHON.exists() else "there is no .venv-browser; make install GROUP=browser"
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:

@@ -1,4 +1,4 @@
-"""Programs of other people's agents, run by an environment of their own (`make install-clients`)."""
+"""Programs of other people's agents, run by an environment of their own (`make install GROUP=clients`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is killed in each of its parts ends with the bytes of an undisturbed one (`make test-jobs` in small)."""
+"""A job that is killed in each of its parts writes the bytes of an undisturbed one (short `make check NAME=jobs`)."""
 
 from __future__ import annotations
 

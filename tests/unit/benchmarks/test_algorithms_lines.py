@@ -1,4 +1,4 @@
-"""`make bench-algorithms`: its arms are those of the registry, its controls deal out what was said, and its lines miss
+"""`make bench NAME=algorithms`: its arms are those of the registry, its controls shuffle signals, and its lines miss
 what is planted in made-up runs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users of `make bench-algorithms` say becomes what the algorithm trains: one signal, and nothing beside it."""
+"""Each user of `make bench NAME=algorithms` gives the one signal that the algorithm trains, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gain lines of `make bench-signals` on made-up runs: sound ones miss none, each planted fault misses its own."""
+"""Gain lines of `make bench NAME=signals` on made-up runs: sound runs miss none, each planted fault misses its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of `make bench-learning` on made-up runs: sound ones miss none, and each planted fault misses its own."""
+"""Lines of `make bench NAME=learning` on made-up runs: sound runs miss none, each planted fault misses its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench-rollout` in small: 1,000 A/A canaries looked at after every session, and the lines that may not hold."""
+"""A small `make bench NAME=rollout`: 1,000 A/A canaries with a look after every session, and lines that must fail."""
 
 from __future__ import annotations
 

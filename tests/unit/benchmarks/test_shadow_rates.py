@@ -1,4 +1,4 @@
-"""`make bench-shadow` in small: what its world is, that its lines hold, and that they may not."""
+"""`make bench NAME=shadow` in small: what its world is, that its lines hold, and that they may not."""
 
 from __future__ import annotations
 

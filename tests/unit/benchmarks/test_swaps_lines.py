@@ -1,4 +1,4 @@
-"""The lines of `make demo-swaps`: each fault of an answer, a gap or a gateway fails one of them, and only that one."""
+"""Lines of `make demo NAME=swaps`: each fault of an answer, a gap or a gateway fails its own line and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of `make test-rollouts` notice planted faults."""
+"""The checks of `make check NAME=rollouts` notice planted faults."""
 
 from __future__ import annotations
 
