@@ -86,7 +86,7 @@ class DiskUse:
                     number += 1
                     self._feed(number)
                 await self._promote(number)
-                await self._until(lambda: not trainer.saves)
+                await self._until(lambda: not trainer.is_saving)
             assert trainer.lineage is not None
             stopped = trainer.lineage.saved
             async with self._training() as trainer:  # from the folder

@@ -1,5 +1,5 @@
-"""Adapters without services: a gateway that only notes what it is sent, a model that always says the same, a bus in
-memory."""
+"""Stand-ins for adapter tests without services: a gateway that records requests, a model with a fixed answer, and a bus
+in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = "tiny@0123456789abcdef"
 
 
 class Gateway:
-    """Accepts everything and keeps it."""
+    """Gateway that accepts and records every request."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, dict[str, Any]]] = []
@@ -35,7 +35,7 @@ class Gateway:
 
     @property
     def values(self) -> list[float]:
-        """Of all feedback."""
+        """Values of all recorded feedback."""
         return [body["value"] for path, body in self.posted if path == "/v1/feedback" and "value" in body]
 
     @property
@@ -43,13 +43,13 @@ class Gateway:
         return sum(path.endswith("/end") for path, _ in self.posted)
 
 
-class NotingStack(Stack):
-    """A stack of which only the gateway is there. Models say `said`."""
+class RecordingGatewayStack(Stack):
+    """Stack with a recording gateway only. Its models always answer `answer`."""
 
-    def __init__(self, said: str = "it is 4", settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, answer: str = "it is 4", settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(Addresses("http://gateway"), "tiny")
-        self.gateway, self.said = Gateway(), said
-        self.told = {"trainer.batch_experiences": 4, "trainer.compute.device": "cpu", **(settings or {})}
+        self.gateway, self.answer = Gateway(), answer
+        self.settings_table = {"trainer.batch_experiences": 4, "trainer.compute.device": "cpu", **(settings or {})}
         self.clients: list[Mapping[str, str]] = []
         self.__dict__["client"] = Client("http://gateway", transport=httpx2.MockTransport(self.gateway))
 
@@ -58,10 +58,10 @@ class NotingStack(Stack):
 
     def openai(self, headers: Mapping[str, str], *, blocking: bool = False) -> Any:
         self.clients.append(dict(headers))
-        return fake_client(self.said, blocking=blocking)
+        return fake_client(self.answer, blocking=blocking)
 
     def settings(self) -> dict[str, Any]:
-        return self.told
+        return self.settings_table
 
     def serving(self, name: str | None = None) -> str | None:
         return VERSION
@@ -69,23 +69,23 @@ class NotingStack(Stack):
     async def hold(self, version: str, timeout_s: float = 120.0) -> None: ...
 
 
-def fake_client(said: str, *, blocking: bool) -> Any:
-    """As much of an OpenAI client as is called."""
-    message = SimpleNamespace(content=said, tool_calls=None)
+def fake_client(answer: str, *, blocking: bool) -> Any:
+    """Return the part of an OpenAI client that the tests use."""
+    message = SimpleNamespace(content=answer, tool_calls=None)
     usage = SimpleNamespace(prompt_tokens=3, completion_tokens=2)
-    answer = SimpleNamespace(choices=[SimpleNamespace(message=message)], usage=usage)
+    completion = SimpleNamespace(choices=[SimpleNamespace(message=message)], usage=usage)
 
     async def create(**_: Any) -> Any:
-        return answer
+        return completion
 
     async def close() -> None: ...
 
-    completions = SimpleNamespace(create=(lambda **_: answer) if blocking else create)
+    completions = SimpleNamespace(create=(lambda **_: completion) if blocking else create)
     return SimpleNamespace(chat=SimpleNamespace(completions=completions), close=(lambda: None) if blocking else close)
 
 
 async def train_once(
-    stack: NotingStack, tasks: Sequence[Any], play: Any, *, group_size: int = 1, **_: Any
+    stack: RecordingGatewayStack, tasks: Sequence[Any], play: Any, *, group_size: int = 1, **_: Any
 ) -> AsyncIterator[Step]:
     """Play each task without training, as a replacement of `train_on_tasks`."""
     client = stack.async_client()
@@ -94,8 +94,8 @@ async def train_once(
     yield Step(1, tuple(runs), trained=0, champion=VERSION)
 
 
-def entering(stack: NotingStack) -> Any:
-    """In place of `stack_for`."""
+def entering(stack: RecordingGatewayStack) -> Any:
+    """Replace `stack_for` by a function that yields the given stack."""
 
     @contextmanager
     def stack_for(*_: Any, **__: Any) -> Any:
@@ -105,7 +105,7 @@ def entering(stack: NotingStack) -> Any:
 
 
 class Bus:
-    """Topics in memory, for `connected`. Each has one partition."""
+    """In-memory topics with one partition each, which replace `connected`."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[Event]] = {}
@@ -121,12 +121,12 @@ class Bus:
     async def ends(self, topics: Sequence[str]) -> dict[str, dict[int, int]]:
         return {topic: {0: len(self.events.get(topic, []))} for topic in topics}
 
-    async def read(self, wanted: Range, _progress: Any = None, ends: Mapping[int, int] | None = None) -> Any:
-        for offset, event in enumerate(self.events.get(wanted.topic, [])):
-            inside = (wanted.from_offset or 0) <= offset < (ends or {}).get(0, 10**9)
-            if inside and (not wanted.keys or event.key in wanted.keys):
-                yield Entry(wanted.topic, 0, offset, datetime.now(UTC), event.key, event)
+    async def read(self, selection: Range, _progress: Any = None, ends: Mapping[int, int] | None = None) -> Any:
+        for offset, event in enumerate(self.events.get(selection.topic, [])):
+            inside = (selection.from_offset or 0) <= offset < (ends or {}).get(0, 10**9)
+            if inside and (not selection.keys or event.key in selection.keys):
+                yield Entry(selection.topic, 0, offset, datetime.now(UTC), event.key, event)
 
-    async def records(self, wanted: Range, _progress: Any = None, ends: Mapping[int, int] | None = None) -> Any:
-        async for entry in self.read(wanted, ends=ends):
+    async def records(self, selection: Range, _progress: Any = None, ends: Mapping[int, int] | None = None) -> Any:
+        async for entry in self.read(selection, ends=ends):
             yield SimpleNamespace(key=entry.key.encode())

@@ -1,6 +1,6 @@
-"""Adapters whose every effect is noted: settings, steps, calls of the model, feedback, files, output, warnings.
+"""Adapters whose effects are recorded: settings, steps, model calls, feedback, files, output and warnings.
 
-Two plays with one argument changed can then be compared: what is equal has ignored the argument.
+Two runs that differ in one argument are compared. Equal effects mean that the adapter ignored the argument.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from headrace.practice.steps import Step
 from headrace.practice.training import play_all
 from headrace.stack.connection import ENTERED
 from headrace.tuner import JudgeOutput, WorkflowOutput
-from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+from tests.unit.sdk.adapter_rig import VERSION, RecordingGatewayStack
 
 ROWS = [{"question": f"{n} + 1", "answer": f"{n + 1}"} for n in range(4)]
 
 
-class RecordingStack(NotingStack):
-    """Notes what its models are called with."""
+class RecordingStack(RecordingGatewayStack):
+    """Stack that records the calls of its models."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__("one line\nit is 4", settings)
         self.seen: list[object] = []
-        self._first = {**self.told, "trainer.lora.rank": 0, "trainer.lora.alpha": 1.0, "trainer.lora.targets": []}
+        self._first = {
+            **self.settings_table,
+            "trainer.lora.rank": 0,
+            "trainer.lora.alpha": 1.0,
+            "trainer.lora.targets": [],
+        }
         self.forget()
 
     def forget(self) -> None:
-        """Be set as at first."""
-        self.told.clear()
-        self.told |= self._first
+        """Reset the settings to their initial values."""
+        self.settings_table.clear()
+        self.settings_table |= self._first
 
     def openai(self, headers: Mapping[str, str], *, blocking: bool = False) -> Any:
         client = super().openai({}, blocking=blocking)
@@ -47,7 +52,7 @@ class RecordingStack(NotingStack):
         purpose = headers.get("X-Headrace-Purpose")
 
         def noting(**options: Any) -> Any:
-            self.seen.append(("call", purpose, {name: one for name, one in options.items() if name != "messages"}))
+            self.seen.append(("call", purpose, {name: value for name, value in options.items() if name != "messages"}))
             return create(**options)
 
         client.chat.completions.create = noting
@@ -55,7 +60,7 @@ class RecordingStack(NotingStack):
 
 
 class Rig:
-    """Adapters on one `RecordingStack`. `played(work)` returns what `work` did, as text."""
+    """Adapters on one `RecordingStack`. `played(work)` returns the effects of `work` as text."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.stack, self._folder, self._caplog = RecordingStack(), folder, caplog
@@ -87,16 +92,16 @@ class Rig:
         warned = [record.getMessage() for record in self._caplog.records if record.levelname == "WARNING"]
         effects = sorted(map(repr, self.stack.seen))
         written = capsys.readouterr()
-        shown = json.dumps(
+        effects_text = json.dumps(
             [effects, self.stack.gateway.posted, files, warned, written.out, written.err, repr(result)], default=repr
         )
-        return re.sub(r"0x[0-9a-f]+|[0-9a-f]{32}|Experiment-\d+|session-[0-9a-f-]+", "-", shown)
+        return re.sub(r"0x[0-9a-f]+|[0-9a-f]{32}|Experiment-\d+|session-[0-9a-f-]+", "-", effects_text)
 
     @contextmanager
     def _stack_for(self, *words: Any, **named: Any) -> Iterator[RecordingStack]:
         self.note("stack", words, named)
         settings = words[1] if len(words) > 1 else {}
-        self.stack.told |= {name: value for name, value in settings.items() if name.startswith("trainer.")}
+        self.stack.settings_table |= {name: value for name, value in settings.items() if name.startswith("trainer.")}
         token = ENTERED.set(self.stack)
         try:
             yield self.stack
@@ -104,7 +109,7 @@ class Rig:
             ENTERED.reset(token)
 
     async def _train_on_tasks(self, stack: Any, tasks: Sequence[Any], play: Any, **sizes: Any) -> AsyncIterator[Step]:
-        """Plays each task once, and nobody trains."""
+        """Play each task once without training."""
         self.note("steps", list(tasks), sizes)
         for number in range(1, sizes.get("steps", 1) + 1):
             client = self.stack.async_client()
@@ -149,14 +154,14 @@ async def judge(task: dict[str, Any], response: Any) -> JudgeOutput:
 
 
 def fake_dspy(note: Callable[..., None]) -> ModuleType:
-    """As much of dspy as `tune_prompt` calls."""
+    """Return the part of dspy that `tune_prompt` uses."""
     dspy: Any = ModuleType("dspy")
 
     class Search:
-        """Notes its options, and keeps the prompt."""
+        """Search that records its options and returns the initial prompt."""
 
         def __init__(self, **options: Any) -> None:
-            note("search", {name: one for name, one in options.items() if name != "metric"})
+            note("search", {name: value for name, value in options.items() if name != "metric"})
 
         def compile(self, module: Any, trainset: Any) -> Any:
             note("trainset", [example.task for example in trainset])

@@ -1,4 +1,4 @@
-"""Fixtures that compare the effects of two plays of an adapter."""
+"""Fixtures that compare the effects of two runs of an adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.fixture
 def compare(rig: Rig, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """`compare(name, plain, changed)`: `changed` has other effects than `plain`, or is refused with the name."""
+    """Check that `changed` has other effects than `plain`, or is refused with a message that names the argument."""
 
     def compare(name: str, plain: Callable[[], object], changed: Callable[[], object]) -> None:
         before = rig.played(plain, capsys)

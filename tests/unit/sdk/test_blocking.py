@@ -1,4 +1,4 @@
-"""Coroutines for callers that do not await."""
+"""`blocking` runs coroutines for synchronous callers."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from headrace.practice.blocking import blocking
 WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
 
 
-async def here() -> tuple[asyncio.AbstractEventLoop, str, str]:
+async def loop_thread_and_context() -> tuple[asyncio.AbstractEventLoop, str, str]:
     await asyncio.sleep(0)
     return asyncio.get_running_loop(), threading.current_thread().name, WHERE.get()
 
 
-def test_all_work_is_on_one_loop_in_the_callers_context() -> None:
+def test_blocking_runs_all_coroutines_on_one_loop_in_the_callers_context() -> None:
     token = WHERE.set("here")
     try:
-        first, second = blocking(here()), blocking(here())
+        first, second = blocking(loop_thread_and_context()), blocking(loop_thread_and_context())
     finally:
         WHERE.reset(token)
     assert first[0] is second[0]
     assert first[2] == "here"
-    assert blocking(here())[2] == "nowhere"
+    assert blocking(loop_thread_and_context())[2] == "nowhere"
 
 
-async def test_a_program_with_a_loop_may_block() -> None:
-    assert blocking(here())[0] is not asyncio.get_running_loop()
+async def test_blocking_works_while_a_loop_is_running() -> None:
+    assert blocking(loop_thread_and_context())[0] is not asyncio.get_running_loop()
 
 
-def test_work_that_blocks_itself_does_not_wait_for_itself() -> None:
+def test_nested_blocking_does_not_deadlock() -> None:
     async def nested() -> asyncio.AbstractEventLoop:
-        return blocking(here())[0]
+        return blocking(loop_thread_and_context())[0]
 
     async def in_a_thread() -> asyncio.AbstractEventLoop:
-        return (await asyncio.to_thread(lambda: blocking(here())))[0]
+        return (await asyncio.to_thread(lambda: blocking(loop_thread_and_context())))[0]
 
-    loop = blocking(here())[0]
+    loop = blocking(loop_thread_and_context())[0]
     assert blocking(nested()) is not loop
     assert blocking(in_a_thread()) is loop
 
 
-def test_what_it_raises_is_raised() -> None:
+def test_blocking_raises_the_error_of_the_coroutine() -> None:
     async def fails() -> None:
         raise ValueError("as it should")
 

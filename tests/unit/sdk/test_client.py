@@ -1,4 +1,4 @@
-"""The client: what it sends, when it sends again, what it raises."""
+"""The clients: requests, retries and exceptions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Answer = Callable[[httpx2.Request], httpx2.Response]
 
 
 class Gateway:
-    """Answers from a list, the last one for ever; keeps what it was asked."""
+    """Gateway that answers from a list, repeating the last answer, and records requests."""
 
     def __init__(self, *answers: httpx2.Response | Exception) -> None:
         self._answers = list(answers) or [httpx2.Response(202, json={})]
-        self.asked: list[httpx2.Request] = []
+        self.requests: list[httpx2.Request] = []
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
-        self.asked.append(request)
+        self.requests.append(request)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -32,7 +32,7 @@ class Gateway:
 
     @property
     def bodies(self) -> list[dict[str, object]]:
-        return [json.loads(request.content or b"{}") for request in self.asked]
+        return [json.loads(request.content or b"{}") for request in self.requests]
 
     def client(self, url: str = "http://gateway:8000", **options: str) -> Client:
         return Client(url, retries=FAST, transport=httpx2.MockTransport(self), **options)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def refusal(status: int, code: str, **headers: str) -> httpx2.Response:
     return httpx2.Response(status, json=body, headers=headers)
 
 
-def test_a_session_gives_what_an_openai_client_needs() -> None:
+def test_session_has_base_url_and_headers_for_openai_clients() -> None:
     with Gateway().client("http://gateway:8000/v1/") as client:
         session = client.session("run 7/u", task_id="t", run_id="3")
         assert session.base_url == "http://gateway:8000/sessions/run%207%2Fu/v1"
@@ -56,7 +56,7 @@ def test_feedback_of_a_session_and_its_end() -> None:
     gateway = Gateway()
     with gateway.client(api_key="secret") as client, client.session("s", task_id="t") as session:
         feedback_id = session.feedback(0.5, comment="fine", context={"expected": "42"})
-    assert [request.url.path for request in gateway.asked] == ["/v1/feedback", "/v1/sessions/s/end"]
+    assert [request.url.path for request in gateway.requests] == ["/v1/feedback", "/v1/sessions/s/end"]
     assert gateway.bodies[0] == {
         "session_id": "s",
         "task_id": "t",
@@ -65,13 +65,13 @@ def test_feedback_of_a_session_and_its_end() -> None:
         "context": {"expected": "42"},
         "feedback_id": feedback_id,
     }
-    assert {request.headers["authorization"] for request in gateway.asked} == {"Bearer secret"}
+    assert {request.headers["authorization"] for request in gateway.requests} == {"Bearer secret"}
 
 
 def test_feedback_about_responses() -> None:
     gateway = Gateway()
-    given = gateway.client().feedback(msg_ids=["a", "b"], value=0.0, source="user", feedback_id="mine")
-    assert given == "mine"
+    feedback_id = gateway.client().feedback(msg_ids=["a", "b"], value=0.0, source="user", feedback_id="mine")
+    assert feedback_id == "mine"
     assert gateway.bodies == [{"msg_ids": ["a", "b"], "value": 0.0, "source": "user", "feedback_id": "mine"}]
 
 
@@ -85,7 +85,7 @@ def test_feedback_about_responses() -> None:
         (b"", None, None),
     ],
 )
-async def test_a_feedback_id_says_whether_the_feedback_teaches(
+async def test_feedback_id_reports_whether_the_feedback_can_train(
     content: bytes, teaches: bool | None, reason: str | None
 ) -> None:
     sent: list[str] = []
@@ -96,17 +96,17 @@ async def test_a_feedback_id_says_whether_the_feedback_teaches(
 
     client = Client("http://gateway:8000", transport=httpx2.MockTransport(answer))
     async with AsyncClient("http://gateway:8000", transport=httpx2.MockTransport(answer)) as other:
-        given = [
+        feedback_ids = [
             client.feedback(msg_ids=["a"], value=1.0),
             client.session("s").feedback(1.0, response_id="a"),
             await other.feedback(msg_ids=["a"], value=1.0),
             await other.session("s").feedback(1.0, response_id="a"),
         ]
-    assert [(one.teaches, one.reason) for one in given] == [(teaches, reason)] * 4
-    assert [str(one) for one in given] == sent
+    assert [(feedback_id.teaches, feedback_id.reason) for feedback_id in feedback_ids] == [(teaches, reason)] * 4
+    assert [str(feedback_id) for feedback_id in feedback_ids] == sent
 
 
-def test_zero_is_a_value_and_withdrawn_is_none() -> None:
+def test_feedback_of_zero_is_sent_and_a_withdrawal_has_no_value() -> None:
     gateway = Gateway()
     client = gateway.client()
     client.feedback(session_id="s", value=0.0)
@@ -123,17 +123,17 @@ def test_a_session_ends_once(ended: str) -> None:
         else:
             session.feedback(1.0, ends_session=True)
         session.end()
-    assert len(gateway.asked) == 1
+    assert len(gateway.requests) == 1
 
 
-def test_a_run_that_raised_is_over_too() -> None:
+def test_session_ends_if_its_block_raises() -> None:
     gateway = Gateway()
     with pytest.raises(ZeroDivisionError), gateway.client().session("s"):
         _ = 1 / 0
-    assert [request.url.path for request in gateway.asked] == ["/v1/sessions/s/end"]
+    assert [request.url.path for request in gateway.requests] == ["/v1/sessions/s/end"]
 
 
-def test_what_went_wrong_first_is_what_is_raised() -> None:
+def test_error_of_the_block_is_raised_if_ending_fails_too() -> None:
     gateway = Gateway(refusal(401, "invalid_api_key"))
     with pytest.raises(ZeroDivisionError) as caught, gateway.client().session("s"):
         _ = 1 / 0
@@ -141,11 +141,11 @@ def test_what_went_wrong_first_is_what_is_raised() -> None:
 
 
 @pytest.mark.parametrize("trouble", [httpx2.ConnectError("refused"), httpx2.ReadTimeout("slow"), refusal(503, "x")])
-def test_sent_again_with_the_same_id(trouble: httpx2.Response | Exception) -> None:
+def test_retried_feedback_has_the_same_id(trouble: httpx2.Response | Exception) -> None:
     gateway = Gateway(trouble, trouble, httpx2.Response(202, json={}))
     gateway.client().feedback(session_id="s", value=1.0)
     assert len({str(body["feedback_id"]) for body in gateway.bodies}) == 1
-    assert len(gateway.asked) == 3
+    assert len(gateway.requests) == 3
 
 
 def test_refusals_are_not_repeated() -> None:
@@ -153,22 +153,22 @@ def test_refusals_are_not_repeated() -> None:
     with pytest.raises(ApiError, match=r"no \(400, invalid_value\)") as caught:
         gateway.client().feedback(session_id="s", value=1.0)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", "value")
-    assert len(gateway.asked) == 1
+    assert len(gateway.requests) == 1
 
 
-def test_a_refusal_that_is_no_json() -> None:
+def test_refusal_without_json_has_the_response_text() -> None:
     with pytest.raises(ApiError, match="Bad Gateway"):
         Gateway(httpx2.Response(404, text="<html>Bad Gateway")).client().feedback(session_id="s", value=1.0)
 
 
-def test_nobody_there() -> None:
+def test_unreachable_gateway_raises_unreachable() -> None:
     gateway = Gateway(httpx2.ConnectError("refused"))
     with pytest.raises(Unreachable, match=r"/v1/feedback does not answer: refused; is Headrace up\?"):
         gateway.client().feedback(session_id="s", value=1.0)
-    assert len(gateway.asked) == FAST.attempts
+    assert len(gateway.requests) == FAST.attempts
 
 
-def test_pauses_double_and_are_bounded_and_the_server_may_name_one() -> None:
+def test_pauses_double_up_to_the_limit_and_follow_retry_after() -> None:
     retries = Retries(attempts=9, first_pause_s=1.0, pause_max_s=5.0)
     for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (8, 5.0)):
         pause_s = retries.pause_s(attempt, None)
@@ -180,18 +180,18 @@ def test_pauses_double_and_are_bounded_and_the_server_may_name_one() -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "a\nb", "ü", "x" * 513])
-def test_ids_that_no_header_can_carry_are_refused_at_once(bad: str) -> None:
+def test_ids_that_are_invalid_in_headers_are_refused(bad: str) -> None:
     client = Gateway().client()
     with pytest.raises(ValueError, match="printable ASCII"):
         client.session("s", task_id=bad)
 
 
-def test_one_string_is_not_a_list_of_ids() -> None:
+def test_msg_ids_given_as_one_string_are_refused() -> None:
     with pytest.raises(TypeError, match="must be a list of response ids"):
         Gateway().client().feedback(msg_ids="chatcmpl-1", value=1.0)
 
 
-async def test_the_async_client_sends_the_same() -> None:
+async def test_async_client_sends_the_same_requests() -> None:
     plain, later = Gateway(), Gateway(refusal(503, "x"), httpx2.Response(202, json={}))
     with plain.client() as client, client.session("s", task_id="t", run_id="r") as session:
         session.feedback(1.0, feedback_id="f", comment="c")

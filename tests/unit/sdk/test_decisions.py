@@ -1,4 +1,4 @@
-"""What the registry decides is heard from a real bus, as it happens, and said in a line."""
+"""`Listener` reads decisions of the registry from a real bus, and `line` formats them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NEW, OLD = "m@0fffffffffff", "m@0123456789ab"
 
 
 def event(decision: str, reason: str | None = None, number: int = 0, **statistics: float) -> ModelEvent:
-    given = {"time": datetime(2026, 1, 1, tzinfo=UTC), "decision_id": f"{decision}-{number}", "model": "m"}
+    fields = {"time": datetime(2026, 1, 1, tzinfo=UTC), "decision_id": f"{decision}-{number}", "model": "m"}
     return ModelEvent.model_validate(
-        {**given, "version": NEW, "previous": OLD, "decision": decision, "reason": reason, "statistics": statistics}
+        {**fields, "version": NEW, "previous": OLD, "decision": decision, "reason": reason, "statistics": statistics}
     )
 
 
 @pytest.mark.parametrize(
-    ("decided", "said"),
+    ("decided", "expected"),
     [
         (
             event("evaluated", score=0.75, tasks=20, score_standard_error=0.1),
@@ -46,40 +46,40 @@ def event(decision: str, reason: str | None = None, number: int = 0, **statistic
         (event("probed"), None),
     ],
 )
-def test_a_decision_is_a_line(decided: ModelEvent, said: str | None) -> None:
-    assert line(decided) == said
+def test_line_formats_a_decision(decided: ModelEvent, expected: str | None) -> None:
+    assert line(decided) == expected
 
 
 @pytest.mark.long
-def test_what_is_decided_from_now_on_is_heard_once_also_over_an_outage(tmp_path: Path) -> None:
+def test_listener_delivers_new_decisions_once_across_an_outage(tmp_path: Path) -> None:
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
-    heard: list[str] = []
+    decision_ids: list[str] = []
 
     async def publish(*events: ModelEvent) -> None:
         async with bus_view(broker.address, tmp_path) as view:
-            for one in events:
-                await view.producer.send(one)
+            for decision in events:
+                await view.producer.send(decision)
 
-    listener = Listener(broker.address, lambda decided: heard.append(decided.decision_id))
+    listener = Listener(broker.address, lambda decided: decision_ids.append(decided.decision_id))
     try:
         asyncio.run(topics.ensure(BusSettings(address=broker.address)))
         asyncio.run(publish(event("promoted", number=0)))
         listener.start()
         wait_until(lambda: listener._next_offsets is not None, 30, "the listener knows the end offsets")
         asyncio.run(publish(event("promoted", number=1), event("rejected", number=2)))
-        wait_until(lambda: len(heard) == 2, 30, "two decisions")
+        wait_until(lambda: len(decision_ids) == 2, 30, "two decisions")
         broker.kill()
         broker.start()
         asyncio.run(publish(event("promoted", number=3)))
-        wait_until(lambda: len(heard) == 3, 60, "the one after the outage")
-        assert heard == ["promoted-1", "rejected-2", "promoted-3"]
+        wait_until(lambda: len(decision_ids) == 3, 60, "the one after the outage")
+        assert decision_ids == ["promoted-1", "rejected-2", "promoted-3"]
     finally:
         listener.stop()
         broker.stop()
 
 
-def test_stopping_before_there_is_a_bus() -> None:
+def test_listener_stops_while_the_bus_is_unreachable() -> None:
     listener = Listener("127.0.0.1:1", lambda _decided: None)
     listener.start()
     listener.stop()

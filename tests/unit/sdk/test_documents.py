@@ -1,4 +1,4 @@
-"""The programs of `make parity` that need no services: signatures, records, conversions, refusals."""
+"""Programs of `make parity` that need no services: signatures, records, conversions and refusals."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def test_the_program_does_what_the_document_says(name: str, tmp_path: Path) -> N
     PROGRAMS[name](Stage(tmp_path))
 
 
-def test_the_page_has_every_item_and_names_what_is_there() -> None:
+def test_parity_page_has_every_item_and_existing_names() -> None:
     assert problems(items(), set(PROGRAMS)) == []
     assert {item.program for item in items()} == set(PROGRAMS), "a program that shows nothing"
 
 
-def test_a_wrong_page_is_found() -> None:
+def test_planted_errors_of_the_page_are_reported() -> None:
     text = PAGE.read_text(encoding="utf-8")
     first = next(line for line in text.splitlines() if line.startswith("| S0-01"))
-    for wrong, said in (
+    for wrong, problem in (
         ("", "S0-01 is missing"),
         (first + "\n" + first, "S0-01 is listed twice"),
         (first.replace("headrace.rl.OnlineTrainer", "headrace.rl.Nothing"), "nothing is at headrace.rl.Nothing"),
         (first.replace("loop", "loops"), "there is no program loops"),
     ):
-        assert any(said in one for one in problems(items(text.replace(first, wrong)), set(PROGRAMS)))
+        assert any(problem in line for line in problems(items(text.replace(first, wrong)), set(PROGRAMS)))
     refused = items(text.replace("| same |", "| not |"))
-    assert any("at most 6" in one for one in problems(refused, set(PROGRAMS)))
+    assert any("at most 6" in line for line in problems(refused, set(PROGRAMS)))
     assert len(list(expected_ids())) == 158

@@ -1,6 +1,6 @@
-"""Every argument of the interfaces that people know from elsewhere changes what an adapter does, or is refused by name.
+"""Every argument of the adopted interfaces changes the effects of an adapter, or is refused by name.
 
-Each test plays an adapter twice, with one argument changed. Equal effects mean that the argument was read and ignored.
+Each test runs an adapter twice, with one argument changed. Equal effects mean that the argument was ignored.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_wrong_value_of_the_tuner_is_refused_by_name(name: str, value: Any, ri
     model: dict[str, Any] = {"model_path": "base"}
     algorithm: dict[str, Any] = {"batch_size": 2}
     data: dict[str, Any] = {"path": "rows"}
-    table = next(table for table, known in ((model, MODEL), (algorithm, ALGORITHM), (data, DATA)) if name in known)
+    table = next(table for table, fields in ((model, MODEL), (algorithm, ALGORITHM), (data, DATA)) if name in fields)
     table[name] = value
     arguments: dict[str, Any] = {
         "model": TunerModelConfig(**model),
@@ -176,19 +176,19 @@ VALUES: dict[str, Any] = {
     "group": "g", "name": "n", "checkpoint_root_dir": "kept", "buffer.explorer_input.taskset.subset_name": "main",
 }  # fmt: skip
 AS_HERE = {key for key in KEYS if getattr(KEYS[key], "__qualname__", "").startswith("only.")}
-"""Keys whose every other value is refused: the one that is taken is what happens anyhow."""
+"""Keys that accept only the value that corresponds to the fixed behaviour."""
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables of dotted names."""
-    whole: dict[str, Any] = {}
+    table_of_tables: dict[str, Any] = {}
     for key, value in flat.items():
         *tables, name = key.split(".")
-        inner = whole
+        inner = table_of_tables
         for table in tables:
             inner = inner.setdefault(table, {})
         inner[name] = value
-    return whole
+    return table_of_tables
 
 
 def from_yaml(flat: Mapping[str, Any]) -> Callable[[], object]:
@@ -202,8 +202,8 @@ def from_yaml(flat: Mapping[str, Any]) -> Callable[[], object]:
 @pytest.mark.parametrize("key", [key for key in KEYS if key not in AS_HERE])
 def test_a_key_of_a_trinity_file_changes_the_training_or_is_named(key: str, compare: Callable[..., None]) -> None:
     value, name = VALUES.get(key, 3), key.replace("*", "repetition_penalty")
-    shown = "name" if key.endswith(".subset_name") else name  # what the tuner's data set calls it
-    compare(shown, from_yaml(YAML), from_yaml({**YAML, name: value}))
+    tuner_name = "name" if key.endswith(".subset_name") else name  # its name in the tuner's data set
+    compare(tuner_name, from_yaml(YAML), from_yaml({**YAML, name: value}))
 
 
 @pytest.mark.parametrize("key", sorted(AS_HERE))

@@ -1,6 +1,6 @@
 """Every argument of HelloAgents, the article and Trinity's workflows has an effect, or is refused by name.
 
-The fixture `compare` plays an adapter twice; `test_every_argument.py` has the tuner's.
+The fixture `compare` runs an adapter twice; `test_every_argument.py` has the tests of the tuner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.stack import Addresses, attach, stack_for
 from headrace.trinity import Workflow, run_workflow
 from headrace.trinity.wrappers import EID, FormatArgs, TrinityExperience, TrinityTask
 from headrace.tuner import configs
-from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+from tests.unit.sdk.adapter_rig import VERSION, RecordingGatewayStack
 from tests.unit.sdk.argument_rig import Rig
 
 ADAPTERS = (
@@ -70,14 +70,20 @@ def test_a_parameter_of_hello_agents_training(name: str, kind: str, compare: Cal
             for data in ("sums", "more"):
                 rows = [{"question": f"{data} {n}", "answer": f"{n}"} for n in range(4)]
                 trainer.register_dataset(data, rows)
-            given = {"action": "train", "algorithm": kind, "model_name": "base", "output_dir": "out", "dataset": "sums"}
-            given |= more
+            parameters = {
+                "action": "train",
+                "algorithm": kind,
+                "model_name": "base",
+                "output_dir": "out",
+                "dataset": "sums",
+            }
+            parameters |= more
             if "custom_dataset" in more:
-                given.pop("dataset")
-            found = json.loads(trainer.run(given))
-            if found["status"] != "success":
-                raise UsageError(found["message"])
-            return found
+                parameters.pop("dataset")
+            result = json.loads(trainer.run(parameters))
+            if result["status"] != "success":
+                raise UsageError(result["message"])
+            return result
 
         return work
 
@@ -151,8 +157,8 @@ def test_settings_that_contradict_an_argument_are_refused() -> None:
         TrinityRFT("ppo", {}, {}, {"trainer.algorithm": "grpo"})
 
 
-class _Desk:
-    """A registry that notes what it is asked."""
+class _RecordingRegistry:
+    """Registry that records requests."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -173,7 +179,7 @@ class _Desk:
     ],
 )  # fmt: skip
 def test_a_key_of_the_updaters_config(name: str, value: Any, rig: Rig, compare: Callable[..., None]) -> None:
-    rig.stack.__dict__["registry"] = _Desk(rig)
+    rig.stack.__dict__["registry"] = _RecordingRegistry(rig)
 
     def updated(**config: Any) -> Callable[[], object]:
         def work() -> object:
@@ -194,8 +200,8 @@ def test_a_key_of_the_updaters_config(name: str, value: Any, rig: Rig, compare: 
 @pytest.mark.parametrize(
     "traffic", [{"a": 0.9, "b": 0.2}, {"b": 0.2}, {"a": 0.8}, {"a": 0.8, "b": 0.2, "c": 0}, {"v1.0": 0.8}, {}]
 )
-def test_shares_of_traffic_that_do_not_fit_are_refused(traffic: dict[str, float], rig: Rig) -> None:
-    desk: Any = _Desk(rig)
+def test_traffic_shares_with_a_wrong_sum_are_refused(traffic: dict[str, float], rig: Rig) -> None:
+    desk: Any = _RecordingRegistry(rig)
     desk.versions = lambda *_, **__: ()
     rig.stack.__dict__["registry"] = desk
     with rig.stack:
@@ -217,7 +223,7 @@ def test_shares_of_traffic_that_do_not_fit_are_refused(traffic: dict[str, float]
         ({}, {"comment": "good"}, "comment"), ({}, {"rating": "four"}, "rating"), ({}, {"rating": True}, "rating"),
     ],
 )  # fmt: skip
-def test_what_a_collector_cannot_use_is_refused(
+def test_collector_refuses_useless_arguments(
     fields: dict[str, Any], feedback: dict[str, Any] | None, name: str, rig: Rig
 ) -> None:
     with rig.stack, pytest.raises(UsageError, match=name):
@@ -228,7 +234,7 @@ def test_what_a_collector_cannot_use_is_refused(
 
 
 class _Plain(Workflow):
-    """Rewards every run alike."""
+    """Workflow that gives every run the same reward."""
 
     async def run_async(self) -> list[Any]:
         client = self.model.get_openai_async_client()
@@ -263,7 +269,7 @@ def test_a_field_of_a_trinity_task(name: str, value: Any, rig: Rig, compare: Cal
 
 
 @pytest.mark.parametrize("name", ["token_level_reward", "advantages", "truncate_status", "made_up"])
-def test_what_nothing_reads_of_an_experience_cannot_be_set(name: str) -> None:
+def test_unknown_attributes_of_an_experience_cannot_be_set(name: str) -> None:
     experience = TrinityExperience(EID(), [1, 2], 1, [0.0])
     with pytest.raises(AttributeError, match=name):
         setattr(experience, name, 1)
@@ -279,13 +285,13 @@ def test_what_nothing_reads_of_an_experience_cannot_be_set(name: str) -> None:
         ("url", {"url": "http://other", "addresses": Addresses()}), ("data_dir", {"url": "http://a", "data_dir": "d"}),
     ],
 )  # fmt: skip
-def test_arguments_of_attach_that_mean_nothing_together_are_refused(name: str, arguments: dict[str, Any]) -> None:
+def test_attach_refuses_contradicting_arguments(name: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=name):
         attach(**arguments)
 
 
-def test_a_stack_that_was_entered_refuses_what_only_a_new_one_could_honour(tmp_path: Path) -> None:
-    with NotingStack() as stack:
+def test_entered_stack_refuses_settings_for_a_new_stack(tmp_path: Path) -> None:
+    with RecordingGatewayStack() as stack:
         for settings in ({"inference.tool_parser": "x"}, {"gateway.port": 1}):
             with pytest.raises(UsageError, match=next(iter(settings))), stack_for(None, settings):
                 pass
@@ -307,26 +313,27 @@ def test_a_game_trainer_trains_the_agents_that_it_was_given(rig: Rig) -> None:
         for player in agents:
             record = {"conversation_id": f"s-{name}-{player}"}
             trainer.add_trajectory({"name": player, "role": "any", "events": {}, "records": [record]})
-        assert [one["conversation_id"] for one in trainer.trainer.buffer] == [f"s-{name}-{name}"]
+        assert [record["conversation_id"] for record in trainer.trainer.buffer] == [f"s-{name}-{name}"]
 
 
 def modules() -> list[str]:
-    found = [f"headrace.{name}" for name in ADAPTERS]
+    module_names = [f"headrace.{name}" for name in ADAPTERS]
     for name in ADAPTERS:
-        found += [f"headrace.{name}.{one.name}" for one in pkgutil.iter_modules([str(SOURCES / name)])]
-    return found
+        module_names += [f"headrace.{name}.{info.name}" for info in pkgutil.iter_modules([str(SOURCES / name)])]
+    return module_names
 
 
 @pytest.mark.parametrize("module", modules())
 def test_every_parameter_is_read(module: str) -> None:
-    """A parameter that no line of its function reads is ignored, whatever it is set to."""
+    """A parameter that no line of its function reads is ignored, whatever its value."""
     source = inspect.getsource(importlib.import_module(module))
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_declaration(node):
             continue
         every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-        names = {one.arg for one in every if one is not None and not one.arg.startswith("_")} - {"self", "cls"}
-        read = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        names = {argument.arg for argument in every if argument is not None and not argument.arg.startswith("_")}
+        names -= {"self", "cls"}
+        read = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
         assert names - read - FIXED.get(node.name, set()) == set(), f"{module}.{node.name}"
 
 
@@ -334,7 +341,7 @@ FIXED = {
     "avg_time_judge": {"task"}, "avg_token_consumption_judge": {"task"}, "hold": {"version"}, "run": {"number"},
     "commit": {"client"}, "serving": {"name"}, "should_select": {"request"},
 }  # fmt: skip
-"""Parameters that an interface has and that cannot change the result there."""
+"""Parameters of an interface that cannot change the result of an implementation."""
 
 
 def _is_declaration(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -347,12 +354,12 @@ def _is_declaration(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 @pytest.mark.parametrize("module", modules())
 def test_no_public_function_swallows_unknown_arguments(module: str) -> None:
-    found = importlib.import_module(module)
-    for name, member in vars(found).items():
+    imported_module = importlib.import_module(module)
+    for name, member in vars(imported_module).items():
         if name.startswith("_") or getattr(member, "__module__", None) != module or not callable(member):
             continue
         functions = [member] if inspect.isfunction(member) else [
-            one for key, one in vars(member).items() if inspect.isfunction(one) and not key.startswith("_")
+            method for key, method in vars(member).items() if inspect.isfunction(method) and not key.startswith("_")
         ]  # fmt: skip
         for function in functions:
             open_ended = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]

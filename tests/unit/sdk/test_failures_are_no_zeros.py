@@ -1,4 +1,5 @@
-"""P6 for every adapter: what fails has no reward, and never one of 0. An adapter that does otherwise is found."""
+"""P6 for every adapter: a failed run has no reward, and never a reward of 0. The tests detect an adapter that violates
+it."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from headrace.practice.blocking import blocking
 from headrace.shadow import HeadraceSink, SamplingRateStrategy, TrainingCopy, TrainingRunner
 from headrace.trinity import Workflow, run_workflow
 from headrace.tuner import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
-from tests.unit.sdk.adapter_rig import NotingStack, entering, train_once
+from tests.unit.sdk.adapter_rig import RecordingGatewayStack, entering, train_once
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "fail"}]
-"""The judge of the second one fails."""
-Adapter = Callable[[NotingStack, pytest.MonkeyPatch, Path], None]
+"""Rows of which the judge of the second one fails."""
+Adapter = Callable[[RecordingGatewayStack, pytest.MonkeyPatch, Path], None]
 
 
 def judged(truth: str) -> float:
@@ -27,7 +28,7 @@ def judged(truth: str) -> float:
     return 1.0
 
 
-def with_the_tuner(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
+def with_the_tuner(stack: RecordingGatewayStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
     async def workflow(task: dict[str, Any], model: Any) -> WorkflowOutput:
         return WorkflowOutput(response=await model([{"role": "user", "content": task["question"]}]))
 
@@ -48,9 +49,9 @@ def with_the_tuner(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) 
     )
 
 
-def with_trinity(stack: NotingStack, patch: pytest.MonkeyPatch, _folder: Path) -> None:
+def with_trinity(stack: RecordingGatewayStack, patch: pytest.MonkeyPatch, _folder: Path) -> None:
     class Judged(Workflow):
-        """Its reward is the judge's."""
+        """Workflow with the judge's reward."""
 
         async def run_async(self) -> list[Any]:
             from types import SimpleNamespace
@@ -68,7 +69,7 @@ def with_trinity(stack: NotingStack, patch: pytest.MonkeyPatch, _folder: Path) -
     blocking(all_steps())
 
 
-def with_the_training_tool(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
+def with_the_training_tool(stack: RecordingGatewayStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
     from headrace.hello_agents import RLTrainingTool
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -80,12 +81,12 @@ def with_the_training_tool(stack: NotingStack, patch: pytest.MonkeyPatch, folder
     tool = RLTrainingTool()
     tool.register_dataset("sums", ROWS)
     tool.register_reward_function("sums", reward)
-    asked = {"action": "train", "algorithm": "grpo", "model_name": "base", "dataset": "sums", "num_epochs": 1}
-    said = json.loads(tool.run({**asked, "output_dir": str(folder / "out"), "batch_size": 1}))
-    assert said["status"] == "success", said
+    parameters = {"action": "train", "algorithm": "grpo", "model_name": "base", "dataset": "sums", "num_epochs": 1}
+    result = json.loads(tool.run({**parameters, "output_dir": str(folder / "out"), "batch_size": 1}))
+    assert result["status"] == "success", result
 
 
-def with_practice_alone(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
+def with_practice_alone(stack: RecordingGatewayStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
     async def play(task: dict[str, Any], run: Run) -> None:
         await run.openai().chat.completions.create()
         run.reward(judged(task["answer"]))
@@ -97,7 +98,7 @@ def with_practice_alone(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder:
     blocking(all_steps())
 
 
-def with_training_copies(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
+def with_training_copies(stack: RecordingGatewayStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
     def make_agent(copy: TrainingCopy) -> Callable[[dict[str, Any]], str]:
         copy.openai(blocking=True)
         return lambda row: str(row["answer"])
@@ -120,9 +121,9 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
-def found_zeros(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """What an adapter did wrong with one run whose judge fails beside runs whose judge says 1."""
-    stack = NotingStack()
+def violations(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """Return the violations of an adapter for a run whose judge fails, among runs whose judge returns 1."""
+    stack = RecordingGatewayStack()
     adapter(stack, patch, folder)
     wrong = [f"a reward of {value:g} was sent" for value in stack.gateway.values if value != 1.0]
     wrong += [] if 1.0 in stack.gateway.values else ["the good run's reward was not sent"]
@@ -131,11 +132,11 @@ def found_zeros(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> li
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_failed_judge_is_no_reward(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert found_zeros(ADAPTERS[name], monkeypatch, tmp_path) == []
+    assert violations(ADAPTERS[name], monkeypatch, tmp_path) == []
 
 
-def test_an_adapter_that_sends_0_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Planted: the tuner as somebody would write it who wants every run to have a number."""
+def test_planted_adapter_that_sends_0_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planted fault: a tuner that gives every run a number."""
     from headrace.tuner.functions import outcome
 
     async def forgiving(*args: Any) -> tuple[float, dict[str, float]]:
@@ -145,23 +146,23 @@ def test_an_adapter_that_sends_0_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
             return 0.0, {}
 
     monkeypatch.setattr("headrace.tuner.tuning.outcome", forgiving)
-    assert "a reward of 0 was sent" in found_zeros(with_the_tuner, monkeypatch, tmp_path)
+    assert "a reward of 0 was sent" in violations(with_the_tuner, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None, True])
-def test_what_is_no_number_is_no_reward(value: Any) -> None:
-    stack = NotingStack()
+def test_reward_that_is_not_a_number_fails_the_run(value: Any) -> None:
+    stack = RecordingGatewayStack()
 
     async def play(_task: Any, run: Run) -> None:
         run.session()
         run.reward(value)
 
-    async def one() -> Run:
+    async def failed_run() -> Run:
         run = Run(stack, stack.async_client(), {"question": "?"}, purpose="train", model="tiny")
         await run.execute(play)
         return run
 
-    run = blocking(one())
+    run = blocking(failed_run())
     assert run.error is not None
     assert run.error.startswith("ValueError")
     assert stack.gateway.values == []

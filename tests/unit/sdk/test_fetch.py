@@ -1,4 +1,4 @@
-"""What a record refers to is fetched from where it says, and believed only if it hashes to its name."""
+"""Blobs of records are fetched from a blob store and verified against their digest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def stored(path: Path, data: bytes) -> BlobRef:
     return BlobRef(uri=(path / digest).as_uri(), sha256=digest, size=len(data))
 
 
-async def test_an_event_is_read_from_where_it_lies(tmp_path: Path) -> None:
+async def test_event_is_read_from_the_blob_store(tmp_path: Path) -> None:
     event = experience("E", "a")
     ref = stored(tmp_path / "blob", event.to_json())
     read = await event_of("experiences", ref.model_dump_json().encode(), [("ce_dataref", ref.uri.encode())])
     assert read == event
 
 
-def test_other_bytes_are_refused(tmp_path: Path) -> None:
+def test_blob_with_another_digest_is_refused(tmp_path: Path) -> None:
     ref = stored(tmp_path / "blob", b"data")
     (tmp_path / "blob" / ref.sha256).write_bytes(b"date")
     with pytest.raises(HeadraceError, match=r"blob file://.* its content does not match the digest in its name"):

@@ -1,4 +1,4 @@
-"""Versions under names, for programs: every decision is the registry's."""
+"""`ModelManager`: named versions, with all decisions made by the registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def manager(answer: Callable[[httpx2.Request], httpx2.Response]) -> ModelManager
 
 
 class Registry:
-    """Answers as the registry does, and keeps what it was sent."""
+    """Registry that answers as the real one, and records requests."""
 
     def __init__(self, champion: str | None = OLD) -> None:
         self.champion = champion
@@ -34,8 +34,11 @@ class Registry:
             if self.refuse:
                 return httpx2.Response(409, json={"error": {"message": self.refuse, "code": "alias_moved"}})
         if request.url.path.endswith("/versions"):
-            given = {"model": "m", "lineage": "main", "step": 0, "registered_at": datetime.now(UTC).isoformat()}
-            data = [{"id": NEW, "state": "promoted", **given}, {"id": OLD, "state": "promoted", "label": "v0", **given}]
+            fields = {"model": "m", "lineage": "main", "step": 0, "registered_at": datetime.now(UTC).isoformat()}
+            data = [
+                {"id": NEW, "state": "promoted", **fields},
+                {"id": OLD, "state": "promoted", "label": "v0", **fields},
+            ]
             return httpx2.Response(200, json={"data": data})
         state = {"id": "m", "revision": 1, "champion": self.champion, "aliases": {"v1.0": OLD}}
         return httpx2.Response(200, json={name: value for name, value in state.items() if value is not None})
@@ -48,19 +51,19 @@ def test_the_champion_gets_a_name() -> None:
     assert registry.posted == [("/v1/models/m/aliases", {"moves": moves, "why": "after Tuesday"})]
 
 
-def test_a_name_that_is_taken_is_the_registrys_refusal() -> None:
+def test_name_of_another_version_is_refused_by_the_registry() -> None:
     registry = Registry()
     registry.refuse = "alias v1.1 of m names something else now"
     with pytest.raises(ApiError, match="names something else"):
         manager(registry).create_version("v1.1", NEW)
 
 
-def test_no_champion_no_name() -> None:
+def test_naming_the_champion_without_a_champion_is_refused() -> None:
     with pytest.raises(UsageError, match="no champion to name v1"):
         manager(Registry(champion=None)).create_version("v1")
 
 
-def test_going_back_to_a_named_version() -> None:
+def test_rollback_promotes_the_named_version() -> None:
     registry = Registry()
     manager(registry).rollback("v1.0")
     assert registry.posted == [("/v1/models/m/promote", {"version": OLD, "force": True})]
@@ -69,7 +72,7 @@ def test_going_back_to_a_named_version() -> None:
         manager(registry).rollback("v9")
 
 
-def test_two_versions_side_by_side() -> None:
+def test_ab_test_begins_a_rollout_against_the_champion() -> None:
     registry = Registry()
     manager(registry).create_ab_test("v1.0", NEW, "3/10")
     ((path, body),) = registry.posted

@@ -1,4 +1,4 @@
-"""Rewards, metrics and labels are taken from any library, wherever a program of a user gives them."""
+"""Rewards, metrics and labels may be numbers of any library, wherever a user's program passes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headrace.trinity.workflows import metrics_of, reward_of
 from headrace.tuner import DatasetConfig, WorkflowOutput, avg_time_judge, avg_token_consumption_judge, select_model
 from headrace_operations.jobs.formats import RowReader
 from headrace_operations.jobs.rows import BadRow
-from tests.unit.sdk.adapter_rig import NotingStack
+from tests.unit.sdk.adapter_rig import RecordingGatewayStack
 from tests.unit.sdk.argument_rig import write_rows
 
 HALVES: list[Any] = [
@@ -49,13 +49,13 @@ def kind_of(value: object) -> str:
 
 
 def run_with(value: Any = None, **more: Any) -> Run:
-    run = Run(NotingStack(), None, "task", purpose="train", model="tiny")  # type: ignore[arg-type]
+    run = Run(RecordingGatewayStack(), None, "task", purpose="train", model="tiny")  # type: ignore[arg-type]
     run.reward(value, role="agent", **more)
     return run
 
 
 def from_react(value: Any) -> float:
-    kept: list[float] = []
+    rewards: list[float] = []
 
     async def reply(_query: str) -> str:
         return "4"
@@ -66,21 +66,21 @@ def from_react(value: Any) -> float:
     fake: Any = SimpleNamespace(
         task=SimpleNamespace(raw_task={"prompt": "?"}, format_args=SimpleNamespace(prompt_key="prompt")),
         agent=SimpleNamespace(reply=reply), calculate_reward=calculate,
-        construct_experiences=lambda reward, parts: kept.append(reward),
+        construct_experiences=lambda reward, parts: rewards.append(reward),
     )  # fmt: skip
     blocking(AgentScopeReActWorkflow.run_async(fake))
-    return kept[0]
+    return rewards[0]
 
 
 def from_record(value: Any) -> float:
-    stack = NotingStack()
+    stack = RecordingGatewayStack()
     send_reward(stack, {"conversation_id": "s", "total_reward": value})
     ((_, body),) = stack.gateway.posted
     return float(body["value"])
 
 
 class _Fixed(RewardFunction):
-    """Gives one reward."""
+    """Reward function with a fixed reward."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -89,7 +89,7 @@ class _Fixed(RewardFunction):
         return self._value  # type: ignore[no-any-return]
 
 
-TAKERS: dict[str, Callable[[Any], Any]] = {
+CONSUMERS: dict[str, Callable[[Any], Any]] = {
     "run": lambda value: run_with(value).value, "parts": lambda value: run_with(parts={"a": value}).value,
     "metric": lambda value: run_with(1.0, metrics={"a": value}).metrics["a"],
     "experiences": lambda value: reward_of([SimpleNamespace(reward=value), SimpleNamespace(reward=value)]),
@@ -105,36 +105,36 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "feedback": lambda value: feedback_body({"value": value, "session_id": "s"})["value"],
 }  # fmt: skip
 NUMBERS_ONLY = {"run", "parts", "rows", "worth"}
-"""A boolean is no reward there, as it never was: labels and metrics take it."""
+"""Consumers that refuse booleans; labels and metrics accept them."""
 PASSED_ON = {"feedback"}
-"""What is no number is refused by the gateway."""
+"""Consumers that pass any value on, which the gateway refuses."""
 
 
 @pytest.mark.parametrize("value", HALVES, ids=kind_of)
-@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("taker", CONSUMERS)
 def test_a_number_of_any_library_is_taken(taker: str, value: Any) -> None:
-    taken = TAKERS[taker](value)
-    assert taken == 0.5
-    assert type(taken) is float
+    number = CONSUMERS[taker](value)
+    assert number == 0.5
+    assert type(number) is float
 
 
 @pytest.mark.parametrize("value", BOOLEANS, ids=kind_of)
-@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("taker", CONSUMERS)
 def test_a_boolean_of_any_library_is_treated_as_pythons(taker: str, value: Any) -> None:
     if taker in NUMBERS_ONLY:
         with pytest.raises((HeadraceError, ValueError)):
-            TAKERS[taker](value)
+            CONSUMERS[taker](value)
     else:
-        assert TAKERS[taker](value) == 1.0
+        assert CONSUMERS[taker](value) == 1.0
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: repr(value)[:20])
-@pytest.mark.parametrize("taker", [name for name in TAKERS if name not in {*PASSED_ON}])
+@pytest.mark.parametrize("taker", [name for name in CONSUMERS if name not in {*PASSED_ON}])
 def test_what_is_no_number_is_refused(taker: str, value: Any) -> None:
     if taker == "collected" and isinstance(value, dict):
         return  # a mapping is rewards by name
     with pytest.raises((HeadraceError, ValueError)) as refused:
-        TAKERS[taker](value)
+        CONSUMERS[taker](value)
     assert len(str(refused.value)) < 1_000
 
 
@@ -160,7 +160,7 @@ def test_a_weight_that_nothing_would_honour_is_refused(column: str, weight: Any)
 
 
 def test_rows_of_a_job_may_hold_numbers_of_any_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stack = NotingStack(settings={"trainer.base": "base"})
+    stack = RecordingGatewayStack(settings={"trainer.base": "base"})
     lines: list[str] = []
     monkeypatch.setattr(stack, "data_dir", tmp_path)
 

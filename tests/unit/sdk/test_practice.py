@@ -1,4 +1,4 @@
-"""Runs, and when a step of practice is over."""
+"""Runs, and the end of a training step on tasks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from headrace.practice import OutcomeWatch, Run, plugged, train_on_tasks
 from headrace.practice.runs import task_id_of
 from headrace_schemas import Branch, Experience, LeftOut, Span, TrainingMetrics, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.ids import session_key
-from tests.unit.sdk.adapter_rig import VERSION, Bus, NotingStack
+from tests.unit.sdk.adapter_rig import VERSION, Bus, RecordingGatewayStack
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NOTHING = "tiny@ffffffffffffffff"
 
 
 def trajectory(session: str, branches: int = 1, **more: Any) -> Trajectory:
-    one = Branch(
+    branch = Branch(
         token_ids=(1, 2, 3), spans=(Span(start=1, logprobs=(-0.5, -0.5), turn_id=f"{session}-turn", version=VERSION),)
     )
-    given = {"branches": (one,) * branches, "end_reason": "feedback", "started_at": NOW, **more}
+    fields = {"branches": (branch,) * branches, "end_reason": "feedback", "started_at": NOW, **more}
     key = session_key("default", session)
     return Trajectory(
-        time=NOW, trajectory_id=f"t-{session}", session_key=key, session_id=session, model="tiny", **given
+        time=NOW, trajectory_id=f"t-{session}", session_key=key, session_id=session, model="tiny", **fields
     )
 
 
@@ -38,8 +38,8 @@ def trained(session: str, branch: int = 0, dropped: Any = None) -> TrainingOutco
     return TrainingOutcome(experience_id=of, revision=0, turn_ids=(f"{session}-turn",), dropped=dropped)
 
 
-class Spoken:
-    """A turn of which only the key is looked at."""
+class TurnKey:
+    """A turn of which only the key is read."""
 
     topic = "turns"
 
@@ -49,65 +49,65 @@ class Spoken:
 
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
-    made = Bus()
-    monkeypatch.setattr("headrace.practice.outcomes.connected", made.connected)
-    return made
+    memory_bus = Bus()
+    monkeypatch.setattr("headrace.practice.outcomes.connected", memory_bus.connected)
+    return memory_bus
 
 
-def said(bus: Bus, *sessions: str) -> None:
-    bus.events.setdefault("turns", []).extend(Spoken(session) for session in sessions)  # type: ignore[misc]
+def add_turns(bus: Bus, *sessions: str) -> None:
+    bus.events.setdefault("turns", []).extend(TurnKey(session) for session in sessions)  # type: ignore[misc]
 
 
-async def test_a_session_is_known_when_each_of_its_branches_is(bus: Bus) -> None:
-    watch = OutcomeWatch(NotingStack())
-    said(bus, "s")
+async def test_session_outcome_is_complete_when_all_branches_are(bus: Bus) -> None:
+    watch = OutcomeWatch(RecordingGatewayStack())
+    add_turns(bus, "s")
     bus.add(trajectory("s", branches=2), account(1, trained("s", 0), version=VERSION))
     with pytest.raises(Unreachable, match=r"1 of 1 sessions have no training outcome"):
         await watch.until_known(["s"], 0.0)
     bus.add(account(2, trained("s", 1, "stale"), version=NOTHING))
-    found = await watch.until_known(["s"], 0.0)
-    assert (found["s"].trained, found["s"].dropped, found["s"].version) == (1, ("stale",), NOTHING)
+    outcomes = await watch.until_known(["s"], 0.0)
+    assert (outcomes["s"].trained, outcomes["s"].dropped, outcomes["s"].version) == (1, ("stale",), NOTHING)
 
 
-async def test_a_session_without_a_call_is_known_at_once(bus: Bus) -> None:
-    found = await OutcomeWatch(NotingStack()).until_known(["silent"], 0.0)
-    assert found["silent"].trajectory is None
-    assert found["silent"].trained == 0
+async def test_session_without_a_call_has_an_outcome_at_once(bus: Bus) -> None:
+    outcomes = await OutcomeWatch(RecordingGatewayStack()).until_known(["silent"], 0.0)
+    assert outcomes["silent"].trajectory is None
+    assert outcomes["silent"].trained == 0
 
 
-async def test_what_is_left_out_or_not_trained_has_its_reason(bus: Bus) -> None:
-    said(bus, "a", "b")
+async def test_left_out_and_untrained_sessions_have_their_reason(bus: Bus) -> None:
+    add_turns(bus, "a", "b")
     left = LeftOut(turn_id="a-turn", reason="truncated_sampling")
     bus.add(trajectory("a", branches=0, left_out=(left,)), trajectory("b", untrained="registered"))
-    found = await OutcomeWatch(NotingStack()).until_known(["a", "b"], 0.0)
-    assert found["a"].dropped == ("truncated_sampling",)
-    assert found["b"].dropped == ("registered",)
+    outcomes = await OutcomeWatch(RecordingGatewayStack()).until_known(["a", "b"], 0.0)
+    assert outcomes["a"].dropped == ("truncated_sampling",)
+    assert outcomes["b"].dropped == ("registered",)
 
 
-async def test_what_is_undone_and_queued_is_waited_for_again(bus: Bus) -> None:
-    watch = OutcomeWatch(NotingStack())
-    said(bus, "s")
+async def test_undone_and_queued_outcomes_are_awaited_again(bus: Bus) -> None:
+    watch = OutcomeWatch(RecordingGatewayStack())
+    add_turns(bus, "s")
     undone = Undone(experience_id=Experience.id_of("t-s", 0), revision=0, queued=True)
     bus.add(trajectory("s"), account(1, trained("s")), account(2, undone=(undone,)))
     with pytest.raises(Unreachable):
         await watch.until_known(["s"], 0.0)
     bus.add(account(3, trained("s")))
     assert (await watch.until_known(["s"], 0.0))["s"].trained == 1
-    gone = undone.model_copy(update={"queued": False})
-    bus.add(account(4, undone=(gone,)))
+    dropped_again = undone.model_copy(update={"queued": False})
+    bus.add(account(4, undone=(dropped_again,)))
     assert (await watch.until_known(["s"], 0.0))["s"].dropped == ("undone",)
 
 
-async def test_other_models_are_nothing_to_it(bus: Bus) -> None:
-    said(bus, "s")
+async def test_reports_of_other_models_are_ignored(bus: Bus) -> None:
+    add_turns(bus, "s")
     other = account(1, trained("s")).model_copy(update={"model": "other"})
     bus.add(trajectory("s"), other)
     with pytest.raises(Unreachable):
-        await OutcomeWatch(NotingStack()).until_known(["s"], 0.0)
+        await OutcomeWatch(RecordingGatewayStack()).until_known(["s"], 0.0)
 
 
 async def test_agents_of_one_run_have_sessions_and_rewards_of_their_own() -> None:
-    stack = NotingStack()
+    stack = RecordingGatewayStack()
 
     async def play(_task: Any, run: Run) -> None:
         for role in ("wolf", "villager", "moderator"):
@@ -129,7 +129,7 @@ async def test_agents_of_one_run_have_sessions_and_rewards_of_their_own() -> Non
 
 
 async def test_a_run_of_an_evaluation_sends_no_reward() -> None:
-    stack = NotingStack()
+    stack = RecordingGatewayStack()
 
     async def play(_task: Any, run: Run) -> str:
         run.session()
@@ -148,14 +148,16 @@ async def test_a_step_without_any_reward_is_refused(bus: Bus) -> None:
         raise RuntimeError("no tool")
 
     with pytest.raises(UsageError, match="none of 2 runs has a reward; the first error: RuntimeError: no tool"):
-        async for _ in train_on_tasks(NotingStack(), ["t"], play, group_size=2, tasks_per_step=1):
+        async for _ in train_on_tasks(RecordingGatewayStack(), ["t"], play, group_size=2, tasks_per_step=1):
             pass
 
 
 @pytest.mark.parametrize("sizes", [{"tasks_per_step": 2}, {"tasks_per_step": 0}, {"group_size": 0}, {"steps": 0}])
-async def test_sizes_that_make_no_sense_are_refused(sizes: dict[str, int]) -> None:
+async def test_invalid_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError):
-        async for _ in train_on_tasks(NotingStack(), ["t"], lambda _task, _run: None, **{"tasks_per_step": 1, **sizes}):
+        async for _ in train_on_tasks(
+            RecordingGatewayStack(), ["t"], lambda _task, _run: None, **{"tasks_per_step": 1, **sizes}
+        ):
             pass
 
 
@@ -166,7 +168,7 @@ def test_equal_tasks_share_an_id() -> None:
 
 
 class Client:
-    """As an OpenAI client: it gives one like it with other options."""
+    """Stand-in of an OpenAI client, which returns a copy with other options."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -175,7 +177,7 @@ class Client:
         return Client(**options)
 
 
-def test_an_agents_client_is_led_and_given_back() -> None:
+def test_plugged_redirects_and_restores_the_agents_client() -> None:
     class Inner:
         client = Client()
         model_name = "gpt"

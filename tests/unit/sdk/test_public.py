@@ -1,4 +1,4 @@
-"""What users import stays: names, and how much importing them imports."""
+"""Public names are frozen, and importing the client imports few modules."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def test_one_error_tree() -> None:
 
 
 HEAVY = {"aiokafka", "asyncio", "fsspec", "http", "httpx2", "numpy", "pydantic", "rich", "ssl", "typer"}
-"""What takes most of the time when it is imported. A program pays for it where it is used; `make bench-state` measures
-the seconds."""
+"""Modules with long import times. A program imports them only where it uses them; `make bench-state` measures the
+seconds."""
 MODULES_MAX = 120
-"""Of the standard library and ours; some 75 today, and Python moves its own about."""
+"""Limit on modules of the standard library and of Headrace; about 75 today, which depends on the Python version."""
 
 
 def imported(statement: str) -> set[str]:
-    """The modules that a fresh interpreter has after it, and had not before."""
+    """Return the modules that a statement imports in a new interpreter."""
     code = f"import sys; before = {{*sys.modules}}; {statement}; print(*{{*sys.modules}} - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 @pytest.mark.parametrize("statement", ["import headrace", "from headrace import ApiError, Client, Session"])
 def test_importing_the_client_imports_little(statement: str) -> None:
-    found = imported(statement)
-    assert not HEAVY & found
-    assert len(found) < MODULES_MAX, sorted(found)
+    names = imported(statement)
+    assert not HEAVY & names
+    assert len(names) < MODULES_MAX, sorted(names)
 
 
 def test_making_a_client_imports_no_event() -> None:
-    """An agent's program needs HTTP and nothing of what travels on the bus."""
-    found = imported("from headrace import Client; Client().session('s', task_id='t')")
-    assert "httpx2" in found
-    assert not {"pydantic", "aiokafka"} & found
-    assert not [name for name in found if name.startswith("headrace_schemas.events")]
+    """An agent's program needs HTTP, but no module of the bus."""
+    names = imported("from headrace import Client; Client().session('s', task_id='t')")
+    assert "httpx2" in names
+    assert not {"pydantic", "aiokafka"} & names
+    assert not [name for name in names if name.startswith("headrace_schemas.events")]

@@ -1,4 +1,4 @@
-"""The reward library: what each function pays, worked by hand, and each exploit that a guard stops."""
+"""The reward library: rewards computed by hand, and the exploits that guards detect."""
 
 from __future__ import annotations
 
@@ -120,8 +120,11 @@ def call(name: str, number: int = 0, **arguments: Any) -> ToolCall:
 
 
 def talk(*calls: ToolCall, answers: tuple[str, ...] = ()) -> list[Message]:
-    told = [Message(role="tool", content=text, tool_call_id=one.id) for one, text in zip(calls, answers, strict=False)]
-    return [Message(role="assistant", tool_calls=calls), *told]
+    results = [
+        Message(role="tool", content=text, tool_call_id=tool_call.id)
+        for tool_call, text in zip(calls, answers, strict=False)
+    ]
+    return [Message(role="assistant", tool_calls=calls), *results]
 
 
 TOOLS = [Tool(function=FunctionDefinition(name=name)) for name in ("look", "send")]
@@ -130,10 +133,10 @@ TOOLS = [Tool(function=FunctionDefinition(name=name)) for name in ("look", "send
 def test_tools_are_right_by_name_arguments_success_and_validity() -> None:
     expected = [{"name": "look", "arguments": {"at": 1}}, {"name": "send", "arguments": {"to": "ada"}}]
     calls = [call("look", 0, at=1, deep=True), call("send", 1, to="bob"), call("fly", 2)]
-    found = tool_score(talk(*calls, answers=("found", '{"error": "no such person"}')), TOOLS, expected)
-    assert (found.tool, found.arguments, found.success, found.calls) == (1.0, 0.5, 0.5, 3)
-    assert found.invalid == pytest.approx(1 / 3)
-    assert found.value == pytest.approx((1 + 0.5 + 0.5 + 2 / 3) / 4)
+    tool_result = tool_score(talk(*calls, answers=("found", '{"error": "no such person"}')), TOOLS, expected)
+    assert (tool_result.tool, tool_result.arguments, tool_result.success, tool_result.calls) == (1.0, 0.5, 0.5, 3)
+    assert tool_result.invalid == pytest.approx(1 / 3)
+    assert tool_result.value == pytest.approx((1 + 0.5 + 0.5 + 2 / 3) / 4)
 
 
 def test_one_call_stands_for_one_expected_call() -> None:
@@ -145,8 +148,8 @@ def test_one_call_stands_for_one_expected_call() -> None:
 
 def test_arguments_that_are_no_object_are_invalid() -> None:
     broken = ToolCall(id="c", function=FunctionCall(name="look", arguments="[1"))
-    found = tool_score(talk(broken), TOOLS, [{"name": "look"}])
-    assert (found.tool, found.arguments, found.invalid) == (1.0, 0.0, 1.0)
+    tool_result = tool_score(talk(broken), TOOLS, [{"name": "look"}])
+    assert (tool_result.tool, tool_result.arguments, tool_result.invalid) == (1.0, 0.0, 1.0)
 
 
 def test_without_calls_there_is_nothing_to_judge() -> None:
@@ -154,11 +157,11 @@ def test_without_calls_there_is_nothing_to_judge() -> None:
     assert tool_score([], TOOLS, [{"name": "look"}]).value == 0.0
 
 
-def test_true_is_not_one() -> None:
+def test_argument_true_does_not_equal_1() -> None:
     assert tool_score(talk(call("look", at=True)), TOOLS, [{"name": "look", "arguments": {"at": 1}}]).arguments == 0.0
 
 
-def test_parts_that_cannot_tell_take_no_share() -> None:
+def test_composite_ignores_parts_without_a_value() -> None:
     assert composite({"a": 1.0, "b": None, "c": 0.0}) == 0.5
     assert composite({"a": 1.0, "b": 0.5}, {"a": 3.0}) == 0.875
     assert composite({"a": 1.0, "b": 0.5}, {"a": 3.0}, combine="sum") == 3.5
@@ -206,7 +209,7 @@ RIGHT = "The order was shipped on Monday from Rotterdam and arrives on Friday."
 
 
 def keywords(answer: str) -> float:
-    """A reward that pays for what it looks for, wherever it stands."""
+    """Return a reward for expected words anywhere in the answer."""
     return sum(word in answer for word in ("Monday", "Tuesday", "Rotterdam", "Friday")) / 4
 
 
@@ -218,11 +221,11 @@ def test_an_answer_that_lists_everything_is_stopped_by_its_length() -> None:
 
 
 def counted(answer: str) -> float:
-    """A reward that pays for each mention."""
+    """Return a reward for each mention of a phrase."""
     return min(1.0, answer.count("Rotterdam") / 10)
 
 
-def test_the_paid_phrase_over_and_over_is_stopped_as_repetition() -> None:
+def test_repeated_phrase_is_detected_as_repetition() -> None:
     repeated = "It is in Rotterdam now. " * 40
     assert counted(repeated) > counted(RIGHT)
     assert guarded(counted(repeated), repetitive(repeated)) < counted(RIGHT)
@@ -235,7 +238,7 @@ def test_repetition_is_a_share(words: list[str]) -> None:
 
 
 def flattered(answer: str) -> float:
-    """A judge that does what the text tells it."""
+    """Return the score of a judge that follows instructions in the answer."""
     return 1.0 if "full marks" in answer.lower() or "score: 10" in answer.lower() else 0.6
 
 
@@ -268,27 +271,27 @@ def test_an_honest_answer_is_no_plea(honest: str) -> None:
 
 
 def worked(messages: list[Message]) -> float:
-    """A reward that pays for each call that was answered."""
+    """Return a reward for each answered call."""
     return min(1.0, sum(message.role == "tool" for message in messages) / 10)
 
 
-def test_calls_that_nobody_needs_are_stopped_as_spam() -> None:
+def test_needless_calls_are_detected_as_spam() -> None:
     needed = talk(call("look", 0, at=1), call("send", 1, to="ada"), answers=("found", "sent"))
     spam = talk(*(call("look", n, at=1) for n in range(12)), answers=("found",) * 12)
     assert worked(spam) > worked(needed)
     assert guarded(worked(spam), tool_spam(spam)) < worked(needed)
     assert tool_spam(needed) == 0.0
-    many = talk(*(call("look", n, at=n) for n in range(60)), answers=("found",) * 60)
-    assert guarded(worked(many), tool_spam(many)) == 0.0, "different calls, but sixty of them"
+    messages = talk(*(call("look", n, at=n) for n in range(60)), answers=("found",) * 60)
+    assert guarded(worked(messages), tool_spam(messages)) == 0.0, "different calls, but sixty of them"
 
 
 def test_arguments_in_another_order_are_the_same_call() -> None:
-    one = ToolCall(id="a", function=FunctionCall(name="look", arguments='{"a": 1, "b": 2}'))
+    call_in_order = ToolCall(id="a", function=FunctionCall(name="look", arguments='{"a": 1, "b": 2}'))
     other = ToolCall(id="b", function=FunctionCall(name="look", arguments='{"b":2,"a":1}'))
-    assert tool_spam(talk(one, other, one, other)) > 0
+    assert tool_spam(talk(call_in_order, other, call_in_order, other)) > 0
 
 
-def test_a_guard_never_pays() -> None:
+def test_guard_never_raises_a_reward() -> None:
     assert guarded(0.5) == 0.5
     assert guarded(0.5, -3.0) == 0.5
     assert guarded(-0.5, 1.0) == -0.5, "nor does it make a bad run better"
@@ -297,6 +300,6 @@ def test_a_guard_never_pays() -> None:
 
 
 def test_no_function_has_the_name_of_its_module() -> None:
-    """Else the name means the one or the other, by what was imported first."""
+    """Otherwise the meaning of the name would depend on the import order."""
     folder = Path(rewards.__file__).parent
     assert {path.stem for path in folder.glob("*.py")}.isdisjoint(rewards.__all__)

@@ -1,4 +1,4 @@
-"""What a reward function says, as an event: a score only where there is one (P6)."""
+"""Reward events of reward functions: a score only if the function returned one (P6)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.account_events import trajectory
 RUN = trajectory("T", ("a",))
 
 
-async def said(function: Callable[[Trajectory], Any], timeout_s: float = 10.0) -> Reward:
+async def verdict_of(function: Callable[[Trajectory], Any], timeout_s: float = 10.0) -> Reward:
     return await verdict(function, RUN, "mine", timeout_s)
 
 
@@ -37,10 +37,10 @@ async def said(function: Callable[[Trajectory], Any], timeout_s: float = 10.0) -
         ({"tone": "high"}, "failed", None, {}),
     ],
 )
-async def test_what_is_returned(
+async def test_verdict_has_the_value_of_the_function(
     returned: object, outcome: str, value: float | None, criteria: dict[str, float]
 ) -> None:
-    reward = await said(lambda _: returned)
+    reward = await verdict_of(lambda _: returned)
     assert (reward.outcome, reward.value, reward.criteria) == (outcome, value, criteria)
 
 
@@ -52,33 +52,33 @@ async def test_async_functions_are_awaited_and_errors_are_no_scores() -> None:
     def wrong(_run: Trajectory) -> float:
         raise TimeoutError("my own")
 
-    assert (await said(later)).value == 1.0
-    reward = await said(wrong)
+    assert (await verdict_of(later)).value == 1.0
+    reward = await verdict_of(wrong)
     assert (reward.outcome, reward.reason) == ("failed", "TimeoutError: my own")
 
 
-async def test_what_takes_too_long_is_timed_out_whether_it_can_be_stopped_or_not() -> None:
+async def test_slow_function_times_out_whether_it_can_be_cancelled_or_not() -> None:
     never = threading.Event()
 
     async def forever(_run: Trajectory) -> float:
         await asyncio.Event().wait()
         return 1.0
 
-    assert (await said(forever, 0.05)).outcome == "timed_out"
-    assert (await said(lambda _: never.wait(), 0.05)).outcome == "timed_out"
+    assert (await verdict_of(forever, 0.05)).outcome == "timed_out"
+    assert (await verdict_of(lambda _: never.wait(), 0.05)).outcome == "timed_out"
     never.set()
 
 
 async def test_the_same_verdict_has_the_same_id_and_the_sessions_key() -> None:
-    first, second = await said(lambda _: 1.0), await said(lambda _: 1.0)
+    first, second = await verdict_of(lambda _: 1.0), await verdict_of(lambda _: 1.0)
     assert first.event_id == second.event_id
     assert (first.key, first.trajectory_id, first.source) == (RUN.key, "T", "mine")
 
 
-async def test_what_turns_are_worth_follows_the_reward_of_the_run() -> None:
+async def test_rewards_of_turns_follow_the_reward_of_the_run() -> None:
     (turn,) = RUN.branches[0].turn_ids
     result = RewardResult(value=1.0, turns={turn: 0.25, "unknown": 1.0}, reason="because")
-    whole, of_turn = await verdicts(lambda _run: result, RUN, "mine", 10.0)
-    assert (whole.turn_id, whole.value, whole.reason) == (None, 1.0, "because")
+    run_reward, of_turn = await verdicts(lambda _run: result, RUN, "mine", 10.0)
+    assert (run_reward.turn_id, run_reward.value, run_reward.reason) == (None, 1.0, "because")
     assert (of_turn.turn_id, of_turn.value, of_turn.outcome, of_turn.reason) == (turn, 0.25, "scored", None)
-    assert whole.event_id != of_turn.event_id
+    assert run_reward.event_id != of_turn.event_id

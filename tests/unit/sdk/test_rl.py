@@ -1,4 +1,4 @@
-"""The article's names without services: what is sent, what is withheld, what is refused."""
+"""The article's interface without services: feedback that is sent or withheld, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.rl.serving import share_of
 from headrace.scenarios.tool_use import first_answer
 from headrace.stack.offline import train_rows
 from tests.parity.oracles import the_record
-from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+from tests.unit.sdk.adapter_rig import VERSION, RecordingGatewayStack
 
 
 @pytest.fixture
@@ -34,30 +34,32 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Any:
         return the_record(), "Ada sent it."
 
     monkeypatch.setattr(collecting, "_record_run", record_run)
-    with NotingStack() as entered:
+    with RecordingGatewayStack() as entered:
         yield entered
 
 
-def test_the_total_is_a_plain_sum_and_is_sent_once(stack: NotingStack) -> None:
+def test_the_total_is_a_plain_sum_and_is_sent_once(stack: RecordingGatewayStack) -> None:
     rewards = {"task_completion": 0.8, "efficiency": 0.6}
-    found = DataCollector(reward_function=lambda _: rewards).collect(object(), "Who?", {"rating": 4, "comment": "good"})
-    assert found["total_reward"] == pytest.approx(2.2)
-    collecting.send_reward(stack, found)
+    record = DataCollector(reward_function=lambda _: rewards).collect(
+        object(), "Who?", {"rating": 4, "comment": "good"}
+    )
+    assert record["total_reward"] == pytest.approx(2.2)
+    collecting.send_reward(stack, record)
     (_, first), (_, second) = stack.gateway.posted
     assert first["feedback_id"] == second["feedback_id"], "the same total counts once"
     assert (first["value"], first["comment"]) == (pytest.approx(2.2), "good")
     assert first["context"] == {"parts": {**rewards, "user_satisfaction": 0.8}}
 
 
-def test_without_a_reward_nothing_is_sent(stack: NotingStack) -> None:
-    found = run_and_collect(object(), "Who?")
-    assert found["total_reward"] is None
+def test_without_a_reward_nothing_is_sent(stack: RecordingGatewayStack) -> None:
+    record = run_and_collect(object(), "Who?")
+    assert record["total_reward"] is None
     run_and_collect(object(), "Who?", reward_function=lambda _: None)
     run_and_collect(object(), "Who?", reward_function=lambda _: 1.0, purpose="eval")
     assert stack.gateway.posted == []
 
 
-def test_a_reward_that_fails_is_raised_and_nothing_is_sent(stack: NotingStack) -> None:
+def test_a_reward_that_fails_is_raised_and_nothing_is_sent(stack: RecordingGatewayStack) -> None:
     def fails(_record: Any) -> float:
         raise RuntimeError("the judge was not reached")
 
@@ -80,26 +82,30 @@ def test_settings_of_a_framework_are_the_trainers() -> None:
     }
 
 
-def test_a_running_trainer_that_is_set_otherwise_is_refused(stack: NotingStack) -> None:
+def test_a_running_trainer_that_is_set_otherwise_is_refused(stack: RecordingGatewayStack) -> None:
     with pytest.raises(UsageError, match=r"trainer\.algorithm = 'ppo': no such setting"):
         OnlineTrainer(SimpleNamespace(), TrinityRFT("ppo"))
 
 
 class AsyncAgent:
-    """What it is asked, it says."""
+    """Agent that returns its input."""
 
     async def run(self, text: str) -> str:
         return text
 
 
 async def test_an_agent_that_awaits_still_does_after_its_first_run(
-    stack: NotingStack, monkeypatch: pytest.MonkeyPatch
+    stack: RecordingGatewayStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "collect_run", lambda _agent, text, **_: (the_record(), f"collected: {text}"))
     monkeypatch.setattr(stack, "is_private", True)
     agent = AsyncAgent()
     config = {"train_interval": 4, "settings": {"trainer.compute.device": "cpu"}}
-    stack.told |= {"trainer.algorithm": "ppo", "trainer.batch_experiences_min": 4, "trainer.steps_per_version": 100}
+    stack.settings_table |= {
+        "trainer.algorithm": "ppo",
+        "trainer.batch_experiences_min": 4,
+        "trainer.steps_per_version": 100,
+    }
     runtime = RLRuntime(agent, config).start()
     for text in ("one", "two"):
         assert await agent.run(text) == f"collected: {text}"
@@ -107,9 +113,11 @@ async def test_an_agent_that_awaits_still_does_after_its_first_run(
     assert await agent.run("three") == "three"
 
 
-def test_runs_of_another_lineage_are_named_with_a_remedy(stack: NotingStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_another_lineage_are_named_with_a_remedy(
+    stack: RecordingGatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stack, "is_private", True)
-    stack.told["trainer.algorithm"] = "ppo"
+    stack.settings_table["trainer.algorithm"] = "ppo"
     trainer = OnlineTrainer(AsyncAgent(), TrinityRFT("ppo"))
     trainer.buffer.append({"conversation_id": "s"})
     fates = ["foreign_version"]
@@ -138,39 +146,41 @@ def test_a_share_is_at_most_a_half(ratio: float) -> None:
 
 
 class Registry:
-    """Notes what it is asked."""
+    """Registry that records requests."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         def ask(*words: Any, **_: Any) -> Any:
-            self.asked.append(" ".join([name, *map(str, words)]))
+            self.requests.append(" ".join([name, *map(str, words)]))
             return SimpleNamespace(champion=VERSION)
 
         return ask
 
 
-def test_a_candidate_that_failed_is_withdrawn_and_a_champion_gives_way(stack: NotingStack) -> None:
+def test_a_candidate_that_failed_is_withdrawn_and_a_champion_gives_way(stack: RecordingGatewayStack) -> None:
     registry = Registry()
     stack.__dict__["registry"] = registry
     updater = HotUpdater(object(), {"strategy": "canary", "canary_ratio": 0.1, "check_after_updates": 5})
-    assert registry.asked == ["pause tiny"]
+    assert registry.requests == ["pause tiny"]
     assert updater._updater.canary_ratio == "1/10"
     assert updater._updater.check_after_updates == 5
     updater.tested = "tiny@ffffffffffffffff"
     updater.rollback()
-    assert registry.asked[-1] == "withdraw tiny tiny@ffffffffffffffff"
+    assert registry.requests[-1] == "withdraw tiny tiny@ffffffffffffffff"
     updater.tested = VERSION
     updater.rollback()
-    assert registry.asked[-1] == "roll_back tiny"
+    assert registry.requests[-1] == "roll_back tiny"
     updater.close()
-    assert registry.asked[-1] == "resume tiny"
+    assert registry.requests[-1] == "resume tiny"
     with pytest.raises(UsageError, match=r"update_config\.surprise: has no effect here"):
         HotUpdater(object(), {"surprise": 1})
 
 
-def test_versions_lie_where_the_stack_has_them(stack: NotingStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_dir_of_another_folder_is_refused(
+    stack: RecordingGatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack.__dict__["registry"] = Registry()
     with pytest.raises(UsageError, match="this stack keeps its versions in"):
         ModelManager("./checkpoints")
@@ -178,14 +188,14 @@ def test_versions_lie_where_the_stack_has_them(stack: NotingStack, monkeypatch: 
     ModelManager("./checkpoints")
 
 
-def test_an_offline_job_needs_the_data(stack: NotingStack) -> None:
+def test_offline_job_needs_the_data_directory(stack: RecordingGatewayStack) -> None:
     with pytest.raises(UsageError, match="data_dir: an offline job needs it"):
         train_rows(stack, "dpo", [])
 
 
 def test_a_pair_ends_with_the_first_answer() -> None:
     record = the_record()
-    assert [one["role"] for one in first_answer(record)] == ["user", "assistant"]
+    assert [message["role"] for message in first_answer(record)] == ["user", "assistant"]
     record["messages"][1]["content"] = ""
     (call,) = first_answer(record)[-1]["tool_calls"]
     assert call["function"] == {"name": "search", "arguments": {"query": "invoice"}}

@@ -1,4 +1,4 @@
-"""The thin clients of rollouts, against a registry that answers what a real one would."""
+"""Clients of rollouts, against a registry that answers as the real one."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def rollout(phase: str, *, good: bool = False) -> RolloutState:
     return RolloutState.model_validate(fields)
 
 
-class Desk:
-    """A registry of one model; `ended` is what its rollout comes to."""
+class FakeRegistry:
+    """Registry of one model; `ended` is the final state of its rollout."""
 
     def __init__(self, ended: RolloutState, state: str = "registered") -> None:
         self.ended = ended
         self.state = state
-        self.asked: list[tuple[str, dict[str, object]]] = []
+        self.requests: list[tuple[str, dict[str, object]]] = []
         self.begun = False
         self.gets_there = True
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path
         if request.method == "POST":
-            self.asked.append((path, json.loads(request.content or b"{}")))
+            self.requests.append((path, json.loads(request.content or b"{}")))
             self.begun = self.begun or (self.gets_there and path.endswith("/rollouts"))
         if path == "/v1/rollouts":
-            found = (self.ended,) if self.begun else ()
-            return httpx2.Response(200, content=RolloutList(data=found).model_dump_json())
+            rollouts = (self.ended,) if self.begun else ()
+            return httpx2.Response(200, content=RolloutList(data=rollouts).model_dump_json())
         if path.startswith("/v1/rollouts/"):
             return httpx2.Response(200, content=self.ended.model_dump_json())
         if path.endswith("/versions"):
@@ -77,52 +77,54 @@ class Desk:
 
 
 @pytest.fixture
-def registry() -> Iterator[Callable[[Desk], ModelRegistry]]:
+def registry() -> Iterator[Callable[[FakeRegistry], ModelRegistry]]:
     opened: list[ModelRegistry] = []
 
-    def open_at(desk: Desk) -> ModelRegistry:
+    def open_at(desk: FakeRegistry) -> ModelRegistry:
         opened.append(ModelRegistry("http://registry", transport=httpx2.MockTransport(desk)))
         return opened[-1]
 
     yield open_at
-    for one in opened:
-        one.close()
+    for client in opened:
+        client.close()
 
 
-Open = Callable[[Desk], ModelRegistry]
+Open = Callable[[FakeRegistry], ModelRegistry]
 
 
 def test_a_canary_that_was_good_enough_serves_everybody(registry: Open) -> None:
-    desk = Desk(rollout("hold", good=True))
+    desk = FakeRegistry(rollout("hold", good=True))
     updater = HotUpdater("m", registry(desk), canary_ratio="1/20")
     assert updater.has_new_model()
     assert updater.test_canary()
     updater.rollout_update()
-    assert [path for path, _ in desk.asked] == ["/v1/models/m/rollouts", "/v1/models/m/promote"]
-    assert desk.asked[0][1] == {"version": NEW, "kind": "ab", "share": "1/20", "reason": ""}
-    assert desk.asked[1][1] == {"version": NEW, "force": True}
+    assert [path for path, _ in desk.requests] == ["/v1/models/m/rollouts", "/v1/models/m/promote"]
+    assert desk.requests[0][1] == {"version": NEW, "kind": "ab", "share": "1/20", "reason": ""}
+    assert desk.requests[1][1] == {"version": NEW, "force": True}
 
 
-def test_a_canary_that_was_not_is_no_update(registry: Open) -> None:
-    updater = HotUpdater("m", registry(Desk(rollout("rolled_back"))))
+def test_failed_canary_cannot_be_rolled_out(registry: Open) -> None:
+    updater = HotUpdater("m", registry(FakeRegistry(rollout("rolled_back"))))
     assert not updater.test_canary()
     with pytest.raises(UsageError, match="no canary of m has passed"):
         updater.rollout_update()
 
 
-def test_a_rolling_update_goes_by_the_gate_alone(registry: Open) -> None:
-    desk = Desk(rollout("hold"))
+def test_rolling_update_begins_a_rolling_rollout(registry: Open) -> None:
+    desk = FakeRegistry(rollout("hold"))
     HotUpdater("m", registry(desk)).rollout_update(rolling=True)
-    assert desk.asked == [("/v1/models/m/rollouts", {"version": NEW, "kind": "rolling", "share": None, "reason": ""})]
+    assert desk.requests == [
+        ("/v1/models/m/rollouts", {"version": NEW, "kind": "rolling", "share": None, "reason": ""})
+    ]
 
 
-def test_so_many_updates_are_worth_a_look(registry: Open) -> None:
-    assert not HotUpdater("m", registry(Desk(rollout("hold"))), check_after_updates=2).has_new_model()
-    assert not HotUpdater("m", registry(Desk(rollout("hold"), "rejected"))).has_new_model()
+def test_has_new_model_waits_for_check_after_updates(registry: Open) -> None:
+    assert not HotUpdater("m", registry(FakeRegistry(rollout("hold"))), check_after_updates=2).has_new_model()
+    assert not HotUpdater("m", registry(FakeRegistry(rollout("hold"), "rejected"))).has_new_model()
 
 
-def test_a_version_that_never_gets_to_traffic_says_why(registry: Open) -> None:
-    desk = Desk(rollout("hold"), "rejected")
+def test_version_without_traffic_raises_the_reason(registry: Open) -> None:
+    desk = FakeRegistry(rollout("hold"), "rejected")
     desk.gets_there = False
     with pytest.raises(UsageError, match="rejected"):
         HotUpdater("m", registry(desk)).test_canary(NEW)
@@ -132,12 +134,12 @@ def test_a_version_that_never_gets_to_traffic_says_why(registry: Open) -> None:
     ("phase", "good", "winner"), [("hold", True, NEW), ("hold", False, None), ("rolled_back", False, OLD)]
 )
 def test_an_ab_test_names_its_winner(registry: Open, phase: str, good: bool, winner: str | None) -> None:
-    found = ABTestFramework("m", registry(Desk(rollout(phase, good=good)))).run(NEW, share="1/2")
-    assert found.winner == winner
-    assert found.metrics == {"accuracy": (0.2, 0.1, 0.3)}
+    result = ABTestFramework("m", registry(FakeRegistry(rollout(phase, good=good)))).run(NEW, share="1/2")
+    assert result.winner == winner
+    assert result.metrics == {"accuracy": (0.2, 0.1, 0.3)}
 
 
 def test_traffic_is_switched_past_the_gate(registry: Open) -> None:
-    desk = Desk(rollout("hold"))
+    desk = FakeRegistry(rollout("hold"))
     ABTestFramework("m", registry(desk)).switch_traffic(NEW)
-    assert desk.asked == [("/v1/models/m/promote", {"version": NEW, "force": True})]
+    assert desk.requests == [("/v1/models/m/promote", {"version": NEW, "force": True})]

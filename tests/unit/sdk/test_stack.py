@@ -1,4 +1,4 @@
-"""What a stack is asked to be, and what it is."""
+"""Stacks: settings that are compared with a running Headrace, and its state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from headrace.errors import UsageError
 from headrace.stack import Addresses, Stack, attach, current, stack_for
 from headrace.stack.connection import flat, model_name, support
-from tests.unit.sdk.adapter_rig import NotingStack
+from tests.unit.sdk.adapter_rig import RecordingGatewayStack
 
-TOLD = {
+TRAINER_SETTINGS = {
     "trainer.base": "/models/Qwen3-0.6B",
     "trainer.model": "Qwen3-0.6B",
     "trainer.group_size": 8,
@@ -21,24 +21,24 @@ TOLD = {
 }
 
 
-def stack() -> NotingStack:
-    return NotingStack(settings=TOLD)
+def stack() -> RecordingGatewayStack:
+    return RecordingGatewayStack(settings=TRAINER_SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"trainer.group_size": 4}, r"trainer.group_size = 4: the running trainer has 8"),
         ({"trainer.groups": 4}, r"trainer.groups = 4: no such setting"),
         ({"gateway.port": 1}, r"only settings of the trainer can be compared"),
     ],
 )
-def test_a_setting_that_differs_is_refused_by_name(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_setting_that_differs_is_refused_by_name(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         stack().check(None, None, settings)
 
 
-def test_what_is_so_passes() -> None:
+def test_check_accepts_the_settings_of_the_trainer() -> None:
     stack().check("/models/Qwen3-0.6B", "Qwen3-0.6B", {"trainer.group_size": 8, "trainer.lora.targets": ("q_proj",)})
     stack().check("Qwen/Qwen3-0.6B", None, {})  # named as the model is
     for base, model in (("/models/other", None), (None, "other")):
@@ -51,8 +51,8 @@ def test_the_entered_stack_is_used_and_checked() -> None:
         current()
     with stack() as entered:
         assert current() is entered
-        with stack_for(None, {"trainer.group_size": 8}) as found:
-            assert found is entered
+        with stack_for(None, {"trainer.group_size": 8}) as used:
+            assert used is entered
         with pytest.raises(UsageError, match=r"trainer\.group_size"), stack_for(None, {"trainer.group_size": 2}):
             pass
         with stack() as inner:
@@ -62,7 +62,7 @@ def test_the_entered_stack_is_used_and_checked() -> None:
         current()
 
 
-def test_a_private_one_wants_a_model_folder(tmp_path: Path) -> None:
+def test_private_stack_needs_a_model_folder(tmp_path: Path) -> None:
     for base in (None, "Qwen/Qwen3-0.6B", tmp_path):
         with pytest.raises(UsageError, match=r"must be a model folder"):
             attach(base=base)
@@ -80,14 +80,14 @@ def test_tables_are_flat_by_dotted_names() -> None:
     assert flat({"a": 1, "b": {"c": 2}}, "t.") == {"t.a": 1, "t.b": {"c": 2}, "t.b.c": 2}
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_missing_package_is_named() -> None:
     with pytest.raises(UsageError, match="pip install headrace-nothing"):
         support("nothing_at_all", "headrace-nothing")
 
 
 def test_a_decision_counts_when_clients_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Registry:
-        """What the registry says."""
+        """Registry with fixed versions."""
 
         champion: str | None = "m@1"
         state, paused, pinned = "promoted", False, None
@@ -99,19 +99,19 @@ def test_a_decision_counts_when_clients_see_it(monkeypatch: pytest.MonkeyPatch) 
             self.id = "m@2"
             return [self]
 
-    found = Stack(Addresses("http://gateway"), "m")
+    used = Stack(Addresses("http://gateway"), "m")
     registry = Registry()
-    found.__dict__["registry"] = registry
+    used.__dict__["registry"] = registry
     serving = ["m@1"]
     monkeypatch.setattr(Stack, "serving", lambda _self, _name=None: serving[0])
-    assert found.decision("m@unknown") is None
+    assert used.decision("m@unknown") is None
     registry.champion = "m@2"
-    assert found.decision("m@2") is None, "promoted, and the gateway does not know it yet"
+    assert used.decision("m@2") is None, "promoted, and the gateway does not know it yet"
     serving[0] = "m@2"
-    assert found.decision("m@2") == "promoted"
+    assert used.decision("m@2") == "promoted"
     registry.state = "rejected"
-    assert found.decision("m@2") == "rejected"
+    assert used.decision("m@2") == "rejected"
     registry.state = "registered"
-    assert found.decision("m@2") is None
+    assert used.decision("m@2") is None
     registry.paused = True
-    assert found.decision("m@2") == "waits"
+    assert used.decision("m@2") == "waits"

@@ -1,4 +1,4 @@
-"""Training copies: which requests are played again, by whom, with which tools; and that users notice nothing of it."""
+"""Training copies: which requests are replayed, by which agents and tools, and without any effect on users."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from headrace.shadow import (
     mark,
     read_only,
 )
-from tests.unit.sdk.adapter_rig import NotingStack
+from tests.unit.sdk.adapter_rig import RecordingGatewayStack
 
 ALL = SamplingRateStrategy(1.0)
 
 
 def answering(copy: TrainingCopy) -> Callable[[str], str]:
-    """A copy that calls its model once."""
+    """Return a copy's agent that calls its model once."""
     client = copy.openai(blocking=True)
 
     def ask(text: str) -> str:
-        found = client.chat.completions.create(model=copy.model, messages=[{"role": "user", "content": text}])
-        return str(found.choices[0].message.content)
+        completion = client.chat.completions.create(model=copy.model, messages=[{"role": "user", "content": text}])
+        return str(completion.choices[0].message.content)
 
     return ask
 
@@ -46,27 +46,31 @@ def by_answer(copy: TrainingCopy) -> float:
 
 
 def played(
-    *requests: str, stack: NotingStack | None = None, make: Any = answering, reward: Any = by_answer, **options: Any
-) -> tuple[NotingStack, TrainingRunner]:
-    """What came of requests of users who were all answered."""
-    stack = stack or NotingStack()
+    *requests: str,
+    stack: RecordingGatewayStack | None = None,
+    make: Any = answering,
+    reward: Any = by_answer,
+    **options: Any,
+) -> tuple[RecordingGatewayStack, TrainingRunner]:
+    """Run requests of users, all of which are answered, and return the runner."""
+    stack = stack or RecordingGatewayStack()
     with TrainingRunner(HeadraceSink(stack), make, reward, **{"selection": ALL, **options}) as runner:
         ask = runner.watched(lambda text: f"served {text}")
-        assert [ask(one) for one in requests] == [f"served {one}" for one in requests]
+        assert [ask(text) for text in requests] == [f"served {text}" for text in requests]
     return stack, runner
 
 
-def feedback(stack: NotingStack) -> list[dict[str, Any]]:
+def feedback(stack: RecordingGatewayStack) -> list[dict[str, Any]]:
     return [body for path, body in stack.gateway.posted if path.endswith("feedback")]
 
 
-def test_each_request_is_played_again_as_often_as_asked_and_its_runs_are_a_group() -> None:
+def test_request_is_replayed_repeat_times_as_one_group() -> None:
     stack, runner = played("one", "two", repeat=4)
-    said = feedback(stack)
-    assert [one["value"] for one in said] == [float(len("it is 4"))] * 8
-    assert all(one["ends_session"] for one in said)
-    assert len({one["session_id"] for one in said}) == 8
-    tasks = [one["task_id"] for one in said]
+    sent = feedback(stack)
+    assert [body["value"] for body in sent] == [float(len("it is 4"))] * 8
+    assert all(body["ends_session"] for body in sent)
+    assert len({body["session_id"] for body in sent}) == 8
+    tasks = [body["task_id"] for body in sent]
     assert sorted(tasks.count(task) for task in set(tasks)) == [4, 4]
     assert (runner.counts.offered, runner.counts.selected, runner.counts.rewarded) == (2, 2, 8)
 
@@ -74,14 +78,14 @@ def test_each_request_is_played_again_as_often_as_asked_and_its_runs_are_a_group
 def test_a_share_is_sampled() -> None:
     draws = iter([0.05, 0.5, 0.0999, 0.1])
     chosen = SamplingRateStrategy(0.1, draw=lambda: next(draws))
-    assert [chosen.should_select(ServedRequest(one)) for one in range(4)] == [True, False, True, False]
+    assert [chosen.should_select(ServedRequest(number)) for number in range(4)] == [True, False, True, False]
     assert not SamplingRateStrategy(0.0).should_select(ServedRequest(""))
     with pytest.raises(ValueError, match=r"rate = 1\.5"):
         SamplingRateStrategy(1.5)
 
 
 def test_only_marked_requests_are_played() -> None:
-    stack = NotingStack()
+    stack = RecordingGatewayStack()
     sink = HeadraceSink(stack)
     with TrainingRunner(sink, answering, by_answer, selection=ExplicitMarkingStrategy("liked")) as runner:
         ask = runner.watched(lambda text: text)
@@ -92,7 +96,7 @@ def test_only_marked_requests_are_played() -> None:
                 ask("marked twice")
         with mark("long"):
             ask("marked otherwise")
-    assert [one["task_id"] for one in feedback(stack)] == ["t-1", "t-1"]
+    assert [body["task_id"] for body in feedback(stack)] == ["t-1", "t-1"]
     assert runner.counts.selected == 2
     assert ExplicitMarkingStrategy().should_select(ServedRequest("", labels=frozenset({"any"})))
     with pytest.raises(ValueError, match="labels: must not be empty"), mark():
@@ -130,21 +134,21 @@ def test_only_tools_marked_read_only_are_called(swallowed: bool) -> None:
         assert tools["search"].__doc__ == "Look it up."
 
         def ask(text: str) -> str:
-            found: str = tools["search"](text)
+            hits: str = tools["search"](text)
             if text == "write":
                 try:
-                    tools["send_mail"](found)
+                    tools["send_mail"](hits)
                 except WriteRefused as error:
                     refused.append(error.tool)
                     if not swallowed:
                         raise
-            return found
+            return hits
 
         return ask
 
     stack, runner = played("read", "write", make=make, reward=lambda copy: float(copy.called == ["search"]))
     assert (sent, refused) == ([], ["send_mail"])
-    assert [one["value"] for one in feedback(stack)] == [1.0]
+    assert [body["value"] for body in feedback(stack)] == [1.0]
     assert (runner.counts.failed, runner.counts.refused) == (1, 1)
     assert runner.last_error is not None
     assert runner.last_error.startswith("WriteRefused: send_mail is not marked as read-only")
@@ -158,7 +162,9 @@ async def test_tools_that_await_and_lists_of_tools() -> None:
     async def write() -> None:
         raise AssertionError("it was called")
 
-    copy = TrainingCopy(HeadraceSink(NotingStack()).run(NotingStack().async_client(), "t", 0), ServedRequest("x"))
+    copy = TrainingCopy(
+        HeadraceSink(RecordingGatewayStack()).run(RecordingGatewayStack().async_client(), "t", 0), ServedRequest("x")
+    )
     looking, writing = copy.tools([look, write])
     assert await looking("x") == "x"
     with pytest.raises(WriteRefused, match="write is not marked as read-only"):
@@ -184,7 +190,7 @@ def fail(*_: Any) -> Any:
     ],
     ids=["maker", "agent", "judge", "no reward", "nan", "bool"],
 )
-def test_what_fails_has_no_reward_and_no_user_hears_of_it(make: Any, reward: Any, counted: str) -> None:
+def test_failed_copy_has_no_reward_and_does_not_affect_users(make: Any, reward: Any, counted: str) -> None:
     stack, runner = played("one", make=make, reward=reward)
     assert feedback(stack) == []
     assert getattr(runner.counts, counted) == 1
@@ -202,7 +208,7 @@ def test_a_run_that_takes_too_long_has_failed() -> None:
     assert runner.counts.failed == 1
 
 
-def test_users_wait_for_nothing_and_what_is_held_is_bounded() -> None:
+def test_users_do_not_wait_and_pending_requests_are_bounded() -> None:
     gate, most, now = threading.Event(), 0, 0
     lock = threading.Lock()
 
@@ -219,7 +225,7 @@ def test_users_wait_for_nothing_and_what_is_held_is_bounded() -> None:
 
         return ask
 
-    stack = NotingStack()
+    stack = RecordingGatewayStack()
     runner = TrainingRunner(HeadraceSink(stack), make, by_answer, selection=ALL, repeat=3, at_once=2, waiting_max=5)
     with runner:
         ask = runner.watched(str.upper)
@@ -234,9 +240,9 @@ def test_users_wait_for_nothing_and_what_is_held_is_bounded() -> None:
     assert runner.counts.selected == 5
 
 
-def test_what_is_still_under_way_at_the_end_is_abandoned() -> None:
+def test_unfinished_requests_are_abandoned_at_the_end() -> None:
     gate = threading.Event()
-    runner = TrainingRunner(HeadraceSink(NotingStack()), lambda _copy: lambda _text: gate.wait(20), by_answer)
+    runner = TrainingRunner(HeadraceSink(RecordingGatewayStack()), lambda _copy: lambda _text: gate.wait(20), by_answer)
     runner.selection = ALL
     runner.start()
     runner.offer("x")
@@ -253,24 +259,27 @@ def test_what_is_still_under_way_at_the_end_is_abandoned() -> None:
         runner.commit()
 
 
-def test_a_failed_commit_does_not_hide_what_went_wrong_first() -> None:
+def test_failed_commit_does_not_hide_the_first_error() -> None:
     class Closed(HeadraceSink):
         async def commit(self, client: Any) -> None:
             raise UsageError("no")
 
-    runner = TrainingRunner(Closed(NotingStack()), answering, by_answer)
+    runner = TrainingRunner(Closed(RecordingGatewayStack()), answering, by_answer)
     with pytest.raises(UsageError, match="no"):
         runner.start().stop()
-    with pytest.raises(RuntimeError, match="first") as found, TrainingRunner(Closed(NotingStack()), fail, fail):
+    with (
+        pytest.raises(RuntimeError, match="first") as caught,
+        TrainingRunner(Closed(RecordingGatewayStack()), fail, fail),
+    ):
         raise RuntimeError("first")
-    assert found.value.__notes__ == ["and the last commit failed: no"]
+    assert caught.value.__notes__ == ["and the last commit failed: no"]
 
 
 async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
     seen: list[Any] = []
 
     class Agent:
-        """Keeps its conversation in what it was given."""
+        """Agent that appends to its input."""
 
         async def run(self, messages: list[str]) -> str:
             messages.append("changed")
@@ -284,7 +293,7 @@ async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
 
         return ask
 
-    with TrainingRunner(HeadraceSink(NotingStack()), make, by_answer, selection=ALL, repeat=2) as runner:
+    with TrainingRunner(HeadraceSink(RecordingGatewayStack()), make, by_answer, selection=ALL, repeat=2) as runner:
         ask = runner.watched(Agent().run)
         assert await ask(["hello"]) == "done"
         assert runner.watched(lambda lock: "fine")(threading.Lock()) == "fine"  # cannot be copied
@@ -293,21 +302,21 @@ async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
 
 
 def numbered() -> Callable[..., Any]:
-    """As much of an OpenAI client as the other door notes: whole answers have ids."""
-    made = iter(range(1000))
+    """Return a replacement of `openai` whose answers have ids, as `TrinitySink` records them."""
+    numbers = iter(range(1000))
 
     def client(*_: Any, **__: Any) -> Any:
         def create(**_: Any) -> Any:
             message = SimpleNamespace(content="four")
-            return SimpleNamespace(id=f"chatcmpl-{next(made)}", choices=[SimpleNamespace(message=message)])
+            return SimpleNamespace(id=f"chatcmpl-{next(numbers)}", choices=[SimpleNamespace(message=message)])
 
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)), close=lambda: None)
 
     return client
 
 
-def test_trinitys_door_says_what_the_java_client_says() -> None:
-    stack = NotingStack()
+def test_trinity_sink_sends_the_requests_of_the_java_client() -> None:
+    stack = RecordingGatewayStack()
     stack.openai = numbered()  # type: ignore[method-assign]
 
     def twice(copy: TrainingCopy) -> Callable[[str], str]:
@@ -326,8 +335,8 @@ def test_trinitys_door_says_what_the_java_client_says() -> None:
     assert commits == [("/commit", {"task_id": None, "run_id": None, "time_threshold": None})]
 
 
-def test_trinitys_door_commits_by_the_clock_and_refuses_what_it_cannot_note() -> None:
-    stack = NotingStack()
+def test_trinity_sink_commits_periodically_and_refuses_streams() -> None:
+    stack = RecordingGatewayStack()
     stack.openai = numbered()  # type: ignore[method-assign]
 
     def streaming(copy: TrainingCopy) -> Callable[[str], Any]:
@@ -348,8 +357,8 @@ def test_trinitys_door_commits_by_the_clock_and_refuses_what_it_cannot_note() ->
     assert (runner.last_error or "").startswith("the agent made no call to the model")
 
 
-def test_answers_of_another_client_can_be_told() -> None:
-    stack = NotingStack()
+def test_trinity_run_records_answers_of_another_client() -> None:
+    stack = RecordingGatewayStack()
     run = TrinitySink(stack).run(stack.async_client(), "t", 0)
     assert isinstance(run, TrinityRun)
     run.note("elsewhere-1")
@@ -357,8 +366,8 @@ def test_answers_of_another_client_can_be_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"repeat": 0}, {"at_once": 0}, {"waiting_max": 0}, {"run_timeout_s": 0.0}])
-def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        TrainingRunner(HeadraceSink(NotingStack()), answering, by_answer, **wrong)
+        TrainingRunner(HeadraceSink(RecordingGatewayStack()), answering, by_answer, **wrong)
     with pytest.raises(UsageError, match="model"):
         HeadraceSink("http://127.0.0.1:8000")

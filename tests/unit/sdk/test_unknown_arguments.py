@@ -39,15 +39,15 @@ MADE_UP = [
 
 
 class Started(Exception):
-    """Stops where the tool would start its services."""
+    """Raised where the tool would start its services."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, object]]:
     settings: list[Mapping[str, object]] = []
 
-    def stack_for(_base: str, wanted: Mapping[str, object]) -> NoReturn:
-        settings.append(dict(wanted))
+    def stack_for(_base: str, stack_settings: Mapping[str, object]) -> NoReturn:
+        settings.append(dict(stack_settings))
         raise Started
 
     monkeypatch.setattr(tool, "stack_for", stack_for)
@@ -57,8 +57,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, object]]:
 def answer(parameters: Mapping[str, Any]) -> dict[str, Any]:
     trainer = RLTrainingTool()
     trainer.register_dataset("sums", ROWS)
-    found: dict[str, Any] = json.loads(trainer.run(parameters))
-    return found
+    result: dict[str, Any] = json.loads(trainer.run(parameters))
+    return result
 
 
 def train(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -96,24 +96,24 @@ def test_every_argument_is_honoured_or_refused_by_name(
         pytest.skip("needed by every call, or an object of its own")
     value = SAMPLES.get(name, 1)
     if action == "train":
-        found = train(tmp_path, **{name: value})
+        result = train(tmp_path, **{name: value})
     else:
         needed: dict[str, Any] = {"action": action, "dataset": "sums", "model_path": "base"}
         needed = {key: needed[key] for key in ("action", *BY_ACTION[action]) if key in needed}
-        found = answer({**needed, name: value})
+        result = answer({**needed, name: value})
     if (action, name) == ("evaluate", "use_lora"):
-        assert found["message"].startswith("use_lora = True: base contains a whole model")
+        assert result["message"].startswith("use_lora = True: base contains a whole model")
         return
     if name == "split" and name in BY_ACTION[action]:
-        assert found["message"].startswith("split = 'train': the data set 'sums' is registered")
+        assert result["message"].startswith("split = 'train': the data set 'sums' is registered")
         return
     if name in BY_ACTION[action]:
-        assert started or found["status"] == "success", found
+        assert started or result["status"] == "success", result
         return
-    assert found["status"] == "error"
-    assert name[:20].isprintable() is False or found["message"].startswith(name[:20])
-    assert found["message"].isprintable()
-    assert len(found["message"]) < 1_000
+    assert result["status"] == "error"
+    assert name[:20].isprintable() is False or result["message"].startswith(name[:20])
+    assert result["message"].isprintable()
+    assert len(result["message"]) < 1_000
     assert not started
 
 
@@ -139,12 +139,12 @@ def test_every_argument_is_honoured_or_refused_by_name(
         ({"custom_dataset": ROWS, "split": "train"}, "split: custom_dataset"),
     ],
 )
-def test_arguments_that_mean_nothing_together_are_refused(
+def test_contradicting_arguments_are_refused(
     tmp_path: Path, started: list[Mapping[str, object]], parameters: dict[str, Any], words: str
 ) -> None:
-    found = train(tmp_path, **parameters)
-    assert found["status"] == "error"
-    assert words in found["message"]
+    result = train(tmp_path, **parameters)
+    assert result["status"] == "error"
+    assert words in result["message"]
     assert not started
 
 
