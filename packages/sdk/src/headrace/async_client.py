@@ -73,8 +73,7 @@ class AsyncClient:
     async def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
         """Send feedback about a session, a task or single responses, and return its id.
 
-        Feedback may be sent at any time and may be revised. `FeedbackId` describes what the gateway reports about its
-        effect on training.
+        Feedback may be sent at any time and may be revised. `FeedbackId` describes the reported effect on training.
         """
         body = feedback_body(options)
         return FeedbackId.of(body, await self._post("/v1/feedback", body))

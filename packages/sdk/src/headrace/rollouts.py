@@ -87,6 +87,9 @@ class Rollouts:
             "raise timeout_s or look at `headrace rollouts`"
         )
 
+    of, tried = newest_of, try_version
+    """Earlier names of these methods."""
+
     def _end(self, rollout: str, action: str, reason: str) -> RolloutState:
         return self.registry.ask("POST", f"/v1/rollouts/{rollout}/{action}", RolloutState, RolloutChange(reason=reason))
 

@@ -71,6 +71,11 @@ class Entry:
         first = sequence_of(self.headers)
         return self.offset if first is None else first
 
+    @property
+    def place(self) -> int:
+        """Earlier name of `sequence`."""
+        return self.sequence
+
 
 @dataclass(slots=True)
 class Progress:

@@ -35,7 +35,7 @@ def serve_gate(
         audit: tasks that only measure, by name.
         play: plays one task with the agent.
         score: returns a score from 0 to 1 for the result of a play. In contrast to training, a failed play scores 0
-            here, because a version whose agent fails is worse.
+            here, because failures make a version worse.
         base_url: address of the gateway.
         lines: input stream; standard input by default.
         out: output stream; standard output by default.

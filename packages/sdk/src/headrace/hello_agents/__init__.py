@@ -1,6 +1,6 @@
 """HelloAgents' training tool on Headrace: `from headrace.hello_agents import RLTrainingTool`.
 
-The interface is that of hello-agents 0.2.5, whose code is not used. Models are folders on this machine.
+The interface is that of hello-agents 0.2.5; its code is not used. Models are folders on this machine.
 """
 
 from __future__ import annotations

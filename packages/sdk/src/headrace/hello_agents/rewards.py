@@ -18,8 +18,7 @@ _TOLERANCE = 1e-4
 
 
 def accuracy(completions: Sequence[str], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion whose last number equals that of the truth, or whose text equals the truth; else
-    0."""
+    """Return 1 for each completion with the last number or the text of the truth, else 0."""
     return [
         float(same(completion, truth))
         for completion, truth in zip(completions, kwargs.get("ground_truth", ()), strict=True)

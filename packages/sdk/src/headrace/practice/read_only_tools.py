@@ -28,7 +28,7 @@ class WriteRefused(HeadraceError):
 
 
 def read_only(tool: T) -> T:
-    """Mark a tool as read-only and return it. The caller guarantees that a repeated call changes nothing."""
+    """Mark a tool as read-only and return it. The caller guarantees that repeated calls have no side effects."""
     setattr(tool, _READ_ONLY, True)
     return tool
 

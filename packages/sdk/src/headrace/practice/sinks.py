@@ -48,7 +48,7 @@ class HeadraceSink:
         return _run_of(HeadraceRun, self.stack, client, task_id)
 
     async def commit(self, client: AsyncClient) -> None:
-        """Do nothing, because feedback that ends a session also commits it."""
+        """Return without action, because feedback that ends a session also commits it."""
 
 
 class TrinitySink:

@@ -64,6 +64,16 @@ class Exchange:
     """Messages between this answer and the next answer."""
 
     @property
+    def asked(self) -> str:
+        """Earlier name of `question`, for installed signals."""
+        return self.question
+
+    @property
+    def followed(self) -> tuple[Message, ...]:
+        """Earlier name of `following`, for installed signals."""
+        return self.following
+
+    @property
     def reply(self) -> str | None:
         """The next message of the user, or None."""
         return next((message.text for message in self.following if message.role == "user"), None)

@@ -20,13 +20,13 @@ class ToolScore:
     """Shares from 0 to 1. A share is None if it does not apply to the run."""
 
     tool: float | None
-    """Share of the expected calls whose tool was called."""
+    """Share of the expected calls with a call of their tool."""
     arguments: float | None
     """Share of the expected calls that were made with the expected arguments."""
     success: float | None
-    """Share of the answered calls whose answer is no error."""
+    """Share of the answered calls without an error."""
     invalid: float | None
-    """Share of the actual calls that name no offered tool or whose arguments are not a JSON object."""
+    """Share of the actual calls with an unknown tool, or with arguments that are not a JSON object."""
     calls: int
     """Number of actual calls."""
 

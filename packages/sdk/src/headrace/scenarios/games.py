@@ -37,9 +37,9 @@ class GamePlayer:
 class MultiAgentGame:
     """Game of hidden roles with a simple moderator.
 
-    At night the wolves choose a victim. By day each player speaks and then votes, and the player with the most votes is
-    eliminated. The wolves win when they are as many as the others, and the others win when there is no wolf. For other
-    rules, override `play`: it sets `alive` and `events` of the players and returns the winning role.
+    At night the wolves choose a victim. By day each player makes a statement and then votes, and the player with the
+    most votes is eliminated. The wolves win when they are as many as the others, and the others win when there is no
+    wolf. For other rules, override `play`: it sets `alive` and `events` of the players and returns the winning role.
 
     Args:
         roles: number of players by role, for example {"werewolf": 2, "villager": 4}.
@@ -87,7 +87,7 @@ class MultiAgentGame:
         return "villager", _ROUNDS_MAX
 
     def _vote(self, players: Sequence[GamePlayer], discussion: str, purpose: Purpose) -> None:
-        """Collect the votes and eliminate a player. An unknown name is no vote, and nobody is eliminated in a tie."""
+        """Collect the votes and eliminate a player. An unknown name is no vote, and a tie eliminates no player."""
         votes: list[tuple[GamePlayer, GamePlayer]] = []
         for voter in living_players(players):
             candidates = [player for player in living_players(players) if player is not voter]

@@ -59,7 +59,7 @@ class ToolUseTrainer:
     def parts(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return the reward of a record by part.
 
-        Only the first call counts, because it shows whether the model knew what to do. A record without a call has
+        Only the first call counts, because it shows whether the model knew the right tool. A record without a call has
         reward 0.
         """
         expected_call = record.get("expected") or (self._expected(record) if self._expected else None)

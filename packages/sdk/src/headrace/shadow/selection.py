@@ -15,8 +15,8 @@ from headrace.practice.copies import ServedRequest
 class SelectionStrategy(Protocol):
     """Strategy that selects requests for training copies.
 
-    One thread calls it once for each request, after the user got the answer. An exception selects nothing. A slow
-    decision delays other training copies, but never a user.
+    One thread calls it once for each request, after the user got the answer. A request is not selected if an exception
+    is raised. A slow decision delays other training copies, but never a user.
     """
 
     def should_select(self, request: ServedRequest) -> bool: ...

@@ -155,7 +155,7 @@ class Stack:
     def decision(self, version: str) -> str | None:
         """Return the registry's decision about a version once the gateway applies it, or None before.
 
-        The result is `waits` if the model is paused or pinned, because the registry then decides nothing.
+        The result is `waits` if the model is paused or pinned, because the registry then makes no decision.
         """
         model = self.registry.model(self.model)
         versions = self.registry.versions(self.model, limit=200)
@@ -233,14 +233,14 @@ class Stack:
 
 
 def support(name: str, distribution: str) -> Any:
-    """Return what an installed distribution announces as `name` in the entry-point group `headrace.support`.
+    """Return the object that an installed distribution registers as `name` in the entry-point group `headrace.support`.
 
     Args:
         name: name of the entry point, for example `private_stack`.
-        distribution: the distribution of ours that announces it.
+        distribution: the distribution that registers it.
 
     Raises:
-        UsageError: no installed distribution announces `name`; the message says which one to install.
+        UsageError: no installed distribution registers `name`; the message names the distribution to install.
     """
     for point in entry_points(group=_SUPPORT, name=name):
         return point.load()

@@ -30,7 +30,7 @@ class EID:
 class TrinityExperience:
     """One call of the model.
 
-    Every call of a run has the same reward. Setting any other attribute is an error, because nothing would read it.
+    Every call of a run has the same reward. Setting any other attribute is an error, because it would be ignored.
 
     Attributes:
         tokens: tokens of prompt and answer.

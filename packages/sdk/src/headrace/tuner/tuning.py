@@ -166,7 +166,7 @@ def _check(model: Any, algorithm: Any, held_out: Any) -> None:
 
 
 class _TrinityFile:
-    """Configuration of the tuner from a Trinity YAML file. `check` refuses the keys that nothing reads."""
+    """Configuration of the tuner from a Trinity YAML file. `check` refuses unused keys."""
 
     def __init__(self, path: Path) -> None:
         conversion = support("trinity_yaml", "headrace-cli")
