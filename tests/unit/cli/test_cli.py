@@ -1,4 +1,4 @@
-"""The command line: help that is quick and has examples, completion, errors in one line, what each command shows."""
+"""The command line: quick help with examples, completion, errors in one line, the output of each command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS = [
 
 
 def headrace(*arguments: str, data_dir: Path | None = None) -> tuple[int, str]:
-    """Exit status and what was printed, both streams."""
+    """Return the exit status and the output of both streams."""
     environ = {"HEADRACE_DATA_DIR": str(data_dir) if data_dir else None, "COLUMNS": "200"}
     result = CliRunner().invoke(app, list(arguments), env=environ)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -82,8 +82,8 @@ except SystemExit:
 
 
 def test_help_is_quick_because_it_imports_little() -> None:
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
-    modules, heavy = done.stdout.splitlines()[-2:]
+    process = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    modules, heavy = process.stdout.splitlines()[-2:]
     assert heavy == "HEAVY []"
     assert int(modules.removeprefix("MODULES ")) < 500, "it takes 400 now, most of them the terminal's"
 
@@ -97,11 +97,11 @@ def test_every_command_has_examples(command: list[str]) -> None:
 
 
 def test_no_command_is_untested() -> None:
-    found: set[tuple[str, ...]] = {(_name(one),) for one in app.registered_commands}
+    registered: set[tuple[str, ...]] = {(_name(info),) for info in app.registered_commands}
     for group in app.registered_groups:
         assert group.typer_instance is not None
-        found |= {(str(group.name), _name(one)) for one in group.typer_instance.registered_commands}
-    assert found == {tuple(command) for command in COMMANDS}
+        registered |= {(str(group.name), _name(info)) for info in group.typer_instance.registered_commands}
+    assert registered == {tuple(command) for command in COMMANDS}
 
 
 def _name(command: CommandInfo) -> str:
@@ -123,8 +123,8 @@ def test_completion(words: str, expected: set[str]) -> None:
 def test_the_installed_command_completes() -> None:
     environ = {**os.environ, "_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace s", "COMP_CWORD": "1"}
     script = Path(sys.executable).with_name("headrace")
-    done = subprocess.run([str(script)], env=environ, capture_output=True, text=True, check=False)
-    assert sorted(done.stdout.split()) == ["sessions", "status"]
+    process = subprocess.run([str(script)], env=environ, capture_output=True, text=True, check=False)
+    assert sorted(process.stdout.split()) == ["sessions", "status"]
 
 
 def test_what_needs_a_running_headrace_says_so_in_one_line(data_dir: Path) -> None:
@@ -172,13 +172,13 @@ OLD, NEW = "m@0123456789ab", "m@0fffffffffff"
 
 
 def decision(version: str, name: str, reason: str | None = None, **numbers: float) -> ModelEvent:
-    given = {"time": NOW, "decision_id": "d", "model": "m", "version": version, "decision": name, "reason": reason}
-    return ModelEvent.model_validate({**given, "statistics": numbers})
+    fields = {"time": NOW, "decision_id": "d", "model": "m", "version": version, "decision": name, "reason": reason}
+    return ModelEvent.model_validate({**fields, "statistics": numbers})
 
 
 def version(name: str, state: str, *decisions: ModelEvent, step: int = 0) -> VersionState:
-    given = {"id": name, "model": "m", "lineage": "main", "step": step, "state": state, "registered_at": NOW}
-    return VersionState.model_validate({**given, "decisions": decisions})
+    fields = {"id": name, "model": "m", "lineage": "main", "step": step, "state": state, "registered_at": NOW}
+    return VersionState.model_validate({**fields, "decisions": decisions})
 
 
 @pytest.fixture
@@ -277,10 +277,10 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
     assert "gateway" in text
     assert OLD in text
     assert f"base_url {registry.url}/v1" in text
-    found = json.loads(headrace("status", "--no-account", "--json", data_dir=up)[1])
-    assert found["run"]["services"]["registry"]["status"] == "ready"
-    assert found["models"][0]["candidate"] == NEW
-    assert found["account"] is None
+    status_json = json.loads(headrace("status", "--no-account", "--json", data_dir=up)[1])
+    assert status_json["run"]["services"]["registry"]["status"] == "ready"
+    assert status_json["models"][0]["candidate"] == NEW
+    assert status_json["account"] is None
     reason = f"no replica serves the champion {OLD}: replica r1: probe refused [0.5]"
     unserved = ModelState(id="m", champion=OLD, revision=3, trouble=reason)
     registry.answer("GET", "/v1/models", json.loads(ModelList(data=(unserved,)).model_dump_json()))
@@ -302,23 +302,23 @@ def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
         fine = {"id": "function:right", "outcomes": {"scored": 15}, "later": "unknown to us"}
         http.answer("GET", "/sources", {"data": [failing, fine]})
         status, text = headrace("status", "--no-account", data_dir=data_dir)
-        said = " ".join(text.split())
+        words = " ".join(text.split())
         assert status == 0
-        assert "collector ready no answer in 3 s" in said
-        assert "scorer ready yes" in said
+        assert "collector ready no answer in 3 s" in words
+        assert "scorer ready yes" in words
         assert (
             "function:concise fails (12 times in a row; 12 failed, 3 scored), the last error: KeyError: 'expected'"
-            in said
+            in words
         )
-        assert "[rewards.py:7]" in said
-        assert "function:right" not in said
-        assert "supervisor (pid 77)" not in said
-        found = json.loads(headrace("status", "--no-account", "--json", data_dir=data_dir)[1])
-        assert found["alive"] == {"scorer": "yes", "collector": "no answer in 3 s"}
-        assert [source["id"] for source in found["sources"]] == ["function:concise", "function:right"]
+        assert "[rewards.py:7]" in words
+        assert "function:right" not in words
+        assert "supervisor (pid 77)" not in words
+        status_json = json.loads(headrace("status", "--no-account", "--json", data_dir=data_dir)[1])
+        assert status_json["alive"] == {"scorer": "yes", "collector": "no answer in 3 s"}
+        assert [source["id"] for source in status_json["sources"]] == ["function:concise", "function:right"]
         os.utime(data_dir / "run" / "state.json", (0, 0))
-        said = " ".join(headrace("status", "--no-account", data_dir=data_dir)[1].split())
-        assert "the supervisor (pid 77) has not checked for" in said
+        words = " ".join(headrace("status", "--no-account", data_dir=data_dir)[1].split())
+        assert "the supervisor (pid 77) has not checked for" in words
     lock.release()
 
 
@@ -374,12 +374,12 @@ def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "data").touch()
     with socket.create_server(("127.0.0.1", ports[2])):
         status, text = headrace("config", "check", str(path))
-    said = " ".join(text.split())
+    words = " ".join(text.split())
     assert status == 1
-    assert "parameter weather" in said
-    assert "No module named 'nothing_of_that_name'" in said
-    assert said.count("setting data_dir =") == 1, "once, though all mind"
-    assert f"scorer.port = {ports[2]}" in said
+    assert "parameter weather" in words
+    assert "No module named 'nothing_of_that_name'" in words
+    assert words.count("setting data_dir =") == 1, "once, though all mind"
+    assert f"scorer.port = {ports[2]}" in words
 
 
 def test_config_check_says_what_a_gate_of_the_former_kind_is_to_become(
@@ -389,11 +389,11 @@ def test_config_check_says_what_a_gate_of_the_former_kind_is_to_become(
     path = tmp_path / "c.toml"
     path.write_text('[registry.gate]\ncommand = ["{python}", "gate.py", "{model}", "{base_url}"]\n')
     status, text = headrace("config", "check", str(path))
-    said = " ".join(text.split())
+    words = " ".join(text.split())
     assert status == 1
-    assert "registry.gate.command" in said
-    assert "names {model}: a program is started once for all versions that are compared" in said
-    assert "docs/gate.md" in said
+    assert "registry.gate.command" in words
+    assert "names {model}: a program is started once for all versions that are compared" in words
+    assert "docs/gate.md" in words
 
 
 def test_config_reference_of_one_service(tmp_path: Path) -> None:

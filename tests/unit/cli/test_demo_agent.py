@@ -1,4 +1,4 @@
-"""Nothing that ends a demo leaves its agent at work."""
+"""The agent of a demo ends with the demo, however the demo ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demos that measure on the way: what their rows promise, when a row may be measured, and checks without services."""
+"""Demos that measure while they train: promises of their rows, the wait before a row, checks without services."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WINS = "wolves win"
 def rows(*values: float) -> tuple[Row, ...]:
     """Every measure of the recipe has the value of its row."""
     at = zip((0, 100, 500, 1000), values, strict=False)
-    return tuple(Row(one, f"m@{one:016}", dict.fromkeys(WEREWOLF.measures, value)) for one, value in at)
+    return tuple(Row(number, f"m@{number:016}", dict.fromkeys(WEREWOLF.measures, value)) for number, value in at)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def rows(*values: float) -> tuple[Row, ...]:
     ],
 )
 def test_each_row_of_werewolf_is_held(values: tuple[float, ...], fails: list[str]) -> None:
-    found = [line.name for line in row_lines(WEREWOLF.measures, [rows(*values)]) if not line.holds]
-    assert found == [f"{WINS}: {name}" for name in fails]
+    failed = [line.name for line in row_lines(WEREWOLF.measures, [rows(*values)]) if not line.holds]
+    assert failed == [f"{WINS}: {name}" for name in fails]
 
 
 def test_of_several_seeds_the_median_of_each_row_counts() -> None:
@@ -63,21 +63,21 @@ def test_of_several_seeds_the_median_of_each_row_counts() -> None:
 def test_what_was_checked_without_services_counts() -> None:
     failed = PromisedLine("ablation: hide alone", "< 80%", "81%", holds=False)
     good = {name: report().measures["accuracy"] for name in WEREWOLF.measures}
-    one = replace(report(), measures=good, rows=rows(0.5, 0.6, 0.7, 0.9), checks=(failed,))
-    failing = [line.name for line in SeedsReport.of(WEREWOLF, WEREWOLF.goal, [one]).lines if not line.holds]
+    failed_report = replace(report(), measures=good, rows=rows(0.5, 0.6, 0.7, 0.9), checks=(failed,))
+    failing = [line.name for line in SeedsReport.of(WEREWOLF, WEREWOLF.goal, [failed_report]).lines if not line.holds]
     assert failing == [f"{WINS}: before", failed.name], "0.7 is where the measures of the report begin"
 
 
 def test_a_row_by_hand_and_how_it_is_printed() -> None:
-    played = MeasuredPlays.read(b"\n".join(json.dumps({"score": one}).encode() for one in (1, 1, 1, 0)))
+    played = MeasuredPlays.read(b"\n".join(json.dumps({"score": score}).encode() for score in (1, 1, 1, 0)))
     measures = {WINS: DemoMeasure(field="score", percent=True)}
     row = Row.of(100, "m@1", measures, played)
     assert (row.measures[WINS], row.plays) == (0.75, 4)
     assert row.margins[WINS] == pytest.approx(3.1824463 * 0.5 / 2)
-    said = io.StringIO()
+    output = io.StringIO()
     chosen = WEREWOLF.model_copy(update={"measures": measures})
-    ConsoleReporter(Console(file=said, width=100)).table(chosen, [replace(report(), rows=(row,))])
-    assert " ".join(said.getvalue().split()) == "games 100 wolves win 75.0% ± 79.6%"
+    ConsoleReporter(Console(file=output, width=100)).table(chosen, [replace(report(), rows=(row,))])
+    assert " ".join(output.getvalue().split()) == "games 100 wolves win 75.0% ± 79.6%"
 
 
 @pytest.mark.parametrize("wrong", [[100, 500], [0], [0, 500, 100], [0, 100, 100]])
@@ -95,7 +95,7 @@ def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
 
 
 class Bus:
-    """What is read of two topics, one list for each time that somebody looks."""
+    """A bus of two topics with one list of events for each poll."""
 
     def __init__(self, *looks: Sequence[Any]) -> None:
         self._looks = list(looks)
@@ -109,15 +109,15 @@ class Bus:
                 yield event
 
 
-def made(name: str) -> SimpleNamespace:
+def experience_event(name: str) -> SimpleNamespace:
     return SimpleNamespace(kind=Experience, model="m", experience_id=name)
 
 
 def trained(*names: str, version: str | None = None, undone: Sequence[str] = ()) -> SimpleNamespace:
     verdicts = [SimpleNamespace(experience_id=name) for name in names]
     taken_back = [SimpleNamespace(experience_id=name, queued=True) for name in undone]
-    found = {"version": version, "verdicts": verdicts, "undone": taken_back, "restored": ()}
-    return SimpleNamespace(kind=TrainingMetrics, model="m", **found)
+    fields = {"version": version, "verdicts": verdicts, "undone": taken_back, "restored": ()}
+    return SimpleNamespace(kind=TrainingMetrics, model="m", **fields)
 
 
 async def looks_until_settled(
@@ -143,17 +143,24 @@ async def looks_until_settled(
 
 
 async def test_a_row_waits_until_everything_is_trained_and_the_bus_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = await looks_until_settled(monkeypatch, [made("a")], [], [made("b")], [trained("a", "b")])
+    looked = await looks_until_settled(
+        monkeypatch, [experience_event("a")], [], [experience_event("b")], [trained("a", "b")]
+    )
     assert looked == 3 + 5, "5 s after the last news"
 
 
 async def test_what_is_left_of_a_batch_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await looks_until_settled(monkeypatch, [made("a"), made("b")], [trained("a")]) == 1 + 21
-    assert await looks_until_settled(monkeypatch, [made("a")], [trained("a")], [trained(undone=["a"])]) == 2 + 21
+    assert (
+        await looks_until_settled(monkeypatch, [experience_event("a"), experience_event("b")], [trained("a")]) == 1 + 21
+    )
+    assert (
+        await looks_until_settled(monkeypatch, [experience_event("a")], [trained("a")], [trained(undone=["a"])])
+        == 2 + 21
+    )
 
 
 async def test_a_row_waits_for_the_newest_version_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    news = [made("a")], [trained("a", version="m@1")]
+    news = [experience_event("a")], [trained("a", version="m@1")]
     assert await looks_until_settled(monkeypatch, *news, champions=("m@0", "m@1")) == 1 + 5
     with pytest.raises(StartFailed, match="0 experiences are not trained, and the newest version is m@1"):
         await looks_until_settled(monkeypatch, *news)

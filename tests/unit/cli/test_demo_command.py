@@ -1,4 +1,4 @@
-"""What `headrace demo` makes of its options."""
+"""Options of `headrace demo` and the arguments of the demo that they set."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_how_long_the_agent_works(monkeypatch: pytest.MonkeyPatch, short: bool, 
 
     monkeypatch.setattr(command, "_play_one_seed", play)
     command.demo(FOLDER, short=short, traffic_s=wanted_s)
-    found = recipe.read(FOLDER)
-    own = found.short if short else found.goal
-    assert seen == [own.model_copy(update={"traffic_s_max": wanted_s or own.traffic_s_max})]
+    demo_recipe = recipe.read(FOLDER)
+    stop_condition = demo_recipe.short if short else demo_recipe.goal
+    assert seen == [stop_condition.model_copy(update={"traffic_s_max": wanted_s or stop_condition.traffic_s_max})]

@@ -1,4 +1,4 @@
-"""What a demo promises of its measures: means, medians over seeds, lines that hold or fail, and what is printed."""
+"""Promises of a demo about its measures: means, medians over seeds, lines that hold or fail, and the output."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MATHS = recipe.read(EXAMPLE)
 GOOD = {"accuracy": BeforeAfter(0.7, 0.9), "steps": BeforeAfter(8.5, 5.9), "format": BeforeAfter(0.6, 0.95)}
 
 
-def report(seed: int = 0, **given: Any) -> Report:
+def report(seed: int = 0, **settings: Any) -> Report:
     account = {"turns_captured": 5, "turns_trained": 5, "turns_waiting": 0, "turns_dropped": {}}
-    found = {"before": 0.7, "after": 0.9, "versions": (), **account, "failed_requests": 0, "requests": 9, "swaps": 4,
+    fields = {"before": 0.7, "after": 0.9, "versions": (), **account, "failed_requests": 0, "requests": 9, "swaps": 4,
              "wall_s": 500.0, "traffic_s": 300.0, "seed": seed, "measures": GOOD}  # fmt: skip
-    return Report(**{**found, **given})
+    return Report(**{**fields, **settings})
 
 
 def failing(*reports: Report) -> list[str]:
@@ -82,14 +82,14 @@ def test_means_of_what_was_printed() -> None:
 
 
 def test_the_table_and_the_solutions_are_printed_as_they_are() -> None:
-    said = io.StringIO()
-    reporter = ConsoleReporter(Console(file=said, width=100))
+    output = io.StringIO()
+    reporter = ConsoleReporter(Console(file=output, width=100))
     reporter.print_measures(MATHS.measures, [GOOD])
     reporter.print_example(ShownTask("task", "[b]24 + 13[/b]", "Answer: 37"))
     reporter.print_promises(
         SeedsReport.of(MATHS, MATHS.goal, [report(measures={**GOOD, "steps": BeforeAfter(8.0, 7.0)})])
     )
-    text = " ".join(said.getvalue().split())
+    text = " ".join(output.getvalue().split())
     assert (
         "before after change accuracy 70.0% 90.0% +20.0 points steps 8.50 5.90 -2.60 format 60.0% 95.0% +35.0 points"
         in text
@@ -99,9 +99,9 @@ def test_the_table_and_the_solutions_are_printed_as_they_are() -> None:
 
 
 def test_the_report_is_written_for_other_programs(tmp_path: Path) -> None:
-    shown = ShownTask("t", "1", "2")
-    SeedsReport.of(MATHS, MATHS.goal, [replace(report(), shown=shown)]).write(tmp_path / "r" / "example-math.json")
-    found = json.loads((tmp_path / "r" / "example-math.json").read_text())
-    assert found["seeds"][0]["measures"]["steps"] == {"before": 8.5, "after": 5.9}
-    assert found["seeds"][0]["shown"]["after"] == "2"
-    assert {"name": "steps: after", "wanted": "<= 6.20", "found": "5.90", "holds": True} in found["lines"]
+    example = ShownTask("t", "1", "2")
+    SeedsReport.of(MATHS, MATHS.goal, [replace(report(), shown=example)]).write(tmp_path / "r" / "example-math.json")
+    written = json.loads((tmp_path / "r" / "example-math.json").read_text())
+    assert written["seeds"][0]["measures"]["steps"] == {"before": 8.5, "after": 5.9}
+    assert written["seeds"][0]["shown"]["after"] == "2"
+    assert {"name": "steps: after", "wanted": "<= 6.20", "found": "5.90", "holds": True} in written["lines"]

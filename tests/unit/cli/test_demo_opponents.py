@@ -1,4 +1,4 @@
-"""Models of a demo that nobody trains serve, pinned, before the agent begins."""
+"""Untrained models of a demo are pinned and served before the agent begins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ VERSION = "villager@0123456789abcdef"
 
 
 class Registry:
-    """Replicas take some time to load what is to be served."""
+    """A registry whose replicas load a version after a number of seconds, or never."""
 
     def __init__(self, patch: pytest.MonkeyPatch, loads: int | None) -> None:
-        self.done: list[object] = []
+        self.calls: list[object] = []
         self._loads = loads
         self._clock = 0.0
         patch.setattr(opponents, "ModelRegistry", lambda _url, who: self)
@@ -30,21 +30,21 @@ class Registry:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.done.append("closed")
+        self.calls.append("closed")
 
     def model(self, _name: str) -> SimpleNamespace:
         loaded = self._loads is not None and self._clock >= self._loads
         return SimpleNamespace(champion=VERSION if loaded else None)
 
     def pin(self, name: str, version: str, *, reason: str) -> None:
-        self.done.append(("pin", name, version, self.model(name).champion, bool(reason)))
+        self.calls.append(("pin", name, version, self.model(name).champion, bool(reason)))
 
     async def _stored(self, folder: Path, name: str, base: object, environ: dict[str, str]) -> SimpleNamespace:
-        self.done.append(("stored", folder, name, base, environ))
+        self.calls.append(("stored", folder, name, base, environ))
         return SimpleNamespace(version=VERSION)
 
-    def _register(self, _api: object, _made: object, *, label: str, serve: bool, why: str) -> None:
-        self.done.append(("register", label, serve, bool(why)))
+    def _register(self, _api: object, _manifest: object, *, label: str, serve: bool, why: str) -> None:
+        self.calls.append(("register", label, serve, bool(why)))
 
     def _sleep(self, _seconds: float) -> None:
         self._clock += 1.0
@@ -53,7 +53,7 @@ class Registry:
 async def test_it_is_registered_served_and_pinned_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(monkeypatch, loads=5)
     assert await opponents.register("url", "villager", Path("/base"), "v1.0", {"A": "b"}) == VERSION
-    assert registry.done == [
+    assert registry.calls == [
         ("stored", Path("/base"), "villager", None, {"A": "b"}),
         ("register", "v1.0", True, True),
         ("pin", "villager", VERSION, VERSION, True),
@@ -65,5 +65,5 @@ async def test_one_that_never_serves_ends_the_demo(monkeypatch: pytest.MonkeyPat
     registry = Registry(monkeypatch, loads=None)
     with pytest.raises(StartFailed, match=f"{VERSION} does not serve after 120 s"):
         await opponents.register("url", "villager", Path("/base"), "v1.0", {})
-    assert registry.done[-1] == "closed"
-    assert "pin" not in [one[0] for one in registry.done]  # type: ignore[index]
+    assert registry.calls[-1] == "closed"
+    assert "pin" not in [call[0] for call in registry.calls]  # type: ignore[index]

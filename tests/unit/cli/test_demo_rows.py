@@ -1,4 +1,4 @@
-"""A recipe with rows: which stretches the agent works, what is measured of them, what is printed."""
+"""A recipe with rows: the stretches of the agent, their measures, and the output."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def report(seed: int, *tools: float) -> Report:
 
 
 def printed(*reports: Report) -> str:
-    said = io.StringIO()
-    ConsoleReporter(Console(file=said, width=100)).table(SEARCH, reports)
-    return " ".join(said.getvalue().split())
+    output = io.StringIO()
+    ConsoleReporter(Console(file=output, width=100)).table(SEARCH, reports)
+    return " ".join(output.getvalue().split())
 
 
 def test_the_agent_works_from_row_to_row() -> None:
@@ -40,13 +40,13 @@ def test_the_agent_works_from_row_to_row() -> None:
 
 
 def test_a_row_for_each_measure_and_a_column_for_each_number() -> None:
-    found = printed(report(0, 0.6, 0.78, 0.85))
-    assert found == "rounds 0 5 10 tool 60.0% 78.0% 85.0% arguments 30.0% 39.0% 42.5% recall 3.60 4.68 5.10"
+    text = printed(report(0, 0.6, 0.78, 0.85))
+    assert text == "rounds 0 5 10 tool 60.0% 78.0% 85.0% arguments 30.0% 39.0% 42.5% recall 3.60 4.68 5.10"
 
 
 def test_of_several_seeds_each_row_is_the_median() -> None:
-    found = printed(report(0, 0.6, 0.9, 0.8), report(1, 0.5, 0.7, 1.0), report(2, 0.4, 0.8, 0.9))
-    assert found.startswith("median of 3 seeds rounds 0 5 10 tool 50.0% 80.0% 90.0%")
+    text = printed(report(0, 0.6, 0.9, 0.8), report(1, 0.5, 0.7, 1.0), report(2, 0.4, 0.8, 0.9))
+    assert text.startswith("median of 3 seeds rounds 0 5 10 tool 50.0% 80.0% 90.0%")
 
 
 @pytest.mark.parametrize("at", ["[0]", "[1, 2]", "[0, 5, 5]", "[]"])

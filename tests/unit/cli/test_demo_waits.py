@@ -1,4 +1,4 @@
-"""What a demo says when what it waits for does not come."""
+"""Error messages of a demo that waits in vain."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ TASKS = 100
 
 
 def test_the_p_value_of_a_trend_by_hand() -> None:
-    """Of 24 orders of four values one has no inversion and three have one."""
+    """One of the 24 orders of four values has no inversion; three have one inversion."""
     assert mann_kendall_p_value([1, 2, 3, 4]) == pytest.approx(1 / 24)
     assert mann_kendall_p_value([1, 3, 2, 4]) == pytest.approx(4 / 24)
     assert mann_kendall_p_value([4, 3, 2, 1]) == 1.0
@@ -39,9 +39,9 @@ def test_the_p_value_of_a_trend_by_hand() -> None:
 
 
 def test_the_p_value_is_exact_for_values_in_random_order() -> None:
-    found = [mann_kendall_p_value(order) for order in permutations(range(6))]
+    p_values = [mann_kendall_p_value(order) for order in permutations(range(6))]
     for level in (0.01, 0.05, 0.2):
-        assert sum(p <= level for p in found) / len(found) <= level
+        assert sum(p <= level for p in p_values) / len(p_values) <= level
 
 
 def test_a_gain_by_hand() -> None:
@@ -58,26 +58,26 @@ DOWN = [0.8 - 0.02 * n for n in range(WINDOW)]
 
 
 def test_a_reward_that_rises_while_the_score_falls_is_said_with_the_remedy() -> None:
-    found = judge("m", points(UP, DOWN))
-    assert found is not None
-    assert found.kind == "hacked"
-    assert "rises (0.375 to 0.555) while the audit score falls (0.750 to 0.630)" in found.text
-    assert "headrace models rollback m" in found.text
+    finding = judge("m", points(UP, DOWN))
+    assert finding is not None
+    assert finding.kind == "hacked"
+    assert "rises (0.375 to 0.555) while the audit score falls (0.750 to 0.630)" in finding.text
+    assert "headrace models rollback m" in finding.text
     assert judge("m", points(UP, UP)) is None, "both rise"
     assert judge("m", points(DOWN, UP)) is None
     assert judge("m", points(UP[:7], DOWN[:7])) is None, "too few versions to say so"
 
 
 def test_a_flat_score_is_said_once_a_gain_can_be_excluded() -> None:
-    found = judge("m", points(UP, [0.5] * WINDOW))
-    assert found is not None
-    assert found.kind == "flat"
-    assert "+0.000 ± 0.006" in found.text
+    finding = judge("m", points(UP, [0.5] * WINDOW))
+    assert finding is not None
+    assert finding.kind == "flat"
+    assert "+0.000 ± 0.006" in finding.text
     assert judge("m", points(UP, [0.5] * WINDOW, 0.1)) is None, "so rough a measurement excludes nothing"
     assert judge("m", points(UP[1:], [0.5] * (WINDOW - 1))) is None
     assert judge("m", points(UP, [0.99] * WINDOW)) is None, "as good as it gets"
-    known = [Point(None, 0.5, 0.01)] * WINDOW
-    assert judge("m", known) is not None, "no reward is needed for that"
+    exact = [Point(None, 0.5, 0.01)] * WINDOW
+    assert judge("m", exact) is not None, "no reward is needed for that"
 
 
 def scored(draw: random.Random, true: float) -> Point:
@@ -88,22 +88,22 @@ def scored(draw: random.Random, true: float) -> Point:
 
 def simulated(draw: random.Random, versions: int, rise: float, gain: float) -> list[Point]:
     """Rewards of batches and scores of versions, each with its noise, and these changes a version."""
-    made = []
+    history = []
     for number in range(versions):
-        one = scored(draw, 0.5 + gain * number)
-        made.append(Point(0.4 + rise * number + draw.gauss(0, 0.05), one.score, one.error))
-    return made
+        point = scored(draw, 0.5 + gain * number)
+        history.append(Point(0.4 + rise * number + draw.gauss(0, 0.05), point.score, point.error))
+    return history
 
 
 def kinds(seed: int, runs: int, rise: float, gain: float) -> Counter[str]:
     draw = random.Random(seed)
     print(f"seed {seed}")
-    found = [judge("m", simulated(draw, WINDOW, rise, gain)) for _ in range(runs)]
-    return Counter(one.kind if one else "nothing" for one in found)
+    results = [judge("m", simulated(draw, WINDOW, rise, gain)) for _ in range(runs)]
+    return Counter(finding.kind if finding else "nothing" for finding in results)
 
 
 def within(count: int, runs: int, rate: float) -> bool:
-    """Not above `rate` by more than three standard errors."""
+    """Return whether the rate of `count` in `runs` exceeds `rate` by at most three standard errors."""
     return count / runs <= rate + 3 * math.sqrt(rate * (1 - rate) / runs)
 
 
@@ -112,30 +112,30 @@ RUNS = 1500
 
 @pytest.mark.parametrize("rise", [0.0, 0.03])
 def test_a_score_that_does_not_fall_is_called_hacked_with_the_promised_rate(rise: float) -> None:
-    found = kinds(1, RUNS, rise, 0.0)
-    assert within(found["hacked"], RUNS, ALPHA), found
+    counts = kinds(1, RUNS, rise, 0.0)
+    assert within(counts["hacked"], RUNS, ALPHA), counts
 
 
 def test_a_falling_score_with_a_reward_that_does_not_rise_is_no_hacking() -> None:
-    found = kinds(2, RUNS, 0.0, -0.03)
-    assert within(found["hacked"], RUNS, ALPHA), found
+    counts = kinds(2, RUNS, 0.0, -0.03)
+    assert within(counts["hacked"], RUNS, ALPHA), counts
 
 
 def test_a_score_that_loses_a_third_while_the_reward_rises_is_found() -> None:
-    found = kinds(3, 300, 0.03, -0.03)
-    assert found["hacked"] > 0.9 * 300, found
+    counts = kinds(3, 300, 0.03, -0.03)
+    assert counts["hacked"] > 0.9 * 300, counts
 
 
 def test_a_run_that_gains_is_called_flat_with_the_promised_rate() -> None:
     """Halves differ by six versions' gain."""
-    found = kinds(4, RUNS, 0.0, GAIN / (WINDOW / 2))
-    assert within(found["flat"], RUNS, 0.05), found
+    counts = kinds(4, RUNS, 0.0, GAIN / (WINDOW / 2))
+    assert within(counts["flat"], RUNS, 0.05), counts
 
 
 def test_a_run_that_gains_nothing_is_called_flat_at_about_every_second_look() -> None:
     """With a standard error of 0.05 a version; the halves' difference then has 0.029."""
-    found = kinds(5, 300, 0.0, 0.0)
-    assert found["flat"] > 0.4 * 300, found
+    counts = kinds(5, 300, 0.0, 0.0)
+    assert counts["flat"] > 0.4 * 300, counts
 
 
 def test_looks_at_each_of_a_hundred_versions_seldom_raise_a_false_alarm() -> None:
@@ -143,9 +143,9 @@ def test_looks_at_each_of_a_hundred_versions_seldom_raise_a_false_alarm() -> Non
     draw, alarmed = random.Random(6), 0
     print("seed 6")
     for _ in range(60):
-        made = [Point(0.03 * n + draw.gauss(0, 0.05), scored(draw, 0.5).score, 0.05) for n in range(100)]
-        said = [judge("m", made[: end + 1]) for end in range(WINDOW, 100)]
-        alarmed += any(one is not None and one.kind == "hacked" for one in said)
+        history = [Point(0.03 * n + draw.gauss(0, 0.05), scored(draw, 0.5).score, 0.05) for n in range(100)]
+        results = [judge("m", history[: end + 1]) for end in range(WINDOW, 100)]
+        alarmed += any(finding is not None and finding.kind == "hacked" for finding in results)
     assert alarmed / 60 < 0.45, alarmed
 
 
@@ -190,7 +190,7 @@ def test_points_are_made_of_accounts_and_of_the_last_score_of_each_version() -> 
 def test_findings_are_of_the_lineage_that_reported_last() -> None:
     events: list[Event] = [account(n, UP[n]) for n in range(WINDOW)]
     events += [measured(n, DOWN[n], tasks=1000, score_standard_error=0.01) for n in range(WINDOW)]
-    assert [one.kind for one in findings(events)] == ["hacked"]
+    assert [finding.kind for finding in findings(events)] == ["hacked"]
     assert findings([*events, account(99, 0.5, lineage="replay")]) == ()
 
 
@@ -202,8 +202,8 @@ async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.Monke
         return next(looks)
 
     monkeypatch.setattr("headrace_operations.guard.read", read)
-    said: list[str] = []
-    reporter = FindingReporter(said.append)
+    messages: list[str] = []
+    reporter = FindingReporter(messages.append)
     for _ in range(4):
         await reporter(cast(Topics, None))
-    assert said == ["it is hacked", "it is flat", "it is hacked"]
+    assert messages == ["it is hacked", "it is flat", "it is hacked"]

@@ -1,4 +1,4 @@
-"""Every command of the registry of commands prints what came from outside without control characters.
+"""Every command prints text from outside without control characters.
 
 Commands and their parameters are read from the application itself: a new command is tried without a change here.
 """
@@ -23,31 +23,31 @@ STARTING = {
     "replay plan", "replay remove", "models register", "models import", "models export", "rollouts watch",
     "models diff",
 }  # fmt: skip
-"""Commands that start services, write a bus or wait for people: only what they say of wrong arguments is tried."""
+"""Commands that start services, write a bus or wait for people: only wrong arguments are tested."""
 SLOW = {"rollouts report", "trinity config"}
-"""Commands that draw, or ask the trainer in a process of its own: only what they say of arguments is tried."""
+"""Commands that draw a chart or start a trainer process: only wrong arguments are tested."""
 FOLLOWING = {"rollouts watch"}
-"""Commands that go on until something ends."""
-OURS = {"data_dir", "key", "registry", "bus", "help"}
-"""Parameters that say where the hostile stack is."""
+"""Commands that run until a rollout ends."""
+ADDRESS_PARAMETERS = {"data_dir", "key", "registry", "bus", "help"}
+"""Parameters with the addresses of the hostile stack."""
 WORDS = {"name": "m", "version": VERSION, "before": VERSION, "after": VERSION, "rollout": "m", "topic": "turns"}
-"""Arguments with which a command finds what it prints."""
+"""Arguments that name existing objects of the hostile stack."""
 
 
 def commands() -> dict[str, Any]:
     """Return every command of the application by its words."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
 
     def walk(command: Any, words: tuple[str, ...]) -> None:
         inner = getattr(command, "commands", None)
         if inner is None:
-            found[" ".join(words)] = command
+            leaves[" ".join(words)] = command
             return
-        for name, one in inner.items():
-            walk(one, (*words, name))
+        for name, subcommand in inner.items():
+            walk(subcommand, (*words, name))
 
     walk(typer.main.get_command(app), ())
-    return found
+    return leaves
 
 
 COMMANDS = commands()
@@ -64,9 +64,9 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileSt
     # Each service would be asked in a process of its own.
     monkeypatch.setattr("headrace_operations.supervisor.plan.installed", dict)
     monkeypatch.chdir(tmp_path)
-    made = HostileStack(tmp_path, server, monkeypatch)
-    yield made
-    made.close()
+    hostile_stack = HostileStack(tmp_path, server, monkeypatch)
+    yield hostile_stack
+    hostile_stack.close()
     server.stop()
 
 
@@ -79,7 +79,7 @@ def arguments(command: Any, stack: HostileStack, text: str | None) -> list[str]:
             continue
         kind = repr(getattr(parameter, "type_descriptor", SimpleNamespace(annotation=None)).annotation)
         is_path = "Path" in kind
-        if not (is_path or "str" in kind) or "Literal" in kind or parameter.name in OURS:
+        if not (is_path or "str" in kind) or "Literal" in kind or parameter.name in ADDRESS_PARAMETERS:
             continue
         name = str(parameter.name)
         value = text or WORDS.get(name) or (str(stack.file) if is_path else "a" * 12)
@@ -123,7 +123,7 @@ def test_a_command_prints_nothing_raw_of_its_arguments(name: str, stack: Hostile
 
 
 def test_commands_that_only_read_show_what_they_read(stack: HostileStack) -> None:
-    """The first test would hold for a command that shows nothing."""
+    """The first test would also pass for a command without output."""
     stack.set_text("abc\u202edef")
     expected = {
         "status", "logs", "models show", "models audit", "models notes", "models collect",

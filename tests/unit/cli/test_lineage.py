@@ -1,4 +1,4 @@
-"""From a version to what it was trained on, and from a session to its versions, on made-up histories."""
+"""Traces from a version to its training data, and from a session to its versions, on generated histories."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
     topics = in_memory(history.events)
     for event in history.events:
         if isinstance(event, Trajectory):
-            found = await trace_session(topics, event.session_id, tenant="default", after=0, limit=10)
-            (run,) = (run for run in found.runs if run.trajectory_id == event.trajectory_id)
+            trace = await trace_session(topics, event.session_id, tenant="default", after=0, limit=10)
+            (run,) = (run for run in trace.runs if run.trajectory_id == event.trajectory_id)
             assert run.held_out == ("eval" if event.purpose == "eval" else event.untrained)
             assert run.left_out == {item.turn_id: item.reason for item in event.left_out}
 

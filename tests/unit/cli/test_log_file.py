@@ -1,4 +1,4 @@
-"""A service's log on a disk that refuses: lines are left out and counted, never cut, and nobody is held up."""
+"""A service's log on a disk that refuses: lines are left out and counted, never cut, and no writer waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace models register`, `export`, `alias` and the like, against a registry that answers what it was told to."""
+"""`headrace models register`, `export`, `alias` and the like, against a registry with prepared answers."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def stored(
     return versions.store_manifest(blobs, manifest)
 
 
-def known(http: HttpFake, *made: tuple[Manifest, BlobRef], **more: object) -> None:
-    """The registry knows these versions; the first is `m:v1.0`, and `stable` names it."""
+def serve_versions(http: HttpFake, *stored_versions: tuple[Manifest, BlobRef], **more: object) -> None:
+    """Serve these versions from the registry: the first is labelled `m:v1.0` and has the alias `stable`."""
     data = [
         VersionState.model_validate(
             {
@@ -64,10 +64,10 @@ def known(http: HttpFake, *made: tuple[Manifest, BlobRef], **more: object) -> No
                 "label": None if number else "v1.0", **more,
             }
         )
-        for number, (manifest, ref) in enumerate(made)
+        for number, (manifest, ref) in enumerate(stored_versions)
     ]  # fmt: skip
     http.answer("GET", "/v1/models/m/versions", json.loads(VersionList(data=tuple(data)).model_dump_json()))
-    state = ModelState(id="m", revision=1, aliases={"stable": made[0][0].version})
+    state = ModelState(id="m", revision=1, aliases={"stable": stored_versions[0][0].version})
     http.answer("GET", "/v1/models/m", json.loads(state.model_dump_json(exclude_none=True)))
     for word in ("register", "serve", "unserve", "aliases", "retire", "tags", "notes"):
         http.answer("POST", f"/v1/models/m/{word}", json.loads(state.model_dump_json(exclude_none=True)), status=200)
@@ -81,26 +81,26 @@ def test_a_folder_is_registered(
     http: HttpFake, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, ref = stored(blobs)
-    known(http, (manifest, ref))
-    asked: list[tuple[Path, str | None, BlobRef | None]] = []
+    serve_versions(http, (manifest, ref))
+    requests: list[tuple[Path, str | None, BlobRef | None]] = []
 
     async def take(folder: Path, name: str | None, base: BlobRef | None, _environ: object) -> StoredLine:
-        asked.append((folder, name, base))
+        requests.append((folder, name, base))
         return StoredLine(version=manifest.version, manifest=ref)
 
     monkeypatch.setattr(importing, "store_folder", take)
     folder = str(tmp_path / "model")
     status, text = models(http, "register", folder, "--name", "m", "--version-label", "v1.0", "--why", "to play")
     assert (status, manifest.version in text) == (0, True)
-    assert asked == [(Path(folder), "m", None)]
+    assert requests == [(Path(folder), "m", None)]
     assert http.bodies == [{"manifest": ref.model_dump(), "label": "v1.0", "serve": False, "why": "to play"}]
     assert models(http, "register", folder, "--name", "m", "--base", "m:v1.0", "--serve")[0] == 0
-    assert asked[-1][2] == ref
+    assert requests[-1][2] == ref
 
 
 def test_an_export_is_the_versions_own_files_and_its_manifest(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
     manifest, ref = stored(blobs)
-    known(http, (manifest, ref))
+    serve_versions(http, (manifest, ref))
     target = tmp_path / "exported"
     status, text = models(http, "export", "m:v1.0", str(target))
     assert status == 0, text
@@ -112,14 +112,14 @@ def test_an_export_is_the_versions_own_files_and_its_manifest(http: HttpFake, bl
 
 
 def test_what_is_gone_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
-    known(http, stored(blobs), collected=True)
+    serve_versions(http, stored(blobs), collected=True)
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"))
     assert (status, "its files were collected" in text) == (2, True)
 
 
 def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
     manifest, ref = stored(blobs)
-    known(http, (manifest, ref))
+    serve_versions(http, (manifest, ref))
     path = blobs._path(manifest.files[1].blob.sha256)
     blobs.delete(manifest.files[1].blob)
     Path(path).write_bytes(b"x")
@@ -128,26 +128,29 @@ def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: Blob
 
 
 def test_only_an_adapter_is_merged(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
-    known(http, stored(blobs))
+    serve_versions(http, stored(blobs))
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"), "--merge")
     assert (status, "full weights already" in text) == (2, True)
 
 
 def test_an_alias_moves_from_what_it_was_seen_to_name(http: HttpFake, blobs: BlobStore) -> None:
     first, second = stored(blobs), stored(blobs, b"ww")
-    known(http, first, second)
-    one, other = first[0].version, second[0].version
-    assert models(http, "alias", "m", "stable", other, "--why", "better")[0] == 0
-    assert http.bodies[-1] == {"moves": {"stable": {"version": other, "expected": one}}, "why": "better"}
+    serve_versions(http, first, second)
+    first_version, second_version = first[0].version, second[0].version
+    assert models(http, "alias", "m", "stable", second_version, "--why", "better")[0] == 0
+    assert http.bodies[-1] == {
+        "moves": {"stable": {"version": second_version, "expected": first_version}},
+        "why": "better",
+    }
     assert models(http, "alias", "m", "fresh", "stable", "--expect", "nothing")[0] == 0
-    assert http.bodies[-1]["moves"] == {"fresh": {"version": one, "expected": None}}
-    assert models(http, "alias", "m", "stable", "--expect", other)[0] == 0
-    assert http.bodies[-1]["moves"] == {"stable": {"version": None, "expected": other}}
+    assert http.bodies[-1]["moves"] == {"fresh": {"version": first_version, "expected": None}}
+    assert models(http, "alias", "m", "stable", "--expect", second_version)[0] == 0
+    assert http.bodies[-1]["moves"] == {"stable": {"version": None, "expected": second_version}}
 
 
 def test_versions_are_found_by_label_alias_and_first_letters(http: HttpFake, blobs: BlobStore) -> None:
     first, second = stored(blobs), stored(blobs, b"ww")
-    known(http, first, second)
+    serve_versions(http, first, second)
     for word in ("v1.0", "stable", first[0].version, first[0].version.partition("@")[2][:6]):
         assert models(http, "serve", "m", word)[0] == 0
         assert http.bodies[-1] == {"version": first[0].version, "why": ""}
@@ -159,9 +162,9 @@ def test_versions_are_found_by_label_alias_and_first_letters(http: HttpFake, blo
 
 def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
     version = "m@0123456789abcdef"
-    gone = CollectedVersion(version=version, files=3, size_bytes=2_000_000)
-    kept = KeptVersion(version="m@fedcba9876543210", needed_by=("lineage main goes on from it",))
-    report = GarbageReport(dry_run=True, collected=(gone,), kept=(kept,), size_bytes=2_000_000)
+    collected = CollectedVersion(version=version, files=3, size_bytes=2_000_000)
+    retained = KeptVersion(version="m@fedcba9876543210", needed_by=("lineage main goes on from it",))
+    report = GarbageReport(dry_run=True, collected=(collected,), kept=(retained,), size_bytes=2_000_000)
     http.answer("POST", "/v1/garbage", json.loads(report.model_dump_json()))
     status, text = models(http, "collect")
     assert (status, "2.0 MB would be removed" in text, "lineage main" in text) == (0, True, True)
@@ -175,16 +178,16 @@ def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
 
 
 def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
-    (one, _), (other, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
+    (old, _), (new, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
     changes = {
-        change.what: (change.before, change.after) for change in comparing.settings(one, other, exporting.fetch_file)
+        change.what: (change.before, change.after) for change in comparing.settings(old, new, exporting.fetch_file)
     }
     assert changes["config.json: a.b"] == ("1", "2")
     assert changes["config.json: c"] == (None, "[1]")
     assert "model.safetensors" in changes
     assert "tokenizer.json" not in changes
-    apart = comparing.answers(one.fingerprint, other.fingerprint)
-    assert apart is not None
-    assert (apart.tokens, apart.mean, apart.most) == (2, 1.0, 2.0)
+    difference = comparing.answers(old.fingerprint, new.fingerprint)
+    assert difference is not None
+    assert (difference.tokens, difference.mean, difference.most) == (2, 1.0, 2.0)
     elsewhere = Fingerprint(token_ids=(4, 5), logprobs=(-1.0,))
-    assert comparing.answers(one.fingerprint, elsewhere) is None
+    assert comparing.answers(old.fingerprint, elsewhere) is None

@@ -35,8 +35,8 @@ def test_a_group_is_given_by_its_options() -> None:
     app.command()(expand_option_groups(show))
     run = CliRunner().invoke
     assert run(app, ["x"]).output == "x Exactly(place='here', times=None) False\n"
-    found = run(app, ["x", "--at", "there", "--times", "1", "--times", "2", "--loud"])
-    assert found.output == "x Exactly(place='there', times=[1, 2]) True\n"
+    result = run(app, ["x", "--at", "there", "--times", "1", "--times", "2", "--loud"])
+    assert result.output == "x Exactly(place='there', times=[1, 2]) True\n"
     assert run(app, ["x", "--times", "0"]).exit_code == 2
     assert "Where." in run(app, ["--help"]).output
 

@@ -1,4 +1,4 @@
-"""What `up` decides to start, on which ports, and what it refuses."""
+"""The plan of `up`: services, ports, and refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_ports_are_the_usual_ones_unless_they_are_set(tmp_path: Path) -> None:
 
 
 def test_automatic_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
-    """Such a port may be free now and somebody's a second later, before the service listens."""
+    """Another process may take such a port before the service listens."""
     for _ in range(20):
         ports = [service.port for service in make(tmp_path).services]
         assert len(set(ports)) == len(ports)
@@ -92,19 +92,19 @@ def test_a_gate_url_that_was_set_stays(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(UsageError, match=rf"gateway\.port = {port}: address already in use; .*--auto-ports"):
             make(tmp_path, f"[gateway]\nport = {port}\n", auto_ports=False)
 
 
 def test_the_remedy_for_a_taken_port_is_not_what_was_done_already(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(UsageError, match=rf"set another port, for example --set gateway\.port={port + 1}$"):
             make(tmp_path, f"[gateway]\nport = {port}\n", auto_ports=True)
 
@@ -132,9 +132,9 @@ def test_services_that_listen_everywhere_are_called_on_loopback(tmp_path: Path) 
 def test_the_data_directory(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text('data_dir = "/from/file"\n')
-    given = Overrides(config, {}, {})
-    assert planning.data_dir_of(Path("/given"), given) == Path("/given")
-    assert planning.data_dir_of(None, given) == Path("/from/file")
+    overrides = Overrides(config, {}, {})
+    assert planning.data_dir_of(Path("/given"), overrides) == Path("/given")
+    assert planning.data_dir_of(None, overrides) == Path("/from/file")
     assert planning.data_dir_of(None, Overrides(config, {}, {"HEADRACE_DATA_DIR": "/env"})) == Path("/env")
     assert planning.data_dir_of(None, Overrides(None, {}, {})) == Path(".headrace").absolute()
 
@@ -152,12 +152,12 @@ def test_assignments_are_toml_or_text() -> None:
 
 
 def test_settings_arrive_as_they_were_given() -> None:
-    """Through the environment and back, as a service reads it."""
-    given = {"a": {"s": 'quo"te\\ ü\n'}, "n": 1.5, "b": False, "l": ["x", {"deep key": 2}]}
-    overrides = Overrides(None, {"x.given": given}, {})
+    """Settings survive the way through environment variables to a service."""
+    value = {"a": {"s": 'quo"te\\ ü\n'}, "n": 1.5, "b": False, "l": ["x", {"deep key": 2}]}
+    overrides = Overrides(None, {"x.given": value}, {})
     table: dict[str, dict[str, object]] = {}
     override(table, "HEADRACE_X__GIVEN", overrides.environ["HEADRACE_X__GIVEN"])
-    assert table["x"]["given"] == given == overrides.get("x.given")
+    assert table["x"]["given"] == value == overrides.get("x.given")
 
 
 def test_settings_are_read_as_services_read_them() -> None:
@@ -179,7 +179,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, message: str) -> 
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_a_service_announces_is_what_it_is(name: str) -> None:
+def test_the_announced_information_matches_the_service(name: str) -> None:
     info = SERVICES[name]
     start = import_module(f"{info.module}.__main__").SERVICE
     assert (start.name, start.summary) == (name, info.summary)
@@ -187,19 +187,19 @@ def test_what_a_service_announces_is_what_it_is(name: str) -> None:
     assert (find_spec(f"{info.module}.migrations") is not None) == info.database
 
 
-def test_whoever_is_the_bus_is_the_bus_and_whoever_asks_the_gateway_is_told_where_it_is(tmp_path: Path) -> None:
-    """No name means anything here."""
+def test_roles_of_services_come_from_their_information(tmp_path: Path) -> None:
+    """Roles come from `ServiceInfo`, not from service names."""
     services = {
         "log": ServiceInfo(module="m", summary="", is_bus=True),
         "front": ServiceInfo(module="m", summary="", is_gateway=True),
         "echo": ServiceInfo(module="m", summary="", gateway_setting="echo.url", needs_setting="echo.word"),
     }
     plan = planning.make(tmp_path, Overrides(None, {}, {}), services, auto_ports=True)
-    assert {one.name: one.keeps_socket for one in plan.services} == {"log": False, "front": True}
+    assert {service.name: service.keeps_socket for service in plan.services} == {"log": False, "front": True}
     assert plan.left_out == {"echo": "echo.word is not set"}
     assert plan.bus == f"127.0.0.1:{plan.environ['HEADRACE_LOG__KAFKA_PORT']}"
     plan = planning.make(tmp_path, Overrides(None, {"echo.word": "x"}, {}), services, auto_ports=True)
-    front = next(one for one in plan.services if one.name == "front")
+    front = next(service for service in plan.services if service.name == "front")
     assert plan.environ["HEADRACE_ECHO__URL"] == f'"{front.url}/v1"'
 
 
@@ -213,16 +213,18 @@ def test_a_service_that_cannot_be_imported_is_named_with_its_package(
 
 
 def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """A link stays a link: that is what makes it the interpreter of an environment."""
+    """Links are not resolved: the link makes it the interpreter of a virtual environment."""
     link = tmp_path / "bin" / "python"
     link.parent.mkdir()
     link.symlink_to(sys.executable)
     plan = make(tmp_path, pythons=planning.parse_pythons([f"inference={link}"]))
-    assert {one.name: one.python for one in plan.services if one.python != sys.executable} == {"inference": str(link)}
+    assert {service.name: service.python for service in plan.services if service.python != sys.executable} == {
+        "inference": str(link)
+    }
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("assignment", "message"),
     [
         ("inference", "SERVICE=PATH"),
         ("=python", "SERVICE=PATH"),
@@ -231,9 +233,9 @@ def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
         (f"inferrence={sys.executable}", "service 'inferrence' is not installed"),
     ],
 )
-def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, given: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        make(tmp_path, pythons=planning.parse_pythons([given]))
+def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, assignment: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(tmp_path, pythons=planning.parse_pythons([assignment]))
 
 
 def test_up_without_any_service_names_what_to_install(tmp_path: Path) -> None:

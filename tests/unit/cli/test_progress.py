@@ -1,4 +1,4 @@
-"""How far long work is: what a log and a terminal are told."""
+"""Progress of long work, in a log and on a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headrace_cli.progress import ProgressDisplay
 from tests.support.processes import wait_until
 
 
-def test_a_line_says_how_far_it_is_and_how_long_it_will_take() -> None:
+def test_a_line_has_the_position_and_the_remaining_time() -> None:
     with ProgressDisplay("simulate", 1000, unit="seeds", log=lambda line: None) as progress:
         progress.advance(250, doing="0 failed")
         progress._started_s -= 10
         assert progress.line == "simulate: 250 of 1,000 seeds, 0 failed, 10 s, about 30 s left"
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_values_are_left_out_of_the_line() -> None:
     with ProgressDisplay("demo", doing="starting", log=lambda line: None) as progress:
         assert progress.line == "demo: starting, 0 s"
         progress.update(3)
@@ -50,7 +50,7 @@ def test_a_terminal_has_a_bar_and_lines_above_it() -> None:
     with ProgressDisplay("mutants", 4, unit="mutants", console=console) as progress:
         progress.advance(doing="1 live")
         progress.print_line("survived: [bold]a[1][/]")
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    assert "survived: [bold]a[1][/]" in shown
-    assert re.search(r"mutants .*1/4 mutants .*1 live", shown)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "survived: [bold]a[1][/]" in text
+    assert re.search(r"mutants .*1/4 mutants .*1 live", text)
     assert progress._log_thread is None

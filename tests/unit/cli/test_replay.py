@@ -1,4 +1,4 @@
-"""How a range is named, and the line that an entry becomes."""
+"""Times of a range, and the JSON line of an entry."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_times(text: str | None, expected: datetime | None) -> None:
     ("text", "seconds"), [("90s", 90), ("5min", 300), ("5m", 300), ("1.5h", 5400), ("7d", 604_800)]
 )
 def test_times_ago(text: str, seconds: float) -> None:
-    found = parse_time(text)
-    assert found is not None
-    assert abs((datetime.now(UTC) - found) - timedelta(seconds=seconds)) < timedelta(seconds=5)
+    time = parse_time(text)
+    assert time is not None
+    assert abs((datetime.now(UTC) - time) - timedelta(seconds=seconds)) < timedelta(seconds=5)
 
 
 def test_nonsense_is_no_time() -> None:
@@ -41,19 +41,19 @@ def test_nonsense_is_no_time() -> None:
         parse_time("yesterday")
 
 
-def test_a_line_holds_where_the_record_was_and_the_whole_event() -> None:
+def test_a_line_has_the_position_of_the_record_and_the_complete_event() -> None:
     event = trajectory("T", ("ü",))
     line = entry_as_json(Entry("trajectories", 1, 7, START, event.key, event))
     assert "\n" not in line
-    found = json.loads(line)
-    assert found.pop("event") == json.loads(event.to_json())
-    assert found == {
+    fields = json.loads(line)
+    assert fields.pop("event") == json.loads(event.to_json())
+    assert fields == {
         "topic": "trajectories", "partition": 1, "offset": 7, "time": "2026-01-01T00:00:00+00:00", "key": event.key,
         "id": event.event_id, "type": "headrace.trajectory.v1",
     }  # fmt: skip
 
 
 def test_a_line_about_a_record_that_is_no_event() -> None:
-    found = json.loads(entry_as_json(Entry("turns", 0, 1, START, "k", None, "value: Invalid JSON")))
-    assert found["problem"] == "value: Invalid JSON"
-    assert "event" not in found
+    fields = json.loads(entry_as_json(Entry("turns", 0, 1, START, "k", None, "value: Invalid JSON")))
+    assert fields["problem"] == "value: Invalid JSON"
+    assert "event" not in fields

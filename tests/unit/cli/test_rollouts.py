@@ -1,4 +1,4 @@
-"""The chart of a rollout in letters, and the line for a log."""
+"""The text chart of a rollout, and its status line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.unit.sdk.test_rollouts import rollout
 
 
 def watched(points: int) -> RolloutState:
-    """An interval that closes around -0.2."""
-    found = tuple(
+    """Return a rollout whose interval narrows around -0.2."""
+    chart_points = tuple(
         ChartPoint(units=number, metrics={"reward": (-0.2, -0.2 - 2 / number, -0.2 + 2 / number)})
         for number in range(1, points + 1)
     )
-    return rollout("canary").model_copy(update={"chart": found})
+    return rollout("canary").model_copy(update={"chart": chart_points})
 
 
 @pytest.mark.parametrize("points", [1, 30, 500])
@@ -39,7 +39,7 @@ def test_where_less_is_better_the_margin_is_above() -> None:
     assert rollout_picture.margin(watched(1), "latency") is None
 
 
-def test_before_the_first_reading_it_says_so() -> None:
+def test_the_chart_without_a_reading_is_a_message() -> None:
     assert chart.draw_lines(rollout("canary"), "reward") == [
         "reward: no session has reached the age at which it is read"
     ]
@@ -56,27 +56,27 @@ def test_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "it.png").stat().st_size > 1000
 
 
-def shadowed(**found: object) -> RolloutState:
+def shadowed(**fields: object) -> RolloutState:
     state = {"prompts": 44, "read": 41, "pairs": 40, "spoke": 30, "tokens": 9, "effective": 28.4, "mean_weight": 1.0}
     return rollout("canary").model_copy(
-        update={"shadow_units": 40, "shadow": ShadowState.model_validate({**state, **found})}
+        update={"shadow_units": 40, "shadow": ShadowState.model_validate({**state, **fields})}
     )
 
 
-def test_what_the_shadow_found_is_said_with_its_interval() -> None:
-    found = shadowed(judged=0.1, difference=0.05, lower=-0.02, upper=0.12, ended={"candidate: other_call": 1})
-    said = "\n".join(shadow.lines(found))
-    assert "41 of 44 prompts answered by both versions, 40 judged pairs" in said
-    assert "users: +0.050 in [-0.020, +0.120], 30 answers count as 28" in said
-    assert "1 ended otherwise, candidate: other call" in said
+def test_shadow_results_are_printed_with_their_interval() -> None:
+    state = shadowed(judged=0.1, difference=0.05, lower=-0.02, upper=0.12, ended={"candidate: other_call": 1})
+    text = "\n".join(shadow.lines(state))
+    assert "41 of 44 prompts answered by both versions, 40 judged pairs" in text
+    assert "users: +0.050 in [-0.020, +0.120], 30 answers count as 28" in text
+    assert "1 ended otherwise, candidate: other call" in text
 
 
-def test_what_is_refused_is_said_by_name() -> None:
-    said = shadow.lines(
+def test_the_reason_of_a_refused_estimate_is_printed() -> None:
+    lines = shadow.lines(
         shadowed(refused="no overlap: 30 answers count as 1.2", left_out={"the gateway answered 500": 3})
     )
-    assert any("users: no estimate, no overlap" in line for line in said)
-    assert any("3 left out, the gateway answered 500" in line for line in said)
+    assert any("users: no estimate, no overlap" in line for line in lines)
+    assert any("3 left out, the gateway answered 500" in line for line in lines)
 
 
 def test_a_rollout_in_the_shadow_counts_prompts() -> None:

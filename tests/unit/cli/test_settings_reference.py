@@ -1,4 +1,4 @@
-"""`deploy/headrace.toml` is what the services say, and they read it."""
+"""`deploy/headrace.toml` matches the settings of the services, and the services read it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NEEDED = {
     "HEADRACE_JUDGE__ENDPOINT__MODEL": "judge",
     "HEADRACE_TRAINER__BASE": "models/base",
 }
-"""What some service does not start without."""
+"""Settings that a service needs to start."""
 
 
 def service(name: str) -> Service[Any]:
-    found: Service[Any] = import_module(f"{installed()[name].module}.__main__").SERVICE
-    return found
+    definition: Service[Any] = import_module(f"{installed()[name].module}.__main__").SERVICE
+    return definition
 
 
 def described(model: type, prefix: str = "") -> list[SettingDoc]:
@@ -35,7 +35,7 @@ def described(model: type, prefix: str = "") -> list[SettingDoc]:
 
 
 def uncommented(text: str) -> str:
-    """Every default as if somebody had written it down; what has none stays commented."""
+    """Return the file with every default uncommented; settings without a default stay comments."""
     return re.sub(r"^#(?=\w+ = (?!\.\.\.$))", "", text, flags=re.MULTILINE)
 
 
@@ -53,7 +53,7 @@ def test_a_services_settings_are_all_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", installed())
 @pytest.mark.parametrize("change", [str, uncommented])
-def test_the_file_says_the_defaults(name: str, change: Any, tmp_path: Path) -> None:
+def test_the_file_has_the_defaults(name: str, change: Any, tmp_path: Path) -> None:
     path = tmp_path / "headrace.toml"
     path.write_text(change(CONFIG.read_text()))
     model = service(name).settings

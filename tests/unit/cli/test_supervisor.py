@@ -1,4 +1,4 @@
-"""The supervisor with tiny services: order, restarts, refusals, and nothing left running."""
+"""The supervisor with tiny services: order, restarts, refusals, and no process left running."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def dummies(tmp_path: Path) -> Dummies:
 
 @pytest.fixture
 def make(dummies: Dummies, data_dir: Path) -> Iterator[Make]:
-    """Supervisors that are stopped whatever happens."""
-    made: list[Supervisor] = []
+    """Make supervisors that are stopped after the test."""
+    supervisors: list[Supervisor] = []
 
     def build(limits: Limits = FAST, **options: object) -> Supervisor:
         arguments = {"services": dummies.services, "environ": dummies.environ, "auto_ports": True, **options}
-        made.append(Supervisor(data_dir, limits=limits, **arguments))  # type: ignore[arg-type]
-        return made[-1]
+        supervisors.append(Supervisor(data_dir, limits=limits, **arguments))  # type: ignore[arg-type]
+        return supervisors[-1]
 
     yield build
-    for supervisor in made:
+    for supervisor in supervisors:
         supervisor.stop()
     assert not any(alive(pid) for pid in dummies.pids), "something is left running"
 
@@ -81,8 +81,8 @@ def test_every_service_gets_the_same_settings(make: Make, dummies: Dummies, data
 
 
 def test_a_killed_service_is_restarted_on_its_port(make: Make, dummies: Dummies) -> None:
-    said: list[str] = []
-    supervisor = make(report=said.append)
+    messages: list[str] = []
+    supervisor = make(report=messages.append)
     supervisor.start()
     before = supervisor.wait_ready(20).services["alpha"]
     os.kill(supervisor.pids["alpha"], signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_killed_service_is_restarted_on_its_port(make: Make, dummies: Dummies)
     after = supervisor.wait_ready(20).services["alpha"]
     assert (after.port, after.restarts) == (before.port, 1)
     assert after.pid != before.pid
-    assert said == ["alpha ended (signal 9); starting it again in 0.05 s"]
+    assert messages == ["alpha ended (signal 9); starting it again in 0.05 s"]
     assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
 
 
@@ -111,15 +111,15 @@ def test_who_calls_a_gateway_between_two_of_its_lives_waits_for_the_next(data_di
 
 
 def test_pauses_grow_while_a_service_keeps_dying(make: Make, dummies: Dummies) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     dummies.tell("alpha", "crash")
-    supervisor = make(Limits(first_pause_s=0.05, pause_max_s=0.15, health_interval_s=0.02), report=said.append)
+    supervisor = make(Limits(first_pause_s=0.05, pause_max_s=0.15, health_interval_s=0.02), report=messages.append)
     supervisor.start()
-    wait_until(lambda: len(said) >= 4, 20, "four deaths")
+    wait_until(lambda: len(messages) >= 4, 20, "four deaths")
     pauses = [
         f"alpha ended (exit status 1); starting it again in {pause} s" for pause in ("0.05", "0.1", "0.15", "0.15")
     ]
-    assert said[:4] == pauses
+    assert messages[:4] == pauses
     assert supervisor.state.services["alpha"].status in ("restarting", "starting")
 
 
@@ -163,10 +163,10 @@ def test_who_waits_for_the_bus_is_no_suspect(make: Make, dummies: Dummies) -> No
     supervisor.start()
     wait_until(lambda: supervisor._processes["broker"].log.tail, 20, "its last words")
     supervisor._processes["broker"].log.tail.append('{"event": "disk_full", "error": "disk: no space left on /data"}')
-    said = (
+    log_line = (
         r"after 0\.1 s broker does not answer \(disk: no space left on /data\); alpha, beta did not start before that$"
     )
-    with pytest.raises(StartFailed, match=said):
+    with pytest.raises(StartFailed, match=log_line):
         supervisor.wait_up(0.1)
 
 
@@ -226,15 +226,15 @@ def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
 
 
 def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: Dummies, data_dir: Path) -> None:
-    said: list[str] = []
-    supervisor = make(report=said.append)
+    messages: list[str] = []
+    supervisor = make(report=messages.append)
     (data_dir / "run" / "state.json").mkdir()
     supervisor.start()
     assert supervisor.wait_ready(20).ready
     (data_dir / "run" / "state.json").rmdir()
     wait_until(lambda: (data_dir / "run" / "state.json").is_file(), 10, "the next attempt")
-    assert len(said) == 1
-    assert "cannot write the state file" in said[0]
+    assert len(messages) == 1
+    assert "cannot write the state file" in messages[0]
 
 
 # hung is not dead
@@ -244,11 +244,13 @@ WATCHFUL = Limits(
 )
 
 
-@pytest.mark.parametrize("told", ["", "answer only"])
-def test_a_stopped_service_is_hung_then_killed_and_started_again(make: Make, dummies: Dummies, told: str) -> None:
-    said: list[str] = []
-    dummies.tell("alpha", told)
-    supervisor = make(WATCHFUL, report=said.append)
+@pytest.mark.parametrize("notification", ["", "answer only"])
+def test_a_stopped_service_is_hung_then_killed_and_started_again(
+    make: Make, dummies: Dummies, notification: str
+) -> None:
+    messages: list[str] = []
+    dummies.tell("alpha", notification)
+    supervisor = make(WATCHFUL, report=messages.append)
     supervisor.start()
     before = supervisor.wait_ready(20).services["alpha"]
     assert before.pid is not None
@@ -259,10 +261,10 @@ def test_a_stopped_service_is_hung_then_killed_and_started_again(make: Make, dum
     wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 20, "the restart")
     after = supervisor.wait_ready(20).services["alpha"]
     assert (after.port, after.pid != before.pid, alive(before.pid)) == (before.port, True, False)
-    words = [line.split(" for ")[0] for line in said]
+    words = [line.split(" for ")[0] for line in messages]
     assert words[:2] == ["alpha hangs: no sign of life"] * 2
-    assert "killing process" in said[1]
-    assert said[2] == "alpha ended (signal 9); starting it again in 0.05 s"
+    assert "killing process" in messages[1]
+    assert messages[2] == "alpha ended (signal 9); starting it again in 0.05 s"
     assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
 
 

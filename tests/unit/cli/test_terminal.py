@@ -1,4 +1,4 @@
-"""Nothing that came from outside reaches a terminal raw: control, escape, bidi and invisible characters, markup."""
+"""Text from outside is escaped on a terminal: control, escape, bidi and invisible characters, markup."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def test_plain_output_and_errors_are_clean(text: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("text", [*HOSTILE, "\ud800 é 中 🙂"])
 def test_json_output_is_ascii_and_holds_the_same_values(text: str) -> None:
     for encoded in (json.dumps([text, {text: text}], ensure_ascii=False), json.dumps([text, {text: text}], indent=1)):
-        shown = terminal.ascii_json(encoded)
-        assert shown.isascii()
-        assert not hidden(shown)
-        assert json.loads(shown) == json.loads(encoded)
+        output = terminal.ascii_json(encoded)
+        assert output.isascii()
+        assert not hidden(output)
+        assert json.loads(output) == json.loads(encoded)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

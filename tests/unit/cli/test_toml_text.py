@@ -1,4 +1,4 @@
-"""What is written as TOML is read back as the same value, by the parser that settings are read with."""
+"""Values written as TOML are equal after they are read with the parser of the settings."""
 
 from __future__ import annotations
 

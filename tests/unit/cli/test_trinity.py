@@ -16,29 +16,29 @@ from tests.parity.oracles import EXPLORER, TRAINER
 def convert(folder: Path, *words: str, **changed: object) -> tuple[int, str]:
     (folder / "explorer.yaml").write_text(yaml.safe_dump(EXPLORER))
     (folder / "trainer.yaml").write_text(yaml.safe_dump({**TRAINER, **changed}))
-    done = CliRunner().invoke(app, ["trinity", "convert", "explorer.yaml", "trainer.yaml", *words])
-    return done.exit_code, done.output
+    result = CliRunner().invoke(app, ["trinity", "convert", "explorer.yaml", "trainer.yaml", *words])
+    return result.exit_code, result.output
 
 
 def test_both_files_become_settings_that_services_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    status, said = convert(tmp_path)
+    status, output = convert(tmp_path)
     assert status == 0
-    assert "explorer.rollout_model.engine_num" in said
+    assert "explorer.rollout_model.engine_num" in output
     check((tmp_path / "headrace.toml").read_text(), tmp_path)
-    status, said = convert(tmp_path)
+    status, output = convert(tmp_path)
     assert status == 2
-    assert "exists already" in said
+    assert "exists already" in output
 
 
 def test_a_key_without_a_meaning_is_named_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, said = convert(tmp_path, "--out", "other.toml", synchronizer={"sync_method": "nccl"}, surprise=1)
+    status, output = convert(tmp_path, "--out", "other.toml", synchronizer={"sync_method": "nccl"}, surprise=1)
     assert status == 2
-    assert "synchronizer.sync_method = 'nccl'" in said
-    assert "surprise = 1" in said
+    assert "synchronizer.sync_method = 'nccl'" in output
+    assert "surprise = 1" in output
     assert not (tmp_path / "other.toml").exists()
 
 

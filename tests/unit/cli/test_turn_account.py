@@ -1,4 +1,4 @@
-"""Where every captured turn is, from hand-made streams: each state, each contradiction."""
+"""The account of captured turns, from hand-made streams: each state, each contradiction."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.support.account_events import (
 )
 
 
-def summary(found: TurnAccount) -> tuple[int, int, dict[str, int], dict[str, int]]:
-    assert found.captured == found.trained + sum(found.waiting.values()) + sum(found.dropped.values())
-    return found.captured, found.trained, dict(found.waiting), dict(found.dropped)
+def summary(account: TurnAccount) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    assert account.captured == account.trained + sum(account.waiting.values()) + sum(account.dropped.values())
+    return account.captured, account.trained, dict(account.waiting), dict(account.dropped)
 
 
 STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[str, int]]]] = {
@@ -184,9 +184,9 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
 @pytest.mark.parametrize("name", STATES)
 def test_each_state(name: str) -> None:
     events, expected = STATES[name]
-    found = turn_account_of(events)
-    assert found.problems == ()
-    assert summary(found) == expected
+    account = turn_account_of(events)
+    assert account.problems == ()
+    assert summary(account) == expected
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -196,9 +196,9 @@ def test_order_and_repetition_change_nothing(name: str) -> None:
         print(f"seed {seed}")
         shuffled = [*events, *events]
         random.Random(seed).shuffle(shuffled)
-        found = turn_account_of(shuffled)
-        assert found.problems == ()
-        assert summary(found) == expected
+        account = turn_account_of(shuffled)
+        assert account.problems == ()
+        assert summary(account) == expected
 
 
 CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
@@ -254,10 +254,10 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_each_contradiction_is_noticed(name: str) -> None:
     events, message = CONTRADICTIONS[name]
-    found = turn_account_of(events)
-    assert not found.consistent
-    assert any(message in problem for problem in found.problems), found.problems
-    summary(found)
+    account = turn_account_of(events)
+    assert not account.consistent
+    assert any(message in problem for problem in account.problems), account.problems
+    summary(account)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_each_lineage_has_its_own_account() -> None:
 
 
 def test_many_problems_are_counted_and_some_are_spelt_out() -> None:
-    found = turn_account_of([trajectory(f"T{number}", (f"t{number}",)) for number in range(150)])
-    assert (len(found.problems), found.problems_total) == (100, 150)
+    account = turn_account_of([trajectory(f"T{number}", (f"t{number}",)) for number in range(150)])
+    assert (len(account.problems), account.problems_total) == (100, 150)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -307,13 +307,13 @@ def test_a_random_history_is_accounted_as_it_was_made(seed: int) -> None:
             lambda ids=ids, number=number: experience(f"E{number}", *ids, of=f"T{number}"),  # type: ignore[misc]
         ]
         reached = {"session": 0, "reward": 1, "training": 2, "trained": 2, "stale": 2}[state]
-        events += [turn(one) for one in ids]
+        events += [turn(turn_id) for turn_id in ids]
         events += [step() for step in steps[:reached]]
         if state in ("trained", "stale"):
             verdicts.append(verdict(f"E{number}", *ids, dropped="stale" if state == "stale" else None))
     chance.shuffle(verdicts)
     events += [report(*verdicts[at : at + 10], save=at) for at in range(0, len(verdicts), 10)]
     chance.shuffle(events)
-    found = turn_account_of(events)
-    assert found.consistent
-    assert {**found.waiting, **found.dropped, "trained": found.trained} == expected
+    account = turn_account_of(events)
+    assert account.consistent
+    assert {**account.waiting, **account.dropped, "trained": account.trained} == expected

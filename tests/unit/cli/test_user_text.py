@@ -65,7 +65,7 @@ READERS: dict[str, tuple[str, Read]] = {
     "bench.toml": ('# \u00e9\ncommand = ["x"]\n', bench.read),
     "bench.jsonl": (LINES.splitlines()[0] + "\n", lambda path: bench.rows(path, "question", "row")),
 }  # fmt: skip
-"""Name and text of a file, and what reads it. Texts hold letters that Latin-1 and UTF-8 write differently."""
+"""Name and text of a file, and its reader. Texts hold letters that Latin-1 and UTF-8 write differently."""
 ENCODINGS: dict[str, tuple[Callable[[str], bytes], str]] = {
     "utf-16-le": (lambda text: codecs.BOM_UTF16_LE + text.encode("utf-16-le"), "is in UTF-16; save it as UTF-8"),
     "utf-16-be": (lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"), "is in UTF-16; save it as UTF-8"),
@@ -81,7 +81,7 @@ def _strict(row: Mapping[str, Any] | Exception) -> Mapping[str, Any]:
 
 
 def outcome(read: Read, path: Path) -> str:
-    """Return what `read` made of a file: its value, or the text of its error."""
+    """Return the result of `read` for a file: its value, or the text of its error."""
     try:
         return f"value {read(path)!r}"
     except Exception as error:  # noqa: BLE001 (each reader has its own kind of error)
@@ -107,12 +107,12 @@ def test_another_encoding_is_named_in_one_sentence(name: str, encoding: str, tmp
     encode, words = ENCODINGS[encoding]
     path = tmp_path / name
     path.write_bytes(encode(text))
-    found = outcome(read, path)
-    assert found.startswith("error ")
-    assert words in found, found
-    assert found.count("UTF-8") <= 2
-    assert "\n" not in found
-    assert found.isprintable()
+    result = outcome(read, path)
+    assert result.startswith("error ")
+    assert words in result, result
+    assert result.count("UTF-8") <= 2
+    assert "\n" not in result
+    assert result.isprintable()
 
 
 def test_the_line_of_a_wrong_byte_is_counted() -> None:
@@ -136,7 +136,7 @@ OWN = {
 
 
 def test_files_of_users_are_decoded_in_one_place() -> None:
-    found = set()
+    decoding_modules = set()
     for folder in ("gateway", "packages", "schemas", "services"):
         for path in (ROOT / folder).rglob("src/**/*.py"):
             source = path.read_text(encoding="utf-8")
@@ -144,9 +144,9 @@ def test_files_of_users_are_decoded_in_one_place() -> None:
                 continue
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and _decodes(node):
-                    found.add(path.relative_to(ROOT).as_posix())
-    assert found - OWN == set(), "read them with headrace_schemas.user_text.read_user_text"
-    assert OWN - found == set(), "these decode nothing any more"
+                    decoding_modules.add(path.relative_to(ROOT).as_posix())
+    assert decoding_modules - OWN == set(), "read them with headrace_schemas.user_text.read_user_text"
+    assert OWN - decoding_modules == set(), "these decode nothing any more"
 
 
 def _decodes(call: ast.Call) -> bool:
@@ -155,6 +155,10 @@ def _decodes(call: ast.Call) -> bool:
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name == "read_text":
         return True
-    modes = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    modes = [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
     named = {keyword.arg for keyword in call.keywords}
     return name == "open" and "encoding" in named and not any(set(mode) & set("wxab") for mode in modes)

@@ -1,4 +1,4 @@
-"""What the command reads from the environment, services started from the same shell read as well."""
+"""Services accept every environment variable of the command when the same shell starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be refused before anything is looked at, with the remedy in the refusal; and what programs are told."""
+"""Requests of a replay: refusals before any work, each with a remedy, and the settings of its programs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def request(lineage: str = "again", topic: str = "experiences", **options: Any) 
     return make(lineage, topic_range, Overrides(None, settings, {}), "bus:9092", **options)
 
 
-def test_the_programs_are_told_the_replays_own_names() -> None:
-    made = request(settings={"trainer.model": "m"})
-    assert (made.of, made.model, made.topic) == ("live", "m", "replay-again-experiences")
-    environ = made.environ(lineage="again", until_end=True)
+def test_the_programs_get_the_lineage_and_topic_of_the_replay() -> None:
+    replay_request = request(settings={"trainer.model": "m"})
+    assert (replay_request.of, replay_request.model, replay_request.topic) == ("live", "m", "replay-again-experiences")
+    environ = replay_request.environ(lineage="again", until_end=True)
     assert environ["HEADRACE_TRAINER__LINEAGE"] == '"again"'
     assert environ["HEADRACE_TRAINER__UNTIL_END"] == "true"
     assert environ["HEADRACE_TRAINER__BASE"] == '"base"'
@@ -36,7 +36,7 @@ def test_the_programs_are_told_the_replays_own_names() -> None:
     assert int(environ["HEADRACE_SCORER__FUNCTION_WORKERS"]) >= 2
 
 
-def test_whole_is_only_everything() -> None:
+def test_a_replay_is_complete_only_with_every_record() -> None:
     assert request(topic_range=Range("experiences", keys=frozenset())).is_complete
     assert not request(topic_range=Range("experiences", from_offset=0, to_offset=9)).is_complete
     assert not request(topic_range=Range("experiences", partitions=(1,))).is_complete
@@ -58,7 +58,7 @@ def test_refusals_name_the_remedy(lineage: str, options: dict[str, Any], message
         request(lineage, **options)
 
 
-def test_a_programs_last_word_is_the_reason() -> None:
+def test_the_last_error_line_of_a_program_is_the_failure_reason() -> None:
     assert (
         failure_reason(["noise", "headrace scorer: scorer.functions = 3: no", ""], "scorer")
         == "scorer: scorer.functions = 3: no"
@@ -68,7 +68,7 @@ def test_a_programs_last_word_is_the_reason() -> None:
     assert failure_reason([], "trainer") == ""
 
 
-async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_the_error_of_a_failed_program_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").touch()
     (tmp_path / "broken" / "replay.py").write_text("import sys; sys.exit('headrace scorer: the remedy')")
@@ -83,7 +83,7 @@ async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tm
             await anext(program.lines())
 
 
-async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_service_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_operations.replay.program.installed", dict)
     with pytest.raises(UsageError, match=r"the judge service is not installed.*pip install headrace-judge"):
         async with start_program("judge", {}):
@@ -91,7 +91,7 @@ async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("original", "made", "equal", "same"),
+    ("original", "replayed", "equal", "same"),
     [
         ("abc", "abc", 3, True),
         ("abc", "ab", 2, False),
@@ -100,9 +100,9 @@ async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -
         ("ab", "abc", 2, False),
     ],
 )
-def test_batches_are_compared_from_the_first_on(original: str, made: str, equal: int, same: bool) -> None:
+def test_batches_are_compared_in_order(original: str, replayed: str, equal: int, same: bool) -> None:
     report = Report("again", "main", "experiences")
-    batches = tuple(DryRunBatch(experiences=1, digest=one * 64) for one in made.replace("x", "e"))
+    batches = tuple(DryRunBatch(experiences=1, digest=digit * 64) for digit in replayed.replace("x", "e"))
     report.training = DryRunLine(batches=batches)
-    report.compare([one * 64 for one in original])
+    report.compare([digit * 64 for digit in original])
     assert (report.batches_equal, report.same) == (equal, same)
