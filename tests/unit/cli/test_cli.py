@@ -127,7 +127,7 @@ def test_the_installed_command_completes() -> None:
     assert sorted(process.stdout.split()) == ["sessions", "status"]
 
 
-def test_what_needs_a_running_headrace_says_so_in_one_line(data_dir: Path) -> None:
+def test_commands_without_a_running_headrace_fail_in_one_line(data_dir: Path) -> None:
     for command in (["status"], ["models", "list"], ["feedback", "1", "--session", "s"], ["replay", "events", "turns"]):
         status, text = headrace(*command, data_dir=data_dir)
         assert (status, text.strip()) == (
@@ -253,7 +253,7 @@ def test_pin_and_pause(registry: HttpFake, up: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_held_is_shown(registry: HttpFake, up: Path) -> None:
+def test_holds_are_printed(registry: HttpFake, up: Path) -> None:
     model = {"id": "m", "champion": OLD, "pinned": OLD, "paused": True, "revision": 3}
     registry.answer("GET", "/v1/models", {"object": "list", "data": [model]})
     registry.answer("GET", "/v1/models/m", model)
@@ -288,7 +288,7 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
     assert " ".join(text.split()).startswith(f"model m is not served: {reason}"), "it comes first"
 
 
-def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
+def test_status_checks_running_services(http: HttpFake, data_dir: Path) -> None:
     lock = Lock(data_dir)
     lock.take()
     with socket.create_server(("127.0.0.1", 0)) as hung:
@@ -325,7 +325,7 @@ def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
 # config
 
 
-def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_names_the_service_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three = {name: SERVICES.get(name) for name in ("registry", "gateway", "judge")}
     monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: three)
     path = tmp_path / "c.toml"
@@ -357,7 +357,7 @@ gate = {{ command = ["{{python}}", "{folder}/gate.py"] }}
 """
 
 
-def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_applies_the_checks_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {name: SERVICES.get(name) for name in ("broker", "scorer", "registry")}
     monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: chosen)
     ports = [free_port() for _ in range(4)]
@@ -382,9 +382,7 @@ def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pyte
     assert f"scorer.port = {ports[2]}" in words
 
 
-def test_config_check_says_what_a_gate_of_the_former_kind_is_to_become(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_check_explains_the_migration_of_an_old_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_operations.supervisor.plan.installed", lambda: {"registry": SERVICES.get("registry")})
     path = tmp_path / "c.toml"
     path.write_text('[registry.gate]\ncommand = ["{python}", "gate.py", "{model}", "{base_url}"]\n')

@@ -21,7 +21,7 @@ asyncio.run(main())
 """
 
 
-async def test_it_is_asked_to_end_when_the_demo_has_seen_enough() -> None:
+async def test_the_agent_is_terminated_when_the_demo_ends() -> None:
     async with agent.running_agent(FOR_EVER, {}) as process:
         assert alive(process.pid)
     assert process.returncode == -15

@@ -60,7 +60,7 @@ def test_of_several_seeds_the_median_of_each_row_counts() -> None:
     assert not all(line.holds for line in row_lines(WEREWOLF.measures, [*seeds, seeds[0], seeds[0]]))
 
 
-def test_what_was_checked_without_services_counts() -> None:
+def test_checks_without_services_count() -> None:
     failed = PromisedLine("ablation: hide alone", "< 80%", "81%", holds=False)
     good = {name: report().measures["accuracy"] for name in WEREWOLF.measures}
     failed_report = replace(report(), measures=good, rows=rows(0.5, 0.6, 0.7, 0.9), checks=(failed,))
@@ -149,7 +149,7 @@ async def test_a_row_waits_until_everything_is_trained_and_the_bus_is_quiet(monk
     assert looked == 3 + 5, "5 s after the last news"
 
 
-async def test_what_is_left_of_a_batch_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_for_an_incomplete_batch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         await looks_until_settled(monkeypatch, [experience_event("a"), experience_event("b")], [trained("a")]) == 1 + 21
     )

@@ -70,7 +70,7 @@ def test_the_median_gain_is_that_of_a_seed_and_no_difference_of_medians() -> Non
     assert (line.found, line.holds) == ("0.10", True)
 
 
-def test_means_of_what_was_printed() -> None:
+def test_means_of_printed_values() -> None:
     played = MeasuredPlays.read(b'{"task": "b", "score": 1, "text": "B"}\n\n{"task": "a", "score": 0.5, "text": "A"}\n')
     assert played.mean("score") == 0.75
     with pytest.raises(UsageError, match="2 of 2 measured plays have no number 'steps'"):

@@ -57,7 +57,7 @@ UP = [0.3 + 0.03 * n for n in range(WINDOW)]
 DOWN = [0.8 - 0.02 * n for n in range(WINDOW)]
 
 
-def test_a_reward_that_rises_while_the_score_falls_is_said_with_the_remedy() -> None:
+def test_a_rising_reward_with_a_falling_score_is_reported_with_the_remedy() -> None:
     finding = judge("m", points(UP, DOWN))
     assert finding is not None
     assert finding.kind == "hacked"
@@ -68,7 +68,7 @@ def test_a_reward_that_rises_while_the_score_falls_is_said_with_the_remedy() -> 
     assert judge("m", points(UP[:7], DOWN[:7])) is None, "too few versions to say so"
 
 
-def test_a_flat_score_is_said_once_a_gain_can_be_excluded() -> None:
+def test_a_flat_score_is_reported_once_a_gain_is_excluded() -> None:
     finding = judge("m", points(UP, [0.5] * WINDOW))
     assert finding is not None
     assert finding.kind == "flat"
@@ -132,7 +132,7 @@ def test_a_run_that_gains_is_called_flat_with_the_promised_rate() -> None:
     assert within(counts["flat"], RUNS, 0.05), counts
 
 
-def test_a_run_that_gains_nothing_is_called_flat_at_about_every_second_look() -> None:
+def test_a_run_without_gain_is_called_flat_at_about_every_second_look() -> None:
     """With a standard error of 0.05 a version; the halves' difference then has 0.029."""
     counts = kinds(5, 300, 0.0, 0.0)
     assert counts["flat"] > 0.4 * 300, counts
@@ -194,7 +194,7 @@ def test_findings_are_of_the_lineage_that_reported_last() -> None:
     assert findings([*events, account(99, 0.5, lineage="replay")]) == ()
 
 
-async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_warning_is_reported_once_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     hacked, flat = Finding("m", "hacked", "it is hacked"), Finding("m", "flat", "it is flat")
     looks = iter([(hacked,), (hacked, flat), (), (hacked,)])
 

@@ -102,7 +102,7 @@ def run(name: str, values: list[str], stack: HostileStack) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in STARTING | SLOW])
-def test_a_command_prints_nothing_raw_of_what_it_reads(name: str, stack: HostileStack) -> None:
+def test_a_command_escapes_data_it_reads(name: str, stack: HostileStack) -> None:
     command = COMMANDS[name]
     for text in (TOGETHER, HOSTILE[5]):
         stack.set_text(text)
@@ -115,14 +115,14 @@ def test_a_command_prints_nothing_raw_of_what_it_reads(name: str, stack: Hostile
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in FOLLOWING])
-def test_a_command_prints_nothing_raw_of_its_arguments(name: str, stack: HostileStack) -> None:
+def test_a_command_escapes_its_arguments(name: str, stack: HostileStack) -> None:
     stack.set_text(TOGETHER)
     status, output = run(name, arguments(COMMANDS[name], stack, TOGETHER), stack)
     assert status in (0, 1, 2), output
     assert status != 0 or name not in STARTING, f"{name} began its work: {output}"
 
 
-def test_commands_that_only_read_show_what_they_read(stack: HostileStack) -> None:
+def test_commands_that_only_read_print_their_data(stack: HostileStack) -> None:
     """The first test would also pass for a command without output."""
     stack.set_text("abc\u202edef")
     expected = {

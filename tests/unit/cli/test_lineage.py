@@ -22,7 +22,7 @@ async def test_short_histories_with_much_going_back_and_forth(repetition: int) -
     await assert_traces_agree(in_memory(history.events), history)
 
 
-async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
+async def test_the_trace_of_a_session_has_the_reason_for_turns_without_experience() -> None:
     history = History(random.Random(3))
     history.begin()
     for number in range(60):
@@ -36,7 +36,7 @@ async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
             assert run.left_out == {item.turn_id: item.reason for item in event.left_out}
 
 
-async def test_what_nobody_knows_is_said() -> None:
+async def test_unknown_sessions_and_versions_are_errors() -> None:
     topics = in_memory([])
     with pytest.raises(UsageError, match="no trainer has reported this version"):
         await trace_version(topics, "m@0123456789ab", everything=False, after=0, limit=1)

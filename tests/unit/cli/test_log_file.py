@@ -11,7 +11,7 @@ from headrace_operations.supervisor.health import failed_checks
 from headrace_operations.supervisor.log_file import LogFile
 
 
-def test_what_a_full_disk_did_not_take_is_counted(tmp_path: Path) -> None:
+def test_lines_lost_to_a_full_disk_are_counted(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "logs" / "x.log", 10_000, 1)
     log.write(b"one\n")
     refusal = OSError(errno.ENOSPC, "No space left on device")
@@ -26,7 +26,7 @@ def test_what_a_full_disk_did_not_take_is_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_removed(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "x.log", 10_000, 1)
     log.write(b"one\n")
     real = io.FileIO.write
@@ -51,7 +51,7 @@ def test_files_and_folders_are_for_their_owner(tmp_path: Path) -> None:
     assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_reason_says_more_than_the_name_of_a_check() -> None:
+def test_a_failed_check_is_reported_with_its_reason() -> None:
     page = b'{"checks": {"bus": true, "capture": false, "routing": false}, "reasons": {"capture": "disk: full"}}'
     assert failed_checks(page) == ("routing", "disk: full")
     assert failed_checks(b'{"checks": {"bus": false}}') == ("bus",)

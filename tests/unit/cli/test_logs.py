@@ -38,14 +38,14 @@ def test_the_next_life_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "x.log").read_text() == "first\nsecond\n"
 
 
-def test_what_cannot_be_written_blocks_nobody(tmp_path: Path) -> None:
+def test_a_failed_write_does_not_block(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "x.log", bytes_max=1000, backups=1)
     (tmp_path / "x.log").mkdir()
     write(log, *(f"line {number} {'x' * 1000}" for number in range(100)))  # more than a pipe holds
     assert log.tail[-1].startswith("line 99")
 
 
-def test_following_across_a_rotation_loses_nothing(tmp_path: Path) -> None:
+def test_following_across_a_rotation_loses_no_line(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     log = LogFile(path, bytes_max=60, backups=5)
     write(log, "one", "two")
@@ -80,7 +80,7 @@ def test_logs_of_all_services_by_time_and_readable(data_dir: Path) -> None:
     assert len(headrace("logs", "-n", "1", data_dir=data_dir)[1].splitlines()) == 2
 
 
-def test_an_unknown_service_is_told_what_there_is(data_dir: Path) -> None:
+def test_the_error_for_an_unknown_service_lists_the_known_ones(data_dir: Path) -> None:
     (data_dir / "logs").mkdir(parents=True)
     (data_dir / "logs" / "alpha.log").touch()
     status, text = headrace("logs", "beta", data_dir=data_dir)

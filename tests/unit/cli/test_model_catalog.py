@@ -111,7 +111,7 @@ def test_an_export_is_the_versions_own_files_and_its_manifest(http: HttpFake, bl
     assert (status, "is not empty" in text) == (2, True)
 
 
-def test_what_is_gone_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
+def test_a_collected_version_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
     serve_versions(http, stored(blobs), collected=True)
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"))
     assert (status, "its files were collected" in text) == (2, True)
@@ -133,7 +133,7 @@ def test_only_an_adapter_is_merged(http: HttpFake, blobs: BlobStore, tmp_path: P
     assert (status, "full weights already" in text) == (2, True)
 
 
-def test_an_alias_moves_from_what_it_was_seen_to_name(http: HttpFake, blobs: BlobStore) -> None:
+def test_an_alias_moves_only_from_its_expected_version(http: HttpFake, blobs: BlobStore) -> None:
     first, second = stored(blobs), stored(blobs, b"ww")
     serve_versions(http, first, second)
     first_version, second_version = first[0].version, second[0].version

@@ -41,5 +41,5 @@ def test_a_group_is_given_by_its_options() -> None:
     assert "Where." in run(app, ["--help"]).output
 
 
-def test_what_has_no_group_stays_as_it_is() -> None:
+def test_a_function_without_a_group_stays_as_it_is() -> None:
     assert expand_option_groups(plain) is plain

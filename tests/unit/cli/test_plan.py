@@ -91,7 +91,7 @@ def test_a_gate_url_that_was_set_stays(tmp_path: Path) -> None:
     assert "HEADRACE_REGISTRY__GATE__BASE_URL" not in plan.environ
 
 
-def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
+def test_a_used_port_is_named_with_its_remedy(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -100,7 +100,7 @@ def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
             make(tmp_path, f"[gateway]\nport = {port}\n", auto_ports=False)
 
 
-def test_the_remedy_for_a_taken_port_is_not_what_was_done_already(tmp_path: Path) -> None:
+def test_the_remedy_for_a_used_port_is_not_auto_ports_again(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -238,6 +238,6 @@ def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, a
         make(tmp_path, pythons=planning.parse_pythons([assignment]))
 
 
-def test_up_without_any_service_names_what_to_install(tmp_path: Path) -> None:
+def test_up_without_any_service_names_the_packages_to_install(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no Headrace service is installed .* install headrace-gateway"):
         planning.make(tmp_path, Overrides(None, {}, {}), {})

@@ -28,7 +28,7 @@ def test_unknown_values_are_left_out_of_the_line() -> None:
         assert progress.line == "work: 20 of 60 s at most, 0 s"
 
 
-def test_a_log_has_a_line_now_and_then_also_when_nothing_moves() -> None:
+def test_a_log_has_a_line_at_each_interval_also_without_progress() -> None:
     lines: list[str] = []
     with ProgressDisplay("attack", 3, unit="attacks", log=lines.append, interval_s=0.01) as progress:
         progress.update(doing="silent_connections")

@@ -94,7 +94,7 @@ def test_a_killed_service_is_restarted_on_its_port(make: Make, dummies: Dummies)
     assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
 
 
-def test_who_calls_a_gateway_between_two_of_its_lives_waits_for_the_next(data_dir: Path, tmp_path: Path) -> None:
+def test_requests_wait_while_the_gateway_restarts(data_dir: Path, tmp_path: Path) -> None:
     dummies = Dummies(tmp_path, "gateway")
     limits = Limits(first_pause_s=1.0, stop_timeout_s=5.0, health_interval_s=0.02)
     supervisor = Supervisor(
@@ -157,7 +157,7 @@ def test_a_service_that_never_answers_is_named_with_its_last_words(make: Make, d
         supervisor.wait_up(0.1)
 
 
-def test_who_waits_for_the_bus_is_no_suspect(make: Make, dummies: Dummies) -> None:
+def test_services_that_wait_for_the_bus_are_not_blamed(make: Make, dummies: Dummies) -> None:
     dummies.tell("broker", "never answer")
     supervisor = make()
     supervisor.start()
@@ -170,7 +170,7 @@ def test_who_waits_for_the_bus_is_no_suspect(make: Make, dummies: Dummies) -> No
         supervisor.wait_up(0.1)
 
 
-def test_what_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) -> None:
+def test_a_service_that_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) -> None:
     dummies.tell("alpha", "ignore SIGTERM")
     supervisor = make(Limits(stop_timeout_s=0.5, health_interval_s=0.02))
     supervisor.start()
@@ -179,7 +179,7 @@ def test_what_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) ->
     assert dummies.lines("stops") == ["beta", "broker"]
 
 
-def test_what_a_service_left_behind_is_killed_with_it(make: Make, dummies: Dummies) -> None:
+def test_child_processes_of_a_dead_service_are_killed(make: Make, dummies: Dummies) -> None:
     dummies.tell("alpha", "leave a child")
     supervisor = make()
     supervisor.start()
@@ -210,7 +210,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
-def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
+def test_no_process_survives_a_killed_supervisor_and_the_next_one_starts(
     make: Make, dummies: Dummies, data_dir: Path
 ) -> None:
     command = [sys.executable, "-c", OWNER, str(data_dir)]
@@ -225,7 +225,7 @@ def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
     make().start()
 
 
-def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: Dummies, data_dir: Path) -> None:
+def test_an_unwritable_state_file_stops_no_service(make: Make, dummies: Dummies, data_dir: Path) -> None:
     messages: list[str] = []
     supervisor = make(report=messages.append)
     (data_dir / "run" / "state.json").mkdir()
@@ -278,7 +278,7 @@ def test_a_loop_that_is_stuck_hangs_too(make: Make, dummies: Dummies) -> None:
     assert supervisor.wait_ready(20).ready
 
 
-def test_who_goes_on_in_time_is_left_alone(make: Make, dummies: Dummies) -> None:
+def test_a_service_that_answers_again_in_time_is_not_killed(make: Make, dummies: Dummies) -> None:
     supervisor = make(Limits(health_interval_s=0.02, health_timeout_s=0.3, hung_s=0.5, hang_timeout_s=600))
     supervisor.start()
     pid = supervisor.wait_ready(20).services["alpha"].pid

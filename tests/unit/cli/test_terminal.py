@@ -128,7 +128,7 @@ def http() -> Iterator[HttpFake]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("form", [str, lambda text: json.dumps({"event": text, "level": text, text: text})])
-def test_logs_print_nothing_raw(form: Callable[[str], str], text: str, tmp_path: Path) -> None:
+def test_logs_are_escaped(form: Callable[[str], str], text: str, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "gateway.log").write_bytes(form(text).encode("utf-8", "replace") + b"\n\xff\xfe\n")
     for flags in ([], ["--raw"]):

@@ -29,7 +29,7 @@ def test_a_value_is_read_back(value: object) -> None:
     assert read(value) == value
 
 
-def test_what_is_not_a_number_is_read_back_as_that() -> None:
+def test_not_a_number_is_read_back() -> None:
     assert math.isnan(float(str(read(math.nan))))
     assert toml([math.nan, math.inf]) == "[nan, inf]"
 
@@ -56,7 +56,7 @@ def test_a_path_is_its_text_and_a_key_is_quoted_where_it_has_to_be() -> None:
     assert [key(name) for name in ("port", "a-b_1", "*", "a b", "")] == ["port", "a-b_1", '"*"', '"a b"', '""']
 
 
-def test_what_toml_cannot_say_is_refused() -> None:
+def test_values_without_a_toml_form_are_refused() -> None:
     for value in (None, [None], {"a": object()}):
         with pytest.raises(TypeError, match="TOML has no"):
             toml(value)

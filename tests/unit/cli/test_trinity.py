@@ -31,9 +31,7 @@ def test_both_files_become_settings_that_services_read(tmp_path: Path, monkeypat
     assert "exists already" in output
 
 
-def test_a_key_without_a_meaning_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_key_is_named_and_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     status, output = convert(tmp_path, "--out", "other.toml", synchronizer={"sync_method": "nccl"}, surprise=1)
     assert status == 2

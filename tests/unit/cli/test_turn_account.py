@@ -263,7 +263,7 @@ def test_each_contradiction_is_noticed(name: str) -> None:
 @pytest.mark.parametrize(
     "missing", ["a verdict about nothing", "an experience of nothing", "never captured", "undone out of nothing"]
 )
-def test_what_age_may_have_deleted_is_no_problem_when_topics_have_lost_their_beginning(missing: str) -> None:
+def test_missing_events_are_no_problem_when_topics_have_lost_their_beginning(missing: str) -> None:
     assert turn_account_of(CONTRADICTIONS[missing][0], complete=False).consistent
 
 

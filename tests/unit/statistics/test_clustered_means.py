@@ -24,7 +24,7 @@ def test_mean_equals_values_computed_by_hand() -> None:
     assert both.error == max(both.over_seeds or 0, both.over_tasks)
 
 
-def test_a_difference_is_taken_play_by_play() -> None:
+def test_differences_are_between_plays_of_one_task() -> None:
     base = [("a", 0.0), ("b", 1.0)]
     assert difference([base], [base]).within()
     better = difference([[("a", 0.5), ("b", 1.5)]], [base])

@@ -112,7 +112,7 @@ def test_arguments() -> None:
     assert measures.arguments(task(tool="search"), playthrough("")) is None
 
 
-def test_recall_counts_what_was_found_and_no_part_of_a_name() -> None:
+def test_recall_counts_whole_names_only() -> None:
     recall_task = task(relevant=["m1", "m2", "m3", "m4"])
     assert measures.recall(recall_task, playthrough("I found m1, m2 and m12.")) == 0.5
     assert measures.recall(recall_task, playthrough("nothing", found=["m3"])) == 0.25
@@ -142,7 +142,7 @@ def test_metrics_of_files_and_names(tmp_path: Path) -> None:
         load_metrics([f"{path}:missing"])
 
 
-def test_what_the_tasks_say_decides_which_metrics_fit() -> None:
+def test_applicable_metrics_depend_on_the_fields_of_the_tasks() -> None:
     assert applicable_metrics([task()]) == ["format", "steps"]
     assert applicable_metrics([task(), task(answer="4", tool="search")]) == ["format", "steps", "success", "tool"]
 
