@@ -124,7 +124,7 @@ def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: Blob
     blobs.delete(manifest.files[1].blob)
     Path(path).write_bytes(b"x")
     status, text = models(http, "export", "m:v1.0", str(tmp_path / "exported"))
-    assert (status, "does not hash to its name" in text) == (1, True)
+    assert (status, "does not match the digest in its name" in text) == (1, True)
 
 
 def test_only_an_adapter_is_merged(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
