@@ -7,12 +7,14 @@ from typing import Any
 
 import anthropic
 import openai
+import pytest
 
 from headrace_collector.branches import build_branches
 from headrace_schemas import Turn
 from tests.integration.gateway.test_real_engine import rig
 from tests.support.broker_process import BrokerProcess
 
+pytestmark = pytest.mark.timeout(300)
 SCHEMA = {
     "type": "object",
     "properties": {"query": {"enum": ["mail", "notes"]}},

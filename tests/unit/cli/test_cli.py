@@ -37,7 +37,7 @@ COMMANDS = [
     ["trinity", "convert"], ["trinity", "config"],
     ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"], ["rollouts", "show"],
     ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
-    ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"],
+    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"],
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import typer
 
 from headrace_cli.commands import (
     config,
+    connect,
     controls,
     dead_letters,
     demo,
@@ -52,6 +53,7 @@ dead_letters.add_to(app)
 mirror.add_to(app)
 trinity.add_to(app)
 config.add_to(app)
+connect.add_to(app)
 
 
 def main() -> None:

@@ -1,0 +1,119 @@
+"""`headrace connect`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace_cli.commands.shared import DataDir, command, echo, running
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Everything that the configuration of an agent names."""
+
+    url: str
+    """The gateway without `/v1`."""
+    key: str
+    model: str
+
+
+def _claude_code(connection: Connection) -> str:
+    lines = {"ANTHROPIC_BASE_URL": connection.url, "ANTHROPIC_API_KEY": connection.key}
+    return _environment({**lines, "ANTHROPIC_MODEL": connection.model, "ANTHROPIC_SMALL_FAST_MODEL": connection.model})
+
+
+def _codex(connection: Connection) -> str:
+    lines = [
+        f"model = {json.dumps(connection.model)}",
+        'model_provider = "headrace"',
+        "",
+        "[model_providers.headrace]",
+        'name = "Headrace"',
+        f"base_url = {json.dumps(connection.url + '/v1')}",
+        'wire_api = "responses"',
+        'env_key = "HEADRACE_API_KEY"',
+        f"# export HEADRACE_API_KEY={connection.key}",
+    ]
+    return "\n".join(lines)
+
+
+def _opencode(connection: Connection) -> str:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Headrace",
+        "options": {"baseURL": f"{connection.url}/v1", "apiKey": connection.key},
+        "models": {connection.model: {}},
+    }
+    settings = {"provider": {"headrace": provider}, "model": f"headrace/{connection.model}"}
+    return json.dumps({"$schema": "https://opencode.ai/config.json", **settings}, indent=2)
+
+
+def _qwen_code(connection: Connection) -> str:
+    lines = {"OPENAI_BASE_URL": f"{connection.url}/v1", "OPENAI_API_KEY": connection.key}
+    return _environment({**lines, "OPENAI_MODEL": connection.model})
+
+
+def _aider(connection: Connection) -> str:
+    lines = {"openai-api-base": f"{connection.url}/v1", "openai-api-key": connection.key}
+    return "\n".join(f"{name}: {value}" for name, value in {**lines, "model": f"openai/{connection.model}"}.items())
+
+
+def _environment(variables: dict[str, str]) -> str:
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+AGENTS: dict[str, tuple[str, Callable[[Connection], str]]] = {
+    "claude-code": ("environment of the shell", _claude_code),
+    "codex": ("~/.codex/config.toml", _codex),
+    "opencode": ("opencode.json", _opencode),
+    "qwen-code": ("environment of the shell, or .qwen/.env", _qwen_code),
+    "aider": (".aider.conf.yml", _aider),
+}
+"""The agents, with the file that each configuration belongs to."""
+
+
+def connect(
+    agent: Annotated[str, typer.Argument(help=f"Agent: {', '.join(AGENTS)}.", metavar="AGENT")],
+    model: Annotated[str, typer.Option(help="Model of the calls; default: the model that is trained here.")] = "",
+    base_url: Annotated[
+        str | None, typer.Option(help="URL of the gateway; default: the gateway that runs here.")
+    ] = None,
+    api_key: Annotated[str, typer.Option(help="API key of the gateway; any text while it has no keys.")] = "none",
+    data_dir: DataDir = None,
+) -> None:
+    """Print the lines of configuration that connect an agent with the gateway."""
+    if agent not in AGENTS:
+        raise typer.BadParameter(f"unknown agent {agent!r}; known agents are {', '.join(AGENTS)}")
+    url = (base_url or _running_url(data_dir)).rstrip("/").removesuffix("/v1")
+    file, lines = AGENTS[agent]
+    echo(f"for {file}:", error=True)
+    echo(lines(Connection(url, api_key, model or "headrace")))
+
+
+def _running_url(data_dir: Path | None) -> str:
+    """Return the URL of the gateway that runs here, else the default one."""
+    from headrace_operations.errors import NotRunning
+
+    try:
+        return running(data_dir).base_url or _DEFAULT_URL
+    except NotRunning:
+        return _DEFAULT_URL
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        connect,
+        "headrace connect claude-code",
+        "headrace connect codex --model my-agent >> ~/.codex/config.toml",
+    )
