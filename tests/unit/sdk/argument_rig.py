@@ -1,4 +1,4 @@
-"""Adapters whose effects are recorded: settings, steps, model calls, feedback, files, output and warnings.
+"""Adapters with recorded effects: settings, steps, model calls, feedback, files, output and warnings.
 
 Two runs that differ in one argument are compared. Equal effects mean that the adapter ignored the argument.
 """

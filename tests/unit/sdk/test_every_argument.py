@@ -60,7 +60,7 @@ BAD_VALUES: dict[str, list[Any]] = {
 
 
 def tuned(**arguments: Any) -> Callable[[], object]:
-    """Return `tune` with defaults for what `arguments` leaves out; values of None are left out."""
+    """Return `tune` with defaults for missing `arguments`; values of None are left out."""
     options: dict[str, Any] = {
         "workflow_func": workflow, "judge_func": judge, "train_dataset": DatasetConfig(path="rows", total_epochs=2),
         "model": TunerModelConfig(model_path="base"), "algorithm": AlgorithmConfig(batch_size=2, group_size=2),

@@ -122,7 +122,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def violations(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """Return the violations of an adapter for a run whose judge fails, among runs whose judge returns 1."""
+    """Return the violations of an adapter for a run with a failing judge, among runs with the reward 1."""
     stack = RecordingGatewayStack()
     adapter(stack, patch, folder)
     wrong = [f"a reward of {value:g} was sent" for value in stack.gateway.values if value != 1.0]

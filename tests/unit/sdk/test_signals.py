@@ -36,7 +36,7 @@ def tool(text: str) -> Message:
 
 
 def run(*messages: Message, sampled: int | None = None) -> Trajectory:
-    """Return a trajectory whose last `sampled` answers are the model's own turns, t0, t1 and so on."""
+    """Return a trajectory with the model's own turns t0, t1 and so on as the last `sampled` answers."""
     answers = sum(message.role == "assistant" for message in messages)
     turns = [f"t{number}" for number in range(answers if sampled is None else sampled)]
     spans = [Span(start=2 * at, logprobs=(-0.5,), turn_id=turn, version=VERSION) for at, turn in enumerate(turns)]

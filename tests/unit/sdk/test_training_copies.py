@@ -302,7 +302,7 @@ async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
 
 
 def numbered() -> Callable[..., Any]:
-    """Return a replacement of `openai` whose answers have ids, as `TrinitySink` records them."""
+    """Return a replacement of `openai` with ids in its answers, as `TrinitySink` records them."""
     numbers = iter(range(1000))
 
     def client(*_: Any, **__: Any) -> Any:
