@@ -30,9 +30,9 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Choice, Message, Sampling, Turn, Usage
 from headrace_schemas.base import utcnow
 from headrace_schemas.blobs import BlobRef
@@ -92,7 +92,7 @@ class EngineWorld(ABC, Generic[T]):
             engine,
             ExactPrompts(1_000_000, parsers),
             parsers,
-            Aside(1, 1 << 30),
+            WorkerThreads(1, 1 << 30),
             GrammarCompiler(parsers, GrammarSettings()),
         )
         self._tokenizers: dict[str, ChatTokenizer] = {}

@@ -29,7 +29,7 @@ from headrace_collector import upkeep as collector
 from headrace_collector.handlers import Collector
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
-from headrace_runtime.processor import Processor, Step, in_turns
+from headrace_runtime.processor import Processor, Step, run_until_finished
 from headrace_schemas import Message
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer
@@ -70,7 +70,7 @@ async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: in
 
     began = time.monotonic()
     with ProgressDisplay(f"bench-state, {name}", doing=f"forgetting {turns_old:,} turns"):
-        await asyncio.gather(*(in_turns(SystemClock(), partial(timed, step)) for step in steps))
+        await asyncio.gather(*(run_until_finished(SystemClock(), partial(timed, step)) for step in steps))
         took_s = time.monotonic() - began
         for step in steps:
             for _ in range(_IDLE_TICKS):

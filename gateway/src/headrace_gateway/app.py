@@ -29,8 +29,8 @@ from headrace_gateway.table_cache import TableCache
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.consumer import Table
-from headrace_runtime.dead_letters import Told, dead_letter
+from headrace_runtime.consumer import TopicTable
+from headrace_runtime.dead_letters import SentDeadLetters, dead_letter
 from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.known_versions import KnownVersions
@@ -54,7 +54,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled. Open requests then end first, and events that the bus did not take stay in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = read_keys(settings)
-    values = common.part_of("scorer", SourceValues)
+    values = common.section_of("scorer", SourceValues)
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
@@ -87,7 +87,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             tenants=tenants,
         )
 
-        sent_letters = Told(common.data_dir / "gateway" / "refused")
+        sent_letters = SentDeadLetters(common.data_dir / "gateway" / "refused")
 
         async def refuse(record: Record, error: InvalidEvent) -> None:
             letter = dead_letter("gateway", record, error.reason, str(error))
@@ -101,9 +101,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         def replica_changed(key: str, row: Replica | None) -> None:
             replica_set.update(key, row)
 
-        routing = Table(Routing, common.bus, SOURCE, blobs, refuse, routed)
+        routing = TopicTable(Routing, common.bus, SOURCE, blobs, refuse, routed)
         trust = ReplicaTrust(common.security)
-        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, replica_changed, trust.accepts)
+        replicas = TopicTable(Replica, common.bus, SOURCE, blobs, refuse, replica_changed, trust.accepts)
         known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
         routing_cache = TableCache(Routing, known_folder / "routing", routing, routed, late_s)
         replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s, trust.accepts)
@@ -118,7 +118,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
 
         async def known_models(model: str) -> KnownModels:
             try:
-                return await versions.now(model)
+                return await versions.models(model)
             except Unavailable:  # the scorer checks everything again
                 return KnownModels()
 

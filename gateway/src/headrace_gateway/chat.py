@@ -31,8 +31,8 @@ from headrace_gateway.request_context import RequestContext, metric_label
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
-from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import ids
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -73,7 +73,7 @@ class Chat:
     catalog: ModelCatalog
     relay: Relay
     clock: Clock
-    workers: Aside
+    workers: WorkerThreads
     recent: RecentTurns
     responses: ResponseStore
 

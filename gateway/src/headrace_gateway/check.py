@@ -10,6 +10,6 @@ from headrace_runtime.source_values import SourceValues
 
 async def check(common: Common, settings: GatewaySettings) -> list[str]:
     """Raises `SettingError`."""
-    common.part_of("scorer", SourceValues)
+    common.section_of("scorer", SourceValues)
     read_keys(settings)
     return []

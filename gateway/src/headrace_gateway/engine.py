@@ -18,7 +18,7 @@ from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
 from headrace_runtime import tracing
-from headrace_runtime.aside import Aside
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Replica
 
 Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]
@@ -51,7 +51,7 @@ class Engines:
         if internal_key:
             self._headers["authorization"] = f"Bearer {internal_key}"
         self._session: aiohttp.ClientSession | None = None
-        self._workers = Aside(1)
+        self._workers = WorkerThreads(1)
         self._probes: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Engines:

@@ -35,11 +35,11 @@ from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime import web
-from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.source_values import SourceValues
+from headrace_runtime.worker_threads import WorkerThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def application(parts: Parts) -> ASGIApp:
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     dispatchers = Dispatchers(parts.replica_set.capacity)
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
-    workers, recent = Aside(parts.settings.parse_threads), RecentTurns()
+    workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns()
     stored = ResponseStore(parts.settings.responses_bytes_max)
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, stored)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)

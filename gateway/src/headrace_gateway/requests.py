@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope
 from headrace_gateway.body_encoding import SUPPORTED, decoded
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
-from headrace_runtime.aside import beside_loop
 from headrace_runtime.json_bounds import more_values_than
+from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas.text import closest, printable
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,7 +53,7 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
         message = f"content-encoding {printable(encoding)!r}: not supported; use {', '.join(SUPPORTED)}, or none"
         raise ApiError(415, "unsupported_encoding", message)
     body = await _received(headers, receive, bytes_max)
-    return await beside_loop(bytes_max, lambda: decoded(body, encoding, bytes_max))
+    return await run_off_loop(bytes_max, lambda: decoded(body, encoding, bytes_max))
 
 
 async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:

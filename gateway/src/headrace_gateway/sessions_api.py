@@ -19,10 +19,10 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse
 from headrace_gateway.settings import FeedbackSettings
 from headrace_gateway.sticky_versions import StickyVersions
-from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_runtime.source_values import SourceValues
 from headrace_runtime.topics import catalogue
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Event, Feedback, SessionEnd, Trajectory, ids
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class SessionsApi:
     sticky_versions: StickyVersions
     clock: Clock
     bounds: FeedbackSettings
-    workers: Aside
+    workers: WorkerThreads
     recent: RecentTurns
     known_models: Lookup = nothing_known
     values: SourceValues = field(default_factory=SourceValues)

@@ -49,7 +49,7 @@ class Spool:
 
     async def __aenter__(self) -> Spool:
         """Raises `SettingError` when another process has this spool, `SpoolBroken`. Waits for a disk without room."""
-        await disk.with_room(lambda: self._run(self._log.open))
+        await disk.retry_while_full(lambda: self._run(self._log.open))
         self._measure()
         self._want_room()
         return self
@@ -94,7 +94,7 @@ class Spool:
             await asyncio.shield(written)
         except OSError as error:
             if disk.is_full(error):
-                raise disk.no_room(self._folder) from error
+                raise disk.full_error(self._folder) from error
             raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
 
     async def tenants(self) -> Mapping[str, int]:

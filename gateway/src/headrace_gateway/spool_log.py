@@ -56,7 +56,7 @@ class SpoolLog:
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if disk.is_full(error):
-                raise disk.no_room(self._folder) from error
+                raise disk.full_error(self._folder) from error
             remedy = f"cannot be used: {error.strerror}"
             raise SettingError("gateway.capture.spool_dir", str(self._folder), remedy) from None
         try:
@@ -153,7 +153,7 @@ class SpoolLog:
             self.trouble = None
         except OSError as error:
             full = disk.is_full(error)
-            reason = str(disk.no_room(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
+            reason = str(disk.full_error(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
             self.trouble = reason if self._free_bytes() < self._reserve_bytes // 2 else None
 
     def _free_bytes(self) -> int:
@@ -236,5 +236,5 @@ class SpoolLog:
         try:
             self.append([Spooled(*row) for row in rows])
         except OSError as error:
-            raise disk.no_room(self._folder) from error
+            raise disk.full_error(self._folder) from error
         path.unlink()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from headrace_runtime.aside import Aside
 
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
@@ -20,7 +21,6 @@ from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
-from headrace_runtime.aside import Aside
 from headrace_runtime.settings import Common
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest

@@ -9,9 +9,9 @@ import threading
 import time
 
 import pytest
+from headrace_runtime.aside import Aside
 from prometheus_client import REGISTRY
 
-from headrace_runtime.aside import Aside
 from headrace_runtime.loop_watch import INTERVAL_S, LoopWatch, watched
 from tests.support.loop_block import blocked
 

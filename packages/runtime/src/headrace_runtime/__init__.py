@@ -1,1 +1,1 @@
-"""What every Headrace service shares. Import the module that you need; this package exports nothing itself."""
+"""Shared library of all Headrace services. Import its modules directly; the package itself has no public names."""

@@ -1,8 +1,8 @@
-"""Kinds of blob stores, by the protocol of their fsspec URL: the entry points `headrace.blobs`.
+"""Kinds of blob stores by the protocol of their fsspec URL: the entry points `headrace.blobs`.
 
-fsspec opens the store, and packages add file systems to it by entry points of its own. What it does not say is how a
-store writes a name only if nobody has, of which two trainers on one lineage depend. Without an announcement a store
-keeps blobs all the same, and no lineage.
+fsspec opens the store, and packages can add file systems to fsspec. But fsspec does not define how a store creates a
+file only if it does not exist, which lineages with two trainers require. A store without an announcement can hold blobs
+but no lineages.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from headrace_runtime.registries import Registry
 
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 _MEMORY = threading.Lock()
-"""Whoever shares a store in memory shares this process."""
+"""Lock for stores in memory, which are shared within this process."""
 
 
 class NotExclusive(Exception):
-    """The store cannot write a name only if nobody has; the message says why."""
+    """The store cannot create a file only if it does not exist. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobBackend:
-    """One kind. `create(file_system, path, data)` writes the file unless it is there, whole or not at all, and says
-    whether: of all who try at once one alone is told True. It raises `OSError` or `NotExclusive`."""
+    """One kind of blob store."""
 
     create: Callable[[Any, str, bytes], bool]
+    """`create(file_system, path, data)` atomically creates a file unless it exists, and returns whether it did.
+
+    If several callers create a file at the same time, exactly one gets True. It raises `OSError` or `NotExclusive`."""
     folder: bool = False
-    """It is a folder of this machine, in which files are made durable before they get their names."""
+    """Whether the store is a folder of this machine, in which files are made durable before they get their names."""
 
 
 BACKENDS: Registry[BlobBackend] = Registry("blobs", BlobBackend, "blob store")
 
 
 def backend_of(file_system: Any) -> BlobBackend | None:
-    """Whoever is announced for one of its protocols."""
+    """Return the backend that is announced for a protocol of the file system, or None."""
     protocols = (file_system.protocol,) if isinstance(file_system.protocol, str) else file_system.protocol
-    known = [protocol for protocol in protocols if protocol in BACKENDS.names()]
-    return BACKENDS.get(known[0]) if known else None
+    name = next((protocol for protocol in protocols if protocol in BACKENDS.names()), None)
+    return None if name is None else BACKENDS.get(name)
 
 
-def _linked(_file_system: Any, path: str, data: bytes) -> bool:
-    """A second name for a file that is whole already: it appears at once or not at all, and never replaces."""
+def _create_by_link(_file_system: Any, path: str, data: bytes) -> bool:
+    """Create the file as a hard link to a complete draft, which is atomic and never replaces a file."""
     target = Path(path)
-    draft, folders = drafted(target, data)
+    draft, folders = write_draft(target, data)
     try:
         os.link(draft, target)
     except FileExistsError:
@@ -67,31 +69,31 @@ def _linked(_file_system: Any, path: str, data: bytes) -> bool:
     return True
 
 
-def _conditional(file_system: Any, path: str, data: bytes) -> bool:
-    """The store's own conditional request."""
+def _create_by_condition(file_system: Any, path: str, data: bytes) -> bool:
+    """Create the file by a conditional request of the store."""
     try:
         file_system.pipe_file(path, data, mode="create")
     except FileExistsError:
         return False
-    except Exception:  # not every server's refusal is understood by its client library
+    except Exception:  # not every client library recognises the refusal of its server
         if file_system.exists(path):
             return False
         raise
     return True
 
 
-def _locked(file_system: Any, path: str, data: bytes) -> bool:
+def _create_under_lock(file_system: Any, path: str, data: bytes) -> bool:
     with _MEMORY:
-        return _conditional(file_system, path, data)
+        return _create_by_condition(file_system, path, data)
 
 
-FOLDER = BlobBackend(_linked, folder=True)
-MEMORY = BlobBackend(_locked)
-OBJECTS = BlobBackend(_conditional)
+FOLDER = BlobBackend(_create_by_link, folder=True)
+MEMORY = BlobBackend(_create_under_lock)
+OBJECTS = BlobBackend(_create_by_condition)
 
 
-def drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
-    """A durable file beside `target`, and the folders that are to be synced once it has its name."""
+def write_draft(target: Path, data: bytes) -> tuple[Path, list[Path]]:
+    """Write a durable draft next to `target`. Return it and the folders to sync after it was renamed."""
     draft, folders = _draft_of(target)
     try:
         with draft.open("wb") as file:
@@ -99,14 +101,13 @@ def drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        draft.unlink(missing_ok=True)  # on a full disk, half a blob would take the room of a whole one
+        draft.unlink(missing_ok=True)  # on a full disk, an incomplete draft would take the space of a complete one
         raise
     return draft, folders
 
 
-def moved_in(target: Path, path: Path, *, move: bool) -> list[Path]:
-    """Make `path`, or without `move` a copy of it, the durable file `target`. Returns the folders that are to be
-    synced."""
+def copy_durably(target: Path, path: Path, *, move: bool) -> list[Path]:
+    """Copy, or with `move` move, the file `path` to the durable file `target`. Return the folders to sync."""
     draft, folders = _draft_of(target)
     try:
         if move:
@@ -130,7 +131,7 @@ def _draft_of(target: Path) -> tuple[Path, list[Path]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in `folder` survive a power cut; a pointer must not fall back to what has since been deleted."""
+    """Make new names in `folder` durable, so that after a power failure no pointer names a deleted file."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

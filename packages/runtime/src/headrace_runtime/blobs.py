@@ -1,6 +1,6 @@
-"""Content-addressed storage behind an fsspec URL: a folder by default, S3-compatible past one machine (P7).
+"""Content-addressed storage at an fsspec URL: a folder by default, or an object store for several machines (P7).
 
-A blob's name is its SHA-256, so writing twice is harmless and a reader can check what it got.
+A blob's name is its SHA-256. So writing it twice is harmless, and readers can check its content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import fsspec
 
 from headrace_runtime import disk, liveness
-from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, drafted, moved_in, sync_folder
+from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, copy_durably, sync_folder, write_draft
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
@@ -31,57 +31,72 @@ _PIECE_BYTES = 4 << 20
 
 
 class BlobStore:
-    """Put and get bytes by digest, and a few small files by name: pointers, which are replaced, and records, which are
-    not.
+    """Blobs by digest, and small files by name: pointers, which can be replaced, and records, which cannot.
 
-    Methods block; async callers use `aput` and `aget`.
+    Methods block. Asynchronous callers use `aput` and `aget`.
     """
 
     def __init__(self, url: str) -> None:
-        """A `file://` URL is a URL: `%20` in it is a blank. References have fsspec's form, which escapes nothing."""
-        place = unquote(url) if url.startswith("file:") else url
-        # A remembered listing would hide what another process has written, or show what it has removed.
-        self._fs, self._root = fsspec.core.url_to_fs(place, use_listings_cache=False)
+        """Open the store at `url`.
+
+        Percent escapes of a `file://` URL are decoded. References have fsspec's form, which has no escapes.
+        """
+        decoded_url = unquote(url) if url.startswith("file:") else url
+        # A cached listing would miss changes of other processes.
+        self._fs, self._root = fsspec.core.url_to_fs(decoded_url, use_listings_cache=False)
         self._backend = backend_of(self._fs)
         self._local = self._backend is not None and self._backend.folder
         self.url = url
 
     @classmethod
     def open(cls, common: Common) -> BlobStore:
+        """Open the store of the settings, by default the folder `blobs` under `data_dir`."""
         return cls(common.blobs.url or (common.data_dir.absolute() / "blobs").as_uri())
 
     def ref(self, data: bytes) -> BlobRef:
-        """The reference that `put` would return, without storing anything."""
+        """Return the reference that `put` would return, without storing the data."""
         return self._ref(hashlib.sha256(data).hexdigest(), len(data))
 
     def put(self, data: bytes) -> BlobRef:
-        """Store and return the reference. Atomic: a blob is whole or absent. Raises `Unavailable`."""
+        """Store a blob atomically and return its reference. Raises `Unavailable`."""
         ref = self.ref(data)
         path = self._path(ref.sha256)
         try:
             if not self._fs.exists(path):
                 self._write(path, data)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         return ref
 
     def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
-        """The same of a file, of which no more than a piece is in memory. `move`: the file is gone afterwards, and
-        where the store is a folder of the same disk (`scratch`), nothing is copied."""
+        """Store a file as a blob and return its reference, with at most a piece of the file in memory.
+
+        Args:
+            path: the file.
+            move: whether to remove the file. In a folder of `scratch` it is renamed instead of copied.
+
+        Raises:
+            Unavailable: the store cannot be written.
+        """
         try:
             ref = self._ref(*digest_of(path))
             target = self._path(ref.sha256)
             if not self._fs.exists(target):
                 self._write_file(target, path, move=move)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         if move:
             path.unlink(missing_ok=True)
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """Fetch and check. Raises `CorruptBlob` when they disagree with `ref`, `MissingBlob` when the store has none,
-        `Unavailable` when it does not answer."""
+        """Fetch and check the content of a blob.
+
+        Raises:
+            CorruptBlob: the content does not match `ref`.
+            MissingBlob: the store is reachable but lacks the blob.
+            Unavailable: the store does not respond.
+        """
         path = self._path(ref.sha256)
         with self._fetching(ref):
             data: bytes = self._fs.cat_file(path)
@@ -90,13 +105,16 @@ class BlobStore:
         return data
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
-        """The same into a file, of which no more than a piece is in memory. It is not there when this raises."""
+        """Fetch a blob into a file, with at most a piece of it in memory.
+
+        If this raises as `get` does, there is no file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._fetching(ref, path.parent):
                 self._fs.get_file(self._path(ref.sha256), str(path))
-            found, size = digest_of(path)
-            if (found, size) != (ref.sha256, ref.size):
+            digest, size = digest_of(path)
+            if (digest, size) != (ref.sha256, ref.size):
                 raise self._corrupt(ref, size)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -104,8 +122,11 @@ class BlobStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder on this machine for files that become blobs (`put_file`): on the store's own disk, where it is a
-        folder. It is gone afterwards; what a killed process leaves there, `remove_scratch` removes."""
+        """Yield a temporary folder for files that become blobs (`put_file`), on the disk of the store if it is a
+        folder.
+
+        `remove_scratch` removes the folders of killed processes.
+        """
         if not self._local:
             with tempfile.TemporaryDirectory(prefix="headrace-blobs-") as name:
                 yield Path(name)
@@ -114,27 +135,29 @@ class BlobStore:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def room_trouble(self, next_bytes: int, free_bytes_min: int | None) -> str | None:
-        """Return why `next_bytes` should not be stored now (`disk.trouble`), None when they can be. Blocks. A store
-        that is no folder has no disk of ours."""
+    def space_problem(self, next_bytes: int, free_bytes_min: int | None) -> str | None:
+        """Return the reason why `next_bytes` should not be stored now (`disk.problem`), or None if they may be. Blocks.
+
+        The result is always None for a store that is not a folder.
+        """
         if not self._local:
             return None
         Path(self._root).mkdir(parents=True, exist_ok=True)
-        return disk.trouble(Path(self._root), free_bytes_min, next_bytes=next_bytes)
+        return disk.problem(Path(self._root), free_bytes_min, next_bytes=next_bytes)
 
     def remove_scratch(self) -> None:
-        """Of processes that have ended: nobody may be writing there."""
+        """Remove the folders of `scratch` of all processes. No process may be using one."""
         if self._local:
             shutil.rmtree(Path(self._root) / _SCRATCH, ignore_errors=True)
 
     def holds(self, ref: BlobRef) -> bool:
-        """Whether the store has bytes of this name and size; they are not read. Raises `Unavailable`."""
+        """Return whether the store has a blob of this digest and size, without reading it. Raises `Unavailable`."""
         try:
             return bool(self._fs.info(self._path(ref.sha256))["size"] == ref.size)
         except FileNotFoundError:
@@ -143,11 +166,11 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def delete(self, ref: BlobRef) -> None:
-        """Remove the bytes; removing what is not there is fine. Raises `Unavailable`."""
+        """Remove a blob if it exists. Raises `Unavailable`."""
         self._remove(self._path(ref.sha256))
 
     def digests(self) -> Iterator[str]:
-        """Every blob's digest."""
+        """Yield the digests of all blobs."""
         for path in self._fs.find(f"{self._root}/sha256"):
             name = PurePosixPath(path).name
             if len(name) == 64:
@@ -158,10 +181,10 @@ class BlobStore:
         try:
             self._write(f"{self._root}/pointers/{name}", data)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def pointer(self, name: str) -> bytes | None:
-        """What `set_pointer` last wrote, None when it never did. Raises `Unavailable`."""
+        """Return the content of `pointers/<name>`, or None if it does not exist. Raises `Unavailable`."""
         path = f"{self._root}/pointers/{name}"
         try:
             data: bytes = self._fs.cat_file(path)
@@ -172,9 +195,13 @@ class BlobStore:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write `pointers/<name>` unless it is there, and say whether. Of all who try at once one alone is told True.
+        """Create `pointers/<name>` unless it exists, and return whether it was created.
 
-        Raises `SettingError` where the store cannot do that, `Unavailable` when it is away: then it may have happened.
+        If several callers create it at the same time, exactly one gets True.
+
+        Raises:
+            SettingError: the store does not support this.
+            Unavailable: the store does not respond. The file may have been created nevertheless.
         """
         self._exclusive()
         try:
@@ -183,34 +210,35 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def check_exclusive(self) -> None:
-        """Try `create`. Raises `SettingError` when the store takes a second writer for the first, or `Unavailable`."""
+        """Check that `create` works. Raises `SettingError` if a second call replaces the file, or `Unavailable`."""
         name = f"probe/{uuid.uuid4().hex}"
         self.create(name, b"1")
-        again, kept = self.create(name, b"2"), self.pointer(name) == b"1"
+        is_created_again = self.create(name, b"2")
+        is_unchanged = self.pointer(name) == b"1"
         self.remove_pointer(name)
-        if again or not kept:
-            raise self._not_exclusive("overwrote a file that was to be written only if it did not exist")
+        if is_created_again or not is_unchanged:
+            raise self._not_exclusive("replaced a file that must only be created if it does not exist")
 
     def pointers(self, folder: str) -> list[str]:
-        """Names of the small files directly in `pointers/<folder>/`, sorted. Raises `Unavailable`."""
+        """Return the names of the files directly in `pointers/<folder>/`, sorted. Raises `Unavailable`."""
         return [name for name, kind in self._names(f"{self._root}/pointers/{folder}") if kind == "file"]
 
     def remove_pointer(self, name: str) -> None:
-        """Remove a small file; one that is not there is fine. Raises `Unavailable`."""
+        """Remove `pointers/<name>` if it exists. Raises `Unavailable`."""
         self._remove(f"{self._root}/pointers/{name}")
 
     def area(self, name: str) -> BlobStore:
-        """A store of its own below this one: what it holds is not seen from here and removed with `remove_area`."""
+        """Return a separate store within this one. `remove_area` removes its content."""
         inner = copy.copy(self)
         inner._root = f"{self._root}/areas/{name}"
         return inner
 
     def areas(self, folder: str) -> list[str]:
-        """Names of the areas directly below `folder`, sorted. Raises `Unavailable`."""
+        """Return the names of the areas directly in `folder`, sorted. Raises `Unavailable`."""
         return [name for name, kind in self._names(f"{self._root}/areas/{folder}") if kind == "directory"]
 
     def remove_area(self, name: str) -> None:
-        """Remove what an area holds; what somebody adds meanwhile may stay. Raises `Unavailable`."""
+        """Remove the content of an area. Files that are added concurrently may stay. Raises `Unavailable`."""
         try:
             self._fs.rm(f"{self._root}/areas/{name}", recursive=True)
         except FileNotFoundError:
@@ -220,8 +248,8 @@ class BlobStore:
                 return
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
-    def _answers(self) -> bool:
-        """Whether the store holds anything: a folder that is not mounted, or a bucket that is not there, does not."""
+    def _has_content(self) -> bool:
+        """Return whether the store has content. A folder that is not mounted or a missing bucket has none."""
         try:
             return bool(self._fs.exists(self._root)) and bool(self._fs.ls(self._root, detail=False))
         except OSError:
@@ -234,17 +262,17 @@ class BlobStore:
         return await asyncio.to_thread(self.get, ref)
 
     @contextlib.contextmanager
-    def _fetching(self, ref: BlobRef, place: Path | None = None) -> Iterator[None]:
-        """`place`: where it goes on this machine's disk."""
+    def _fetching(self, ref: BlobRef, folder: Path | None = None) -> Iterator[None]:
+        """Translate the exceptions of a fetch. `folder` is the folder to which the blob is written."""
         try:
             yield
         except FileNotFoundError as error:
-            if self._answers():
+            if self._has_content():
                 raise MissingBlob(f"blob {ref.sha256} is not in {self.url}; restore it from a backup") from error
-            raise Unavailable(f"blob store {self.url} is empty or not there: {error}") from error
+            raise Unavailable(f"blob store {self.url} is empty or missing: {error}") from error
         except OSError as error:
-            if place is not None and disk.is_full(error):
-                raise disk.no_room(place) from error
+            if folder is not None and disk.is_full(error):
+                raise disk.full_error(folder) from error
             raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
 
     def _ref(self, digest: str, size: int) -> BlobRef:
@@ -254,8 +282,8 @@ class BlobStore:
         path = self._path(ref.sha256)
         return CorruptBlob(f"blob {path}: {size} bytes do not hash to {ref.sha256}; restore it from a backup")
 
-    def _refused(self, error: OSError) -> Unavailable:
-        return disk.no_room(self._root) if disk.is_full(error) else Unavailable(f"blob store {self.url}: {error}")
+    def _write_error(self, error: OSError) -> Unavailable:
+        return disk.full_error(self._root) if disk.is_full(error) else Unavailable(f"blob store {self.url}: {error}")
 
     def _path(self, digest: str) -> str:
         return f"{self._root}/sha256/{digest[:2]}/{digest}"
@@ -265,19 +293,19 @@ class BlobStore:
             if self._fs.exists(path):
                 self._fs.rm_file(path)
         except FileNotFoundError:
-            return  # somebody else was faster
+            return  # another process has removed it
         except OSError as error:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def _names(self, folder: str) -> list[tuple[str, str]]:
-        """Name and kind of everything directly in a folder, none when it does not exist. No drafts."""
+        """Return names and kinds of the entries of a folder without drafts, or an empty list if it does not exist."""
         try:
-            found = _listed(folder) if self._local else self._fs.ls(folder, detail=True)
+            entries = _list_folder(folder) if self._local else self._fs.ls(folder, detail=True)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise Unavailable(f"blob store {self.url}: {error}") from error
-        names = ((PurePosixPath(entry["name"]).name, entry["type"]) for entry in found)
+        names = ((PurePosixPath(entry["name"]).name, entry["type"]) for entry in entries)
         return sorted((name, kind) for name, kind in names if not name.startswith("."))
 
     def _write(self, path: str, data: bytes) -> None:
@@ -285,7 +313,7 @@ class BlobStore:
             self._fs.pipe_file(path, data)  # object stores replace whole objects
             return
         target = Path(path)
-        draft, folders = drafted(target, data)
+        draft, folders = write_draft(target, data)
         try:
             draft.replace(target)
         except OSError:
@@ -298,7 +326,7 @@ class BlobStore:
         if not self._local:
             self._fs.put_file(str(path), target)
             return
-        for folder in moved_in(Path(target), path, move=move):
+        for folder in copy_durably(Path(target), path, move=move):
             sync_folder(folder)
 
     def _create(self, path: str, data: bytes) -> bool:
@@ -316,12 +344,12 @@ class BlobStore:
         return SettingError(
             "blobs.url",
             self.url,
-            f"{problem}, so two trainers could not be told apart there; use a folder, s3://, gs:// or abfs://",
+            f"{problem}, which two trainers on one lineage require; use a folder, s3://, gs:// or abfs://",
         )
 
 
 def digest_of(path: Path) -> tuple[str, int]:
-    """SHA-256 and size of a file, read in pieces, each a sign of life (`liveness.progress`)."""
+    """Return SHA-256 and size of a file. It is read in pieces, and each reports `liveness.progress`."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -330,7 +358,7 @@ def digest_of(path: Path) -> tuple[str, int]:
         return digest.hexdigest(), file.tell()
 
 
-def _listed(folder: str) -> list[dict[str, str]]:
-    """As fsspec lists, which gives up when one of the files goes away meanwhile: a draft that got its name, say."""
+def _list_folder(folder: str) -> list[dict[str, str]]:
+    """List a folder in fsspec's form. fsspec itself fails if a file is removed meanwhile, such as a renamed draft."""
     with os.scandir(folder) as entries:
         return [{"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in entries]

@@ -1,4 +1,4 @@
-"""Options of every Kafka client of ours: where the bus is, how to log in there, and whether to encrypt."""
+"""Options of Kafka clients: address, login and encryption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGIN_ERRORS = (
 
 
 def client_options(settings: BusSettings) -> dict[str, Any]:
-    """Return the options of an aiokafka client. Raises `OSError` for a certificate file that cannot be read."""
+    """Return the options of an aiokafka client. Raises `OSError` if the certificate file cannot be read."""
     options: dict[str, Any] = {"bootstrap_servers": settings.address}
     if settings.tls:
         options["ssl_context"] = create_ssl_context(cafile=settings.ca_file or None)
@@ -36,16 +36,17 @@ def client_options(settings: BusSettings) -> dict[str, Any]:
             "sasl_plain_username": settings.username,
             "sasl_plain_password": password,
         }
-        logging.getLogger("aiokafka.conn").addFilter(_is_news)
+        logging.getLogger("aiokafka.conn").addFilter(_is_unexpected)
     elif settings.tls:
         options["security_protocol"] = "SSL"
     return options
 
 
 async def check_login(settings: BusSettings) -> None:
-    """Try to log in at the first address of the bus. A bus that does not answer is no error here.
+    """Try to log in at the first address of the bus. A bus that does not respond is ignored.
 
-    Raises `SettingError` when the bus refuses the login.
+    Raises:
+        SettingError: the bus refuses the login.
     """
     host, _, port = settings.address.split(",")[0].strip().rpartition(":")
     options = client_options(settings)
@@ -62,6 +63,6 @@ async def check_login(settings: BusSettings) -> None:
         return
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Leave out a warning at each connection of a login without TLS, which the settings have chosen."""
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Filter out the warning about a login without TLS, which the settings request."""
     return "in the clear" not in str(record.msg)

@@ -1,4 +1,4 @@
-"""Messages as chat templates expect them. Whoever renders a template, an engine or a trainer, gives it the same."""
+"""Conversion of messages for chat templates, shared by engines and trainer so that they render the same prompts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pydantic_core import from_json
 from headrace_schemas.events.chat import Message
 
 _NO_ARGUMENTS = ("", "null", '""')
-"""What models and clients write for a call without arguments, beside `{}`."""
+"""Arguments of a call without arguments, besides `{}`, as some models and clients write them."""
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """Text as one string, arguments as an object where they are one."""
-    found: dict[str, Any] = {
+def template_message(message: Message) -> dict[str, Any]:
+    """Return a message for a chat template, with its text as one string and tool arguments as objects if possible."""
+    fields: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
     if message.reasoning_content:
-        found["reasoning_content"] = message.reasoning_content
+        fields["reasoning_content"] = message.reasoning_content
     if message.name:
-        found["name"] = message.name
+        fields["name"] = message.name
     if message.tool_call_id:
-        found["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        found["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -35,14 +35,14 @@ def for_template(message: Message) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
-    return found
+    return fields
 
 
 def argument_value(arguments: str) -> JsonValue:
-    """Return the JSON value of a call's arguments, an empty object where there are none.
+    """Return the JSON value of a call's arguments, or an empty object without arguments.
 
-    Malformed arguments, numbers that Python's floats and integers cannot hold, more than 200 levels, and half a
-    surrogate pair, which is no text, stay the string that they are.
+    Arguments that cannot be represented stay strings: malformed JSON, numbers outside of Python's floats and integers,
+    more than 200 levels, and lone surrogates.
     """
     if arguments.strip() in _NO_ARGUMENTS:
         return {}

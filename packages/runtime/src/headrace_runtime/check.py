@@ -1,7 +1,7 @@
-"""Finds what would stop a start, without starting: `python -m headrace_<service> --check`.
+"""Checks whether a service could start, without starting it: `python -m headrace_<service> --check`.
 
-Nothing is changed; a temporary folder shows whether `data_dir` can be written.
-What is a service's own is tried by its own function, `Service.check`.
+The checks change nothing, except for a temporary folder that shows whether `data_dir` can be written. The function
+`Service.check` contains the checks of a single service.
 """
 
 from __future__ import annotations
@@ -18,30 +18,38 @@ from headrace_runtime.settings import Common
 from headrace_schemas.text import is_storable
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
-"""Returns sentences about what is wrong; what it raises of our errors is one more."""
+"""Check of a single service. It returns one sentence per problem and may also raise a `HeadraceError`."""
 _CONNECT_S = 5.0
 
 
-async def problems(name: str, common: Common, own: object, check: Check | None, *, bus: bool) -> list[str]:
-    """Everything that is wrong for this service, a sentence each."""
-    found: list[str] = []
-    tried: list[Awaitable[list[str]]] = [_data_dir(common), _blobs(common)]
+async def find_problems(name: str, common: Common, settings: object, check: Check | None, *, bus: bool) -> list[str]:
+    """Return one sentence for each problem that would prevent a start of the service.
+
+    Args:
+        name: the name of the service.
+        common: the common settings.
+        settings: the settings of the service.
+        check: the check of the service itself.
+        bus: whether to check the bus, too.
+    """
+    problems: list[str] = []
+    checks: list[Awaitable[list[str]]] = [_data_dir(common), _blobs(common)]
     if name in SERVICES.names() and SERVICES.get(name).database:
-        tried.append(_database(common))
+        checks.append(_database(common))
     if bus:
-        tried.append(_bus(common))
+        checks.append(_bus(common))
     if check is not None:
-        tried.append(check(common, own))
-    for attempt in tried:
+        checks.append(check(common, settings))
+    for pending in checks:
         try:
-            found += await attempt
+            problems += await pending
         except HeadraceError as error:
-            found.append(str(error))
-    return [" ".join(sentence.split()) for sentence in found]
+            problems.append(str(error))
+    return [" ".join(sentence.split()) for sentence in problems]
 
 
 async def _data_dir(common: Common) -> list[str]:
-    """The folder itself, or the one in which it would be made, takes files."""
+    """Check that the folder, or its nearest existing parent, can be written."""
     folder = common.data_dir.absolute()
     if not is_storable(str(folder)):
         raise SettingError("data_dir", str(folder), "must not contain NUL or lone surrogates; remove these characters")
@@ -51,7 +59,7 @@ async def _data_dir(common: Common) -> list[str]:
             raise SettingError("data_dir", str(folder), f"{nearest} is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise SettingError("data_dir", str(folder), f"{nearest} cannot be written to")
-        with tempfile.TemporaryDirectory(prefix=".headrace-check-", dir=nearest):  # /proc lets nobody, whatever it says
+        with tempfile.TemporaryDirectory(prefix=".headrace-check-", dir=nearest):  # `os.access` is wrong about /proc
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -66,7 +74,7 @@ async def _blobs(common: Common) -> list[str]:
         BlobStore.open(common)
     except HeadraceError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a file system's library makes of its address
+    except Exception as error:  # noqa: BLE001 (a file system's library may raise anything for its address)
         raise SettingError("blobs.url", common.blobs.url, f"{type(error).__name__}: {error}") from None
     return []
 
@@ -83,8 +91,8 @@ async def _database(common: Common) -> list[str]:
         async with asyncio.timeout(_CONNECT_S), database.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
     except TimeoutError:
-        return [f"setting database.url: the server does not answer within {_CONNECT_S:g} s; is it running?"]
-    except Exception as error:  # noqa: BLE001 - drivers have their own trees; the URL has a password and is not told
+        return [f"setting database.url: the server did not respond within {_CONNECT_S:g} s; is it running?"]
+    except Exception as error:  # noqa: BLE001 (drivers have their own exceptions; the URL is left out because of its password)
         cause = getattr(error, "orig", None) or error
         return [f"setting database.url: {type(cause).__name__}: {cause}"]
     finally:

@@ -1,4 +1,4 @@
-"""The clock is a parameter, so that tests and the simulation can replace it."""
+"""The clock of the services. It is a parameter, so that tests and the simulation can replace it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """`now` is civil time, `monotonic_s` measures durations, `sleep` waits on the same clock."""
+    """Clock with civil time (`now`) and with monotonic time (`monotonic_s`, `sleep`)."""
 
     def now(self) -> datetime: ...
 
@@ -19,7 +19,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """Clock of the machine."""
 
     def now(self) -> datetime:
         return datetime.now(UTC)
@@ -32,9 +32,10 @@ class SystemClock:
 
 
 def epoch_ms(instant: datetime) -> int:
-    """Milliseconds since 1970, the form in which databases here keep time."""
+    """Return the milliseconds since 1970, the format of times in Headrace's databases."""
     return round(instant.timestamp() * 1000)
 
 
 def from_epoch_ms(value: int) -> datetime:
+    """Return the time of a number of milliseconds since 1970."""
     return datetime.fromtimestamp(value / 1000, UTC)

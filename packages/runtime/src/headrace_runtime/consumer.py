@@ -1,4 +1,4 @@
-"""Reads the bus without Faust: raw records, and compacted topics as tables."""
+"""Consumers without Faust: raw records, and compacted topics as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Patience, Record
+from headrace_runtime.wire import BatchDecoder, Record
 from headrace_schemas import Event
 from headrace_schemas.names import decode_name
 
@@ -25,7 +25,10 @@ E_co = TypeVar("E_co", bound=Event)
 
 
 def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKafkaConsumer:
-    """An aiokafka consumer with our defaults: no automatic commits, from the earliest record. Not started yet."""
+    """Return an aiokafka consumer without automatic commits, which reads from the earliest record.
+
+    It is not started.
+    """
     defaults: dict[str, object] = {
         **client_options(settings),
         "client_id": client_id,
@@ -41,6 +44,7 @@ def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKaf
 
 
 def record_of(message: ConsumerRecord) -> Record:
+    """Convert a record of aiokafka."""
     return Record(
         message.topic,
         message.partition,
@@ -53,16 +57,16 @@ def record_of(message: ConsumerRecord) -> Record:
 
 
 async def assign_all(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
-    """Assign every partition of `topic` by hand (no consumer group) and return them in order."""
+    """Assign all partitions of `topic` without a consumer group, and return them in order."""
     partitions = await partitions_of(reader, topic)
     reader.assign(partitions)
     return partitions
 
 
 async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
-    """Every partition of `topic`, in order. Raises `Unavailable` when it does not exist (yet)."""
-    # aiokafka 0.14 has no public way: `topics()` asks the same and returns names alone, `partitions_for_topic` knows
-    # only what is subscribed to, and the admin client would be one more connection for each reader.
+    """Return all partitions of `topic` in order. Raises `Unavailable` if the topic does not exist (yet)."""
+    # aiokafka 0.14 has no public method: `topics()` sends the same request but returns names alone,
+    # `partitions_for_topic` only has subscribed topics, and an admin client would need another connection.
     cluster = await reader._client.fetch_all_metadata()
     partitions = [TopicPartition(topic, number) for number in sorted(cluster.partitions_for_topic(topic) or ())]
     if not partitions:
@@ -70,13 +74,8 @@ async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicParti
     return partitions
 
 
-class Table(Generic[E_co]):
-    """A compacted topic as a dictionary from key to newest event. One task (`run`) keeps it current.
-
-    `changed` is called after each change, in the event loop; it must not block. `refuse` gets what cannot be decoded,
-    and dead-letters it (`headrace_runtime.dead_letters.Refusals`). `accepts` decides about a valid event: the row
-    stays as it was when it returns False.
-    """
+class TopicTable(Generic[E_co]):
+    """Compacted topic as a dictionary from key to newest event. The task `run` keeps it current."""
 
     def __init__(
         self,
@@ -88,6 +87,17 @@ class Table(Generic[E_co]):
         changed: Callable[[str, E_co | None], None] | None = None,
         accepts: Callable[[E_co], bool] = lambda _event: True,
     ) -> None:
+        """Create an empty table.
+
+        Args:
+            event: the event class of the topic.
+            settings: the settings of the bus.
+            client_id: the id of the Kafka client.
+            blobs: the store of large events.
+            refuse: dead-letters a record that cannot be decoded (`headrace_runtime.dead_letters.DeadLetterSender`).
+            changed: called after each change in the event loop with the key and the event; it must not block.
+            accepts: returns whether a valid event is applied. Otherwise its row stays unchanged.
+        """
         self._accepts = accepts
         self._event = event
         self._settings = settings
@@ -97,10 +107,10 @@ class Table(Generic[E_co]):
         self._changed = changed
         self.rows: dict[str, E_co] = {}
         self.loaded = asyncio.Event()
-        """Set once everything that was there at the start has been read."""
+        """Set once all records that existed at the start have been read."""
 
     async def run(self) -> None:
-        """Read for ever; a bus that goes away is waited for. Cancelled by the owner."""
+        """Read until cancelled, and reconnect when the bus is unavailable."""
         while True:
             try:
                 await self._follow()
@@ -126,26 +136,26 @@ class Table(Generic[E_co]):
             await reader.stop()
 
     async def _apply(self, record: Record) -> None:
-        """Apply one record. One that breaks its reader is refused like one that cannot be decoded."""
+        """Apply one record. If `changed` or `accepts` raises, the record is refused like an undecodable one."""
         key = decode_name(record.key or b"")
-        before = self.rows.get(key)
+        previous = self.rows.get(key)
         try:
-            await self._take(record, key)
+            await self._update(record, key)
         except Exception as error:
             if is_fatal(error):
                 raise
-            if before is None:
+            if previous is None:
                 self.rows.pop(key, None)
             else:
-                self.rows[key] = before
+                self.rows[key] = previous
             log.warning("row_refused", topic=record.topic, offset=record.offset, kind=type(error).__name__)
             refusal = error if isinstance(error, InvalidEvent) else InvalidEvent("handler_error", reason_of(error))
-            await self._refuse(record, refusal)  # the row stays as it was
+            await self._refuse(record, refusal)
 
-    async def _take(self, record: Record, key: str) -> None:
+    async def _update(self, record: Record, key: str) -> None:
         event: E_co | None = None
         if record.value is not None:
-            received = await Patience(SystemClock()).decode(record, self._blobs)
+            received = await BatchDecoder(SystemClock()).decode(record, self._blobs)
             if not isinstance(received.event, self._event) or not self._accepts(received.event):
                 return
             event = received.event
@@ -158,7 +168,7 @@ class Table(Generic[E_co]):
 
 
 async def _records(reader: AIOKafkaConsumer) -> AsyncIterator[Record | None]:
-    """Records as they come, and None after each poll, so that the caller can look at its position."""
+    """Yield records as they arrive, and None after each poll, so that the caller can check its position."""
     while True:
         batches = await reader.getmany(timeout_ms=200, max_records=500)
         for messages in batches.values():

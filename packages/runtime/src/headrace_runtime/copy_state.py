@@ -1,9 +1,10 @@
 """Copies the state of services from SQLite files to PostgreSQL, for an installation that outgrows one machine.
 
-`python -m headrace_runtime.copy_state postgresql://user@host/database [--config headrace.toml]`, services stopped.
+Usage, with all services stopped:
+`python -m headrace_runtime.copy_state postgresql://user@host/database [--config headrace.toml]`.
 
-Each service's tables are copied in one transaction and compared before it commits, so it may be killed and run again.
-Afterwards `database.url` is all that changes. The SQLite files stay as they are.
+The tables of a service are copied in one transaction and compared before it commits, so the program may be killed and
+run again. Afterwards only `database.url` has to be changed. The SQLite files stay unchanged.
 """
 
 from __future__ import annotations
@@ -30,100 +31,111 @@ _VERSION_TABLE = "schema_version"
 
 
 class NotEmpty(HeadraceError):
-    """The target holds other state already."""
+    """The target already contains other state."""
 
 
 async def copy(service: str, package: str, source: Database, target: Database) -> dict[str, int]:
-    """Rows by table. What was copied before is only compared. Raises `NotEmpty`, `Unavailable`."""
+    """Copy the tables of one service, and return the number of rows by table. Non-empty tables are only compared.
+
+    Raises:
+        NotEmpty: a table of the target has other rows.
+        Unavailable: a database does not respond.
+    """
     for database in (source, target):
         await migrations.upgrade(database, package)
     async with source.transaction() as old, target.transaction() as new:
-        tables = await new.run_sync(_tables, target.schema)
+        tables = await new.run_sync(_reflect_tables, target.schema)
         copied = {}
-        for one in tables:
-            if not await new.scalar(select(func.count()).select_from(one)):
-                await _fill(old, new, one)
-            ours, theirs = await _digest(old, one), await _digest(new, one)
-            if ours != theirs:
+        for copied_table in tables:
+            name = copied_table.name
+            if not await new.scalar(select(func.count()).select_from(copied_table)):
+                await _fill(old, new, copied_table)
+            old_digest, new_digest = await _digest(old, copied_table), await _digest(new, copied_table)
+            if old_digest != new_digest:
                 raise NotEmpty(
-                    f"{service}: table {one.name} has {theirs[0]} rows there that are not the {ours[0]} here; "
-                    f'if nobody needs them, drop the schema there first: DROP SCHEMA "{target.schema}" CASCADE'
+                    f"{service}: table {name} has {new_digest[0]} rows in the target that differ from the "
+                    f"{old_digest[0]} rows of the source; if they are not needed, drop the schema in the target first: "
+                    f'DROP SCHEMA "{target.schema}" CASCADE'
                 )
-            copied[one.name] = ours[0]
+            copied[name] = old_digest[0]
         return copied
 
 
-def _tables(connection: Connection, schema: str | None) -> list[Table]:
-    found = MetaData()
-    found.reflect(connection, schema=schema)
-    return [one for one in found.sorted_tables if one.name != _VERSION_TABLE]
+def _reflect_tables(connection: Connection, schema: str | None) -> list[Table]:
+    metadata = MetaData()
+    metadata.reflect(connection, schema=schema)
+    return [reflected for reflected in metadata.sorted_tables if reflected.name != _VERSION_TABLE]
 
 
 async def _fill(old: AsyncConnection, new: AsyncConnection, target: Table) -> None:
+    """Copy all rows of a table, and continue its sequences after the highest keys."""
     rows = await old.stream(_ordered(target))
-    async for some in rows.mappings().partitions(_ROWS_AT_ONCE):
-        await new.execute(insert(target), [_typed(target, row) for row in some])
+    async for batch in rows.mappings().partitions(_ROWS_AT_ONCE):
+        await new.execute(insert(target), [_typed(target, row) for row in batch])
     for key in target.primary_key.columns:
-        named = func.pg_get_serial_sequence(f'"{target.schema}"."{target.name}"', key.name)
-        sequence, highest = await new.scalar(select(named)), await new.scalar(select(func.max(key)))
+        sequence_of_key = func.pg_get_serial_sequence(f'"{target.schema}"."{target.name}"', key.name)
+        sequence, highest = await new.scalar(select(sequence_of_key)), await new.scalar(select(func.max(key)))
         if sequence is not None and highest is not None:
             await new.execute(select(func.setval(sequence, highest)))
 
 
-def _ordered(known: Table) -> Select[Any]:
-    """The rows in the order of their keys, without anything that was reflected about PostgreSQL's types."""
-    plain = table(known.name, *(column(one.name) for one in known.columns))
-    return select(plain).order_by(*(plain.c[one.name] for one in known.primary_key.columns))
+def _ordered(reflected: Table) -> Select[Any]:
+    """Return the query of all rows in the order of their keys, without PostgreSQL's reflected types."""
+    plain = table(reflected.name, *(column(key.name) for key in reflected.columns))
+    return select(plain).order_by(*(plain.c[key.name] for key in reflected.primary_key.columns))
 
 
 def _typed(target: Table, row: RowMapping) -> dict[str, Any]:
-    """SQLite has no truth values of its own."""
-    truths = {one.name for one in target.columns if isinstance(one.type, Boolean)}
-    return {name: bool(value) if name in truths and value is not None else value for name, value in row.items()}
+    """Return a row with booleans, which SQLite stores as integers."""
+    booleans = {column.name for column in target.columns if isinstance(column.type, Boolean)}
+    return {name: bool(value) if name in booleans and value is not None else value for name, value in row.items()}
 
 
-async def _digest(connection: AsyncConnection, known: Table) -> tuple[int, int]:
-    """How many rows, and a sum over their digests: the two databases do not order texts alike."""
+async def _digest(connection: AsyncConnection, reflected: Table) -> tuple[int, int]:
+    """Return the number of rows and the sum of their digests, which does not depend on the order of the rows.
+
+    The two databases sort text differently.
+    """
     count = total = 0
-    rows = await connection.stream(_ordered(known))
+    rows = await connection.stream(_ordered(reflected))
     async for row in rows.mappings():
-        plain = repr(list(_typed(known, row).values())).encode()
+        plain = repr(list(_typed(reflected, row).values())).encode()
         total = (total + int.from_bytes(hashlib.sha256(plain).digest())) % 2**256
         count += 1
     return count, total
 
 
 async def copy_all(common: Common, url: str) -> dict[str, dict[str, int]]:
-    """Every installed service that has a file under `data_dir`."""
+    """Copy the state of all installed services that have a file under `data_dir`."""
     files = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr("sqlite")})})
     server = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr(url)})})
-    done = {}
+    copied = {}
     for name, info in services.installed().items():
         if not (info.database and (common.data_dir / "db" / f"{name}.sqlite").exists()):
             continue
         source, target = Database.open(name, files), Database.open(name, server)
         try:
-            done[name] = await copy(name, info.module, source, target)
+            copied[name] = await copy(name, info.module, source, target)
         finally:
             await source.close()
             await target.close()
-    return done
+    return copied
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="where to: postgresql://user:password@host/database")
-    parser.add_argument("--config", type=Path, help="the settings file that the services were started with")
+    parser.add_argument("url", help="URL of the target: postgresql://user:password@host/database")
+    parser.add_argument("--config", type=Path, help="settings file of the services")
     options = parser.parse_args(arguments)
     try:
-        common, _ = load("copy_state", ServiceSettings, options.config)  # no service's own section is looked at
-        done = asyncio.run(copy_all(common, options.url))
+        common, _ = load("copy_state", ServiceSettings, options.config)  # no service: only the common settings count
+        copied = asyncio.run(copy_all(common, options.url))
     except HeadraceError as error:
         sys.stderr.write(f"copy_state: {error}\n")
         return 1
-    for service, tables in done.items():
+    for service, tables in copied.items():
         sys.stdout.write(f"{service}: {', '.join(f'{rows} {name}' for name, rows in tables.items())}\n")
-    if not done:
+    if not copied:
         sys.stderr.write(f"copy_state: there is no SQLite file under {common.data_dir / 'db'}\n")
         return 1
     return 0

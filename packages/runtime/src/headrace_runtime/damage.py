@@ -1,10 +1,10 @@
-"""Skips a damaged record batch: the reader gets a record that names the damage, and continues after it.
+"""Skips damaged record batches: the consumer gets one record that describes the damage, and continues after the batch.
 
-aiokafka's own consumer, and Faust's on top of it, raise `CorruptRecordException` when a batch does not hash to its
-checksum, and again at every further poll: the position never moves. Importing this module replaces the class that
-unpacks fetched bytes. A batch that fails its checksum, that cannot be decompressed or parsed, or that the broker
-answers with CORRUPT_MESSAGE, comes out as one record with the header `headrace_damage`, which `wire.decode` refuses:
-whoever reads dead-letters it with its place, as any other record that can never become valid.
+aiokafka's own consumer, and Faust's on top of it, raise `CorruptRecordException` for a batch with a wrong checksum, and
+again at every further poll, because the position does not advance. Importing this module replaces the class that
+unpacks fetched bytes. A batch with a wrong checksum, a batch that cannot be decompressed or parsed, and a response
+CORRUPT_MESSAGE of the broker become one record with the header `headrace_damage`. `wire.decode` refuses that record, so
+the consumer dead-letters it with its offset, as it does with any other invalid record.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OVERHEAD = 12  # base offset and length
 _HEADER_BYTES = 61  # of a batch in format 2
 _KEPT_BYTES_MAX = 1_000_000
 _CORRUPT_MESSAGE = 2
-_ASKED_AGAIN = 3
-"""How often in a row a broker has to answer CORRUPT_MESSAGE before its word is taken for it."""
+_CORRUPT_RESPONSES = 3
+"""Number of consecutive responses CORRUPT_MESSAGE after which the batch counts as damaged."""
 
 
 class Batches:
-    """Takes the place of aiokafka's `MemoryRecords`; what cannot be read raises, and `rest` says where to go on."""
+    """Replacement of aiokafka's `MemoryRecords`. After an error, `resume` returns the offset to continue at."""
 
     def __init__(self, data: bytes) -> None:
         self._data = bytes(data)
@@ -41,28 +41,29 @@ class Batches:
         return len(self._data)
 
     def has_next(self) -> bool:
-        """The first batch of an answer is always whole (KIP-74); a further one may be cut."""
-        return self._next < len(self._data) and (self._next == 0 or self._whole(self._next))
+        """Return whether there is another batch. A batch that is cut at the end does not count (KIP-74)."""
+        return self._next < len(self._data) and (self._next == 0 or self._is_complete(self._next))
 
     def next_batch(self) -> Any:
         self._at = self._next
-        if not self._whole(self._at):
+        if not self._is_complete(self._at):
             self._next = len(self._data)
             raise CorruptRecordException("its length is not that of a batch")
         self._next = self._end(self._at)
         return MemoryRecords(self._data[self._at : self._next]).next_batch()
 
     def damaged(self) -> bytes:
-        """The bytes of the batch that was taken last."""
+        """Return the bytes of the last batch."""
         return self._data[self._at : self._next][:_KEPT_BYTES_MAX]
 
     def resume(self, position: int) -> int:
-        """The offset behind the batch that was taken last, which begins at or before `position`.
+        """Return the offset after the last batch, which begins at or before `position`.
 
-        Nothing in the batch is sure, so it takes two that agree: the next batch that is whole, or the header's count
-        of records and its last offset. Else only `position` is passed: what is behind it is asked for again.
+        The content of a damaged batch is not reliable. So the offset is that of the next complete batch, or it follows
+        from the header if its number of records agrees with its last offset. Otherwise only `position` is skipped, and
+        the next fetch begins after it.
         """
-        if self._next < len(self._data) and self._whole(self._next):
+        if self._next < len(self._data) and self._is_complete(self._next):
             following = MemoryRecords(self._data[self._next : self._end(self._next)]).next_batch()
             if following.validate_crc() and following.base_offset > position:
                 return int(following.base_offset)
@@ -77,12 +78,12 @@ class Batches:
     def _end(self, at: int) -> int:
         return at + _OVERHEAD + int(struct.unpack_from(">i", self._data, at + 8)[0])
 
-    def _whole(self, at: int) -> bool:
+    def _is_complete(self, at: int) -> bool:
         return len(self._data) - at > _OVERHEAD and at + _OVERHEAD < self._end(at) <= len(self._data)
 
 
 class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
-    """Goes on behind what is damaged."""
+    """Replacement of aiokafka's `PartitionRecords` that continues after a damaged batch."""
 
     next_fetch_offset: int
 
@@ -90,7 +91,7 @@ class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
         while True:
             try:
                 yield from super()._unpack_records()
-            except Exception as error:  # noqa: BLE001 - whatever damaged bytes make a parser raise
+            except Exception as error:  # noqa: BLE001 (damaged bytes can make a parser raise anything)
                 yield self._damaged(error)
             else:
                 return
@@ -105,11 +106,12 @@ class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class _Client:
-    """The fetcher's client; an answer that insists on CORRUPT_MESSAGE becomes bytes that are no batch."""
+    """Client of the fetcher that replaces repeated responses CORRUPT_MESSAGE by bytes that are no valid batch."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._told: Counter[tuple[str, int, int]] = Counter()
+        self._corrupt_responses: Counter[tuple[str, int, int]] = Counter()
+        """Number of responses CORRUPT_MESSAGE by topic, partition and fetch offset."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -117,19 +119,24 @@ class _Client:
     async def send(self, node_id: int, request: Any, **options: Any) -> Any:
         response = await self._client.send(node_id, request, **options)
         if hasattr(request, "topics") and hasattr(response, "topics"):
-            self._give_up(request, response)
+            self._replace_corrupt(request, response)
         return response
 
-    def _give_up(self, request: Any, response: Any) -> None:
+    def _replace_corrupt(self, request: Any, response: Any) -> None:
         for topic, partitions in response.topics:
             for index, answer in enumerate(partitions):
                 if len(answer) < 5 or answer[1] != _CORRUPT_MESSAGE:
                     continue
-                asked = {one[0]: one[1] for name, ones in request.topics if name == topic for one in ones}
-                place = (topic, answer[0], asked.get(answer[0], -1))
-                self._told[place] += 1
-                if self._told[place] >= _ASKED_AGAIN:
-                    del self._told[place]
+                requested = {
+                    partition[0]: partition[1]
+                    for name, requested_partitions in request.topics
+                    if name == topic
+                    for partition in requested_partitions
+                }
+                position = (topic, answer[0], requested.get(answer[0], -1))
+                self._corrupt_responses[position] += 1
+                if self._corrupt_responses[position] >= _CORRUPT_RESPONSES:
+                    del self._corrupt_responses[position]
                     partitions[index] = (answer[0], 0, *answer[2:-1], b"the broker answers CORRUPT_MESSAGE")
 
 

@@ -1,4 +1,4 @@
-"""One database API: SQLAlchemy Core, async, on SQLite (a file per service) or PostgreSQL (a schema per service)."""
+"""Database of a service: asynchronous SQLAlchemy Core on SQLite (a file per service) or PostgreSQL (a schema)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from headrace_schemas.redaction import HIDDEN
 
 _BUSY_TIMEOUT_MS = 30_000
 _CHECKPOINT_PAGES = 200
-"""SQLite copies its log into the database within some commit. At its own 1,000 pages such a transaction of a
-large database takes 28 ms; at 200 none takes 20, and the work in all is the same (`make bench NAME=state`)."""
+"""Number of pages after which SQLite copies its write-ahead log into the database, within a commit. With the default of
+1,000 such a commit in a large database takes 28 ms. With 200 it takes less than 20 ms, and the total work is the same
+(`make bench NAME=state`)."""
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",
@@ -33,17 +34,23 @@ _PRAGMAS = (
 
 
 class Database:
-    """A service's own state. `transaction` is the only way in; on SQLite transactions run one at a time."""
+    """Database with the state of one service. On SQLite only one transaction runs at a time."""
 
     def __init__(self, engine: AsyncEngine, schema: str | None) -> None:
         self.engine = engine
         self.schema = schema
-        self._one_writer = asyncio.Lock() if self.sqlite else None
-        self._trouble: str | None = None
+        self._writer_lock = asyncio.Lock() if self.sqlite else None
+        self._disk_problem: str | None = None
 
     @classmethod
     def open(cls, service: str, common: Common) -> Database:
-        """Connects lazily; `headrace_runtime.migrations.upgrade` makes the tables. Raises `SettingError`."""
+        """Return the database of `service`, which connects on first use.
+
+        `headrace_runtime.migrations.upgrade` creates the tables.
+
+        Raises:
+            SettingError: `database.url` is invalid.
+        """
         settings = common.database
         if settings.url.get_secret_value() == "sqlite":
             folder = common.data_dir.absolute() / "db"
@@ -56,16 +63,21 @@ class Database:
 
     @property
     def sqlite(self) -> bool:
+        """Whether the database is SQLite."""
         return self.engine.dialect.name == "sqlite"
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """All or nothing. Raises `Unavailable` for what another try may mend (connection, lock, serialization)."""
-        async with self._one_writer or contextlib.nullcontext():
+        """Run the body in one transaction.
+
+        Raises:
+            Unavailable: a retry may succeed (lost connection, lock, serialization failure, full disk).
+        """
+        async with self._writer_lock or contextlib.nullcontext():
             try:
                 async with self.engine.begin() as connection:
                     yield connection
-                self._trouble = None
+                self._disk_problem = None
             except (DBAPIError, ConnectionError, TimeoutError) as error:
                 unavailable = self._unavailable(error)
                 if unavailable is None:
@@ -73,21 +85,21 @@ class Database:
                 raise unavailable from error
 
     def _unavailable(self, error: Exception) -> Unavailable | None:
-        """None for what no other try would mend."""
+        """Return the exception for a transient error, or None for all other errors."""
         if disk.is_full(error):
-            place = self.engine.url.database if self.sqlite else f"the disk of database server {self.engine.url.host}"
-            full = disk.no_room(str(place))
-            self._trouble = str(full)
+            path = self.engine.url.database if self.sqlite else f"the disk of database server {self.engine.url.host}"
+            full = disk.full_error(str(path))
+            self._disk_problem = str(full)
             return full
-        return Unavailable(f"database: {error.__class__.__name__}: {error}") if is_passing(error) else None
+        return Unavailable(f"database: {error.__class__.__name__}: {error}") if is_transient(error) else None
 
     async def close(self) -> None:
         await self.engine.dispose()
 
     async def ready(self) -> bool | str:
-        """Whether a trivial query works now and the last transaction found room, or why not (for the health page)."""
-        if self._trouble is not None:
-            return self._trouble
+        """Return whether a trivial query works, or the problem if the disk was full in the last transaction."""
+        if self._disk_problem is not None:
+            return self._disk_problem
         try:
             async with self.engine.connect() as connection:
                 await connection.execute(text("SELECT 1"))
@@ -108,7 +120,7 @@ def _sqlite(path: Path) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # SQLAlchemy's own BEGIN below, not the driver's implicit one
+        connection.isolation_level = None  # disables the driver's implicit BEGIN in favour of the one below
         cursor = connection.cursor()
         for pragma in _PRAGMAS:
             cursor.execute(f"PRAGMA {pragma}")
@@ -120,8 +132,8 @@ def _sqlite(path: Path) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "invalidate")
     def _abandon(connection: Any, _record: object, _error: object) -> None:
-        """End the transaction of a cancelled task: its open cursor would keep it, and its lock, past the close."""
-        with contextlib.suppress(ValueError):  # closed already
+        """Roll back the transaction of a cancelled task, whose open cursor would otherwise keep its lock."""
+        with contextlib.suppress(ValueError):  # the connection is already closed
             connection.run_async(lambda driver: asyncio.shield(driver.rollback()))
 
     return engine
@@ -137,22 +149,22 @@ def _postgresql(url: URL, schema: str, settings: DatabaseSettings) -> AsyncEngin
     )
 
 
-def is_passing(error: BaseException) -> bool:
-    """Return whether another try may mend `error`: a lost connection, a lock, a serialization failure, a full disk."""
+def is_transient(error: BaseException) -> bool:
+    """Return whether a retry may succeed: after a lost connection, a lock, a serialization failure or a full disk."""
     if disk.is_full(error) or isinstance(error, ConnectionError | TimeoutError):
         return True
     if not isinstance(error, DBAPIError):
         return False
     if isinstance(error, OperationalError):
         return not _is_value_error(error)
-    return error.connection_invalidated or _serialization(error)
+    return error.connection_invalidated or _is_serialization_failure(error)
 
 
 def _is_value_error(error: OperationalError) -> bool:
-    """Return whether SQLite reports a statement or a stored value as an `OperationalError`: it fails at every try."""
+    """Return whether an `OperationalError` of SQLite is about a statement or a value, so that a retry would fail."""
     code = getattr(error.orig, "sqlite_errorcode", None)
     return code == sqlite3.SQLITE_ERROR or str(error.orig).startswith("Could not decode to UTF-8")
 
 
-def _serialization(error: DBAPIError) -> bool:
+def _is_serialization_failure(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) in {"40001", "40P01", "57P01", "57P02", "57P03"}

@@ -1,4 +1,4 @@
-"""Builds the event for a record that was refused for good."""
+"""Dead letters: events with records that were refused permanently."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ _ERROR_LENGTH_MAX = 4096
 _NAME_LENGTH_MAX = 512
 _HEADER_LENGTH_MAX = 65_536
 _VALUE_BYTES_MAX = 1_572_864
-"""Bytes of a value that its base64 may hold; the bus takes smaller records only."""
-_TOLD_MAX = 10_000
+"""Maximum number of bytes of a value in a letter. The bus accepts only smaller records."""
+_SENT_MAX = 10_000
 
 
 def dead_letter(
     service: str, record: Record, reason: str, error: str, attempts: int = 1, event_id: str | None = None
 ) -> DeadLetter:
-    """The whole record with its reason. Counts it and logs where it came from, never what it said.
+    """Build the dead letter of a record, count it, and log its position without its content.
 
-    `event_id` is that of the event, when there is one in the record; else the producer's word is all that there is.
-    Never raises: what a letter cannot hold is replaced or cut.
+    This never raises: content that does not fit a letter is replaced or cut.
+
+    Args:
+        service: the service that refuses the record.
+        record: the record.
+        reason: a short, stable word.
+        error: the message for people.
+        attempts: the number of tries.
+        event_id: the id of the event in the record, if it is valid. Otherwise the header `ce_id` is used.
     """
     value = record.value or b""
     headers = {
@@ -67,41 +74,43 @@ def _text(text: str | bytes) -> str:
     return storable(text if isinstance(text, str) else decode_name(text))
 
 
-class Told:
-    """Ids of dead letters that are durable, in a file: a table is read from its beginning at each start, and what was
-    refused once would be refused again. The last few thousand are kept."""
+class SentDeadLetters:
+    """File with the ids of the last durable dead letters.
+
+    A service reads a table from its beginning at each start, and would dead-letter the same records again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
-        self._names = dict.fromkeys(lines[-_TOLD_MAX:])
-        if len(lines) > _TOLD_MAX:
+        self._names = dict.fromkeys(lines[-_SENT_MAX:])
+        if len(lines) > _SENT_MAX:
             whole_file.replace(path, "".join(f"{name}\n" for name in self._names).encode("ascii"))
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def add(self, name: str) -> None:
-        """Durable enough: what a power cut takes back is told once more."""
+        """Add an id. After a power failure it may be missing, so that its letter is sent once more."""
         self._names[name] = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="ascii") as file:
             file.write(f"{name}\n")
 
 
-class Refusals:
-    """Sends dead letters for services that read the bus without the stream host. `folder` is the service's own."""
+class DeadLetterSender:
+    """Sender of dead letters for services without the stream host. `folder` is the service's folder for sent ids."""
 
     def __init__(self, service: str, producer: EventProducer, folder: Path | None = None) -> None:
         self._service = service
         self._producer = producer
-        self._told = Told(folder / "refused") if folder is not None else None
+        self._sent = SentDeadLetters(folder / "refused") if folder is not None else None
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
-        """Returns once the dead letter is durable. Raises `Unavailable` when the bus is away."""
+        """Send the dead letter of a record and wait until it is durable. Raises `Unavailable`."""
         letter = dead_letter(self._service, record, error.reason, str(error))
-        if self._told is not None and letter.event_id in self._told:
+        if self._sent is not None and letter.event_id in self._sent:
             return
         await self._producer.send(letter)
-        if self._told is not None:
-            self._told.add(letter.event_id)
+        if self._sent is not None:
+            self._sent.add(letter.event_id)

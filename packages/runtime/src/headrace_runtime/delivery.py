@@ -1,6 +1,6 @@
-"""At-least-once delivery, once in effect: which events and dead letters are new, and how far each partition is read.
+"""Deduplication of events and dead letters, and stored positions, for effects that happen once.
 
-Every function runs in its caller's transaction, that of the effects.
+All functions run in the caller's transaction, which also contains the effects.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from headrace_runtime.wire import Received, Record
 from headrace_schemas import DeadLetter
 
 
-async def new_letters(
+async def select_new_letters(
     tx: AsyncConnection, tables: StreamTables, letters: Sequence[DeadLetter], now: datetime
 ) -> list[DeadLetter]:
-    """Return the letters that were not written before. Each record has one: its place is in the letter's id."""
+    """Return the letters that were not written before. A record has one letter, because its offset is in the id."""
     by_id = {letter.event_id: letter for letter in letters}
     return [by_id[name] for name in await _mark_new(tx, tables, by_id, now)]
 
 
-async def unseen(
+async def select_new_events(
     tx: AsyncConnection, tables: StreamTables, received: Sequence[Received], now: datetime
 ) -> list[Received]:
-    """Return the events whose id is new to their tenant, each id once, and mark the ids as seen."""
-    named = [(item.identity, item) for item in received]
-    first = dict(reversed(named))
-    new = set(await _mark_new(tx, tables, dict(named), now))
-    fresh = [item for name, item in named if item is first[name] and name in new]
-    kept = {id(item) for item in fresh}
+    """Return the events whose ids are new for their tenants, each id once, and mark the ids as seen."""
+    with_ids = [(item.identity, item) for item in received]
+    first = dict(reversed(with_ids))
+    new_ids = set(await _mark_new(tx, tables, dict(with_ids), now))
+    new_events = [item for name, item in with_ids if item is first[name] and name in new_ids]
+    new_objects = {id(item) for item in new_events}
     for item in received:
-        EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in kept else "duplicate").inc()
-    return fresh
+        EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in new_objects else "duplicate").inc()
+    return new_events
 
 
 async def _mark_new(
     tx: AsyncConnection, tables: StreamTables, names: dict[str, DeadLetter] | dict[str, Received], now: datetime
 ) -> list[str]:
-    """Mark ids as seen, and return those that were not, in order."""
+    """Mark ids as seen, and return those that are new, in order."""
     if not names:
         return []
     table = tables.seen
@@ -56,18 +56,18 @@ async def _mark_new(
     return new
 
 
-async def advance(tx: AsyncConnection, tables: StreamTables, records: Sequence[Record]) -> None:
-    """Store that the effects of `records` are in this database."""
-    reached: dict[tuple[str, int], int] = {}
+async def store_positions(tx: AsyncConnection, tables: StreamTables, records: Sequence[Record]) -> None:
+    """Store the positions after `records`, whose effects are in this database."""
+    next_offsets: dict[tuple[str, int], int] = {}
     for record in records:
-        place = (record.topic, record.partition)
-        reached[place] = max(reached.get(place, 0), record.offset + 1)
-    for (topic, partition), offset in reached.items():
+        key = (record.topic, record.partition)
+        next_offsets[key] = max(next_offsets.get(key, 0), record.offset + 1)
+    for (topic, partition), offset in next_offsets.items():
         await upsert(tx, tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
 
 
 async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
-    """Return how far the effects in this database reach: the next offset of each partition of `topic`."""
+    """Return the next offset of each partition of `topic`, up to which the effects are in this database."""
     table = tables.positions
     rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
     return {row.partition: row.next_offset for row in rows}

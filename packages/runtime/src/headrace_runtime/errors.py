@@ -1,4 +1,4 @@
-"""The branches of the error tree that services raise; its root and `InvalidEvent` live in `headrace_schemas.errors`."""
+"""Exceptions of services. Their base class and `InvalidEvent` are in `headrace_schemas.errors`."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from headrace_schemas.errors import HeadraceError, InvalidEvent
 
 
 class SettingError(HeadraceError):
-    """A setting is unknown, of the wrong type or unsupported. Stops the start-up (P11), exit status 2."""
+    """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2 (P11)."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"setting {name} = {redaction.redacted_value(name, value)}: {remedy}")
         self.name = name
 
     def __reduce__(self) -> tuple[object, ...]:
-        """It may cross a process; its value does not."""
-        return _said, (str(self), self.name)
+        """Pickle the message and the name but not the value, which may be a secret."""
+        return _restore, (str(self), self.name)
 
 
-def _said(message: str, name: str) -> SettingError:
+def _restore(message: str, name: str) -> SettingError:
     error = SettingError.__new__(SettingError, message)
     error.name = name
     return error
 
 
 class Unavailable(HeadraceError):
-    """Something that we depend on is away or slow; trying again later may help."""
+    """A dependency is not reachable or slow. A later retry may succeed."""
 
 
 class DiskFull(Unavailable):
-    """A disk has no room. Somebody has to make some, however long that takes: it is waited for and ends nobody."""
+    """A disk is full. Services wait, without a time limit, until an operator frees space."""
 
 
 class MissingBlob(Unavailable):
-    """The store answers and has no such blob. One that was just written may show late; then it is gone for good."""
+    """The store is reachable but lacks a blob. A new blob may appear late; otherwise it is lost."""
 
 
 class CorruptBlob(HeadraceError):
-    """Stored bytes do not hash to their name. Never loaded, never repaired by guessing."""
+    """Stored bytes do not match the digest in their name. They are never used."""
 
 
 class Refused(HeadraceError):
-    """A caller's request is wrong. `status` is the HTTP status, `code` a stable word, `param` the field at fault."""
+    """A request is invalid. `status` is the HTTP status, `code` a stable word, `param` the invalid field."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

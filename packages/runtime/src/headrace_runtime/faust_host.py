@@ -1,7 +1,7 @@
-"""Puts a `Processor` on Faust: raw bytes in, our own validation, an offset committed only after the durable effect.
+"""Runs a `Processor` on Faust, which delivers raw bytes. Offsets are committed only after the effect is durable.
 
-Faust's own decoding, batching (`take`) and tables are not used: it skips what it cannot decode, `take` acknowledges
-a batch whose handler raised, and its tables are not the state that must not be lost.
+Faust's own decoding, batching (`take`) and tables are not used: Faust skips records that it cannot decode, `take`
+acknowledges a batch whose handler raised, and its tables are not part of the service's transactions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import faust
 
-import headrace_runtime.damage  # noqa: F401 (Faust reads through aiokafka: a damaged batch must not stop it)
+import headrace_runtime.damage  # noqa: F401 (a damaged batch must not stop aiokafka, which Faust uses)
 from headrace_runtime import disk
 from headrace_runtime.bus_client import client_options
 from headrace_runtime.errors import Unavailable
@@ -29,9 +29,9 @@ _PRUNE_INTERVAL_S = 60.0
 
 
 class FaustHost:
-    """One consumer group, one agent over all topics of the service, one batch at a time. `run` until cancelled.
+    """Host of one processor, with one consumer group and one agent for all topics. Batches are processed in sequence.
 
-    `folder` is Faust's own: it makes one and leaves it empty, in the working directory unless it is told.
+    `folder` is for Faust, which creates an empty one, by default in the working directory.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class FaustHost:
         self._app = _app(group, bus, folder)
         self._offsets = Offsets(bus, group)
         self.assigned = asyncio.Event()
-        """Set while the group has given us our partitions; the service is ready then."""
+        """Set while the group has assigned partitions, so that the service is ready."""
 
     async def run(self) -> None:
-        """Consume until cancelled. Raises when the processor gives up: the process is to end and be restarted.
+        """Consume until cancelled. Raises if the processor fails; then the process must be restarted.
 
-        Nothing is lost by that: what was not acknowledged is delivered again, and what was handled is deduped.
+        A restart loses no records: unacknowledged ones are delivered again, and handled ones are deduplicated.
         """
         self._declare()
         try:
             await self._offsets.start()
             self._processor.ends = self._offsets.ends
             starts = await self._offsets.starts(self._topics)
-            await disk.with_room(lambda: self._processor.recover(starts))
+            await disk.retry_while_full(lambda: self._processor.recover(starts))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._work())
                 group.create_task(self._prune())
@@ -139,7 +139,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         broker_session_timeout=bus.session_timeout_s,
         broker_heartbeat_interval=1.0,
         broker_commit_interval=1.0,
-        # Joining a group is answered when its other members have come or are given up: no sooner than a session ends.
+        # The response to a join waits for all other members, at the longest until the session of a dead one expires.
         broker_request_timeout=max(bus.request_timeout_s, bus.session_timeout_s),
         stream_wait_empty=False,
         loghandlers=[],
@@ -148,7 +148,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
 
 
 def _credentials(bus: BusSettings) -> Any:
-    """Return the login as Faust has it, None where there is none."""
+    """Return the login in Faust's form, or None without a login."""
     options = client_options(bus)
     context = options.get("ssl_context")
     if "sasl_mechanism" not in options:

@@ -1,7 +1,7 @@
-"""Keeps back records of a tenant that has had too many refused, in the database, until they are tried again.
+"""Store of held records: records of tenants with too many refusals, which wait in the database for a retry.
 
-They are rows of the table `jobs`, which every service with a processor has. Their order within a topic partition is
-that of their offsets, and their number and their bytes are bounded for each tenant.
+They are rows of the table `jobs`, which every service with a processor has, ordered by offset within a topic partition.
+Their number and their bytes are bounded for each tenant.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from headrace_runtime.upsert import upsert
 from headrace_runtime.wire import Record
 
 HELD_RECORDS_MAX = 10_000
-"""Records that are kept for one tenant."""
+"""Maximum number of held records of one tenant."""
 HELD_BYTES_MAX = 64 * 1024 * 1024
-"""Bytes of their values and headers."""
+"""Maximum number of bytes in the values and headers of a tenant's held records."""
 _KIND = "held"
 _PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRecord:
-    """A record that was kept back. `name` is the id of its row."""
+    """A held record. `name` is the id of its row."""
 
     name: str
     tenant: str
@@ -41,7 +41,7 @@ class HeldRecord:
 
 
 class HeldRecords:
-    """Rows of kept records. Methods with `tx` run in the caller's transaction."""
+    """Held records of one service. Methods with `tx` run in the caller's transaction."""
 
     def __init__(self, service: str, tables: StreamTables) -> None:
         self._service = service
@@ -50,34 +50,38 @@ class HeldRecords:
         self._bytes: Counter[str] = Counter()
         self._after = ""
         self.is_due = True
-        """Whether what is kept is to be tried again: after a start, and after `resume`."""
+        """Whether held records must be retried, which is the case after a start and after `resume`."""
 
-    def has_room(self, tenant: str, record: Record) -> bool:
-        """Return whether one more record of the tenant may be kept."""
+    def has_capacity(self, tenant: str, record: Record) -> bool:
+        """Return whether one more record of the tenant may be held."""
         full = self._bytes[tenant] + _size(record) > HELD_BYTES_MAX
         return self._counts[tenant] < HELD_RECORDS_MAX and not full
 
     def count(self, tenant: str, record: Record) -> None:
-        """Count a record that is kept, once that is committed."""
+        """Count a held record, after its transaction has committed."""
         self._counts[tenant] += 1
         self._bytes[tenant] += _size(record)
         RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))
 
-    def turn(self, page: Sequence[HeldRecord]) -> None:
-        """Go to the page behind `page`; an empty one was the last."""
+    def advance(self, page: Sequence[HeldRecord]) -> None:
+        """Continue with the page after `page`. After an empty page the retry is complete."""
         self.is_due = bool(page)
         self._after = page[-1].name if page else ""
 
-    async def keep(self, tx: AsyncConnection, tenant: str, record: Record, now: datetime) -> None:
-        """Keep a record, once for its place."""
+    async def hold(self, tx: AsyncConnection, tenant: str, record: Record, now: datetime) -> None:
+        """Store a record, unless it is already stored."""
         values = {"kind": _KIND, "payload": _packed(tenant, record), "attempts": 0, "due_ms": epoch_ms(now)}
         await upsert(tx, self._table, {"job_id": _name(record)}, values, update=False)
 
     async def remove(self, tx: AsyncConnection, name: str) -> None:
+        """Remove the record with the row id `name`."""
         await tx.execute(delete(self._table).where(self._table.c.job_id == name))
 
     async def page(self, database: Database) -> list[HeldRecord]:
-        """Return the next rows to try again, by topic, partition and offset. The caller counts those that stay."""
+        """Return the next records to retry, ordered by topic, partition and offset.
+
+        The caller counts those that stay.
+        """
         if not self._after:
             self._counts.clear()
             self._bytes.clear()
@@ -89,7 +93,7 @@ class HeldRecords:
 
 
 def _name(record: Record) -> str:
-    """Return an id that sorts by topic, partition and offset, in either database."""
+    """Return a row id that sorts by topic, partition and offset in both databases."""
     return f"held/{record.topic}/{record.partition:010d}/{record.offset:020d}"
 
 
@@ -114,8 +118,8 @@ def _packed(tenant: str, record: Record) -> bytes:
 def _unpacked(payload: bytes) -> tuple[str, Record]:
     fields = json.loads(payload)
     headers = tuple((name, _decoded(text)) for name, text in fields["headers"])
-    place = fields["topic"], fields["partition"], fields["offset"]
-    record = Record(*place, _decoded(fields["key"]), _decoded(fields["value"]), headers, fields["timestamp_ms"])
+    position = fields["topic"], fields["partition"], fields["offset"]
+    record = Record(*position, _decoded(fields["key"]), _decoded(fields["value"]), headers, fields["timestamp_ms"])
     return fields["tenant"], record
 
 

@@ -1,7 +1,7 @@
-"""The name of a lease holder. On the machine of the holder, the name tells whether its process still runs.
+"""Names of lease holders, from which other processes on the same machine can detect that the holder is dead.
 
-A death that can be seen need not be waited for. A name from another machine, or from another container on this one,
-says nothing: whoever wants the lease then watches whether its holder gives a sign of life.
+So they need not wait until its lease expires. For a holder on another machine or in another container they cannot
+detect it, and have to observe whether the holder renews its lease.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from functools import cache
 from pathlib import Path
 
 _STATE, _STARTED = 0, 19
-"""Fields of /proc/<pid>/stat behind the name of the program."""
+"""Indices of fields of /proc/<pid>/stat, counted after the name of the program."""
 
 
-def me() -> str:
-    """A name for this process as a holder; each call gives another one."""
-    return "|".join((*_place(), str(os.getpid()), _started(os.getpid()) or "", uuid.uuid4().hex))
+def new_holder() -> str:
+    """Return a new, unique name of this process as a lease holder."""
+    return "|".join((*_pid_scope(), str(os.getpid()), _start_ticks(os.getpid()) or "", uuid.uuid4().hex))
 
 
-def died(holder: str) -> bool:
-    """Whether the process that `me` named is known to be dead. False when that cannot be known from here."""
+def is_dead(holder: str) -> bool:
+    """Return whether the process of a holder is certainly dead. False if this process cannot determine it."""
     parts = holder.split("|")
-    if len(parts) != 6 or tuple(parts[:3]) != _place() or not parts[3].isdigit():
+    if len(parts) != 6 or tuple(parts[:3]) != _pid_scope() or not parts[3].isdigit():
         return False
     pid = int(parts[3])
     if pid == os.getpid():
-        return True  # ours, from an earlier life with the same number, or given up by this one
+        return True  # an earlier process with the same id, or a lease that this process has given up
     if parts[4]:
-        return _started(pid) != parts[4]
+        return _start_ticks(pid) != parts[4]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -41,14 +41,14 @@ def died(holder: str) -> bool:
 
 
 def describe(holder: str) -> str:
-    """For people."""
+    """Return a description of a holder for messages."""
     parts = holder.split("|")
     return f"process {parts[3]} on {parts[0]}" if len(parts) == 6 else holder
 
 
 @cache
-def _place() -> tuple[str, str, str]:
-    """Machine, boot and process namespace: where a process number means one process."""
+def _pid_scope() -> tuple[str, str, str]:
+    """Return machine, boot and process namespace, within which a process id is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink())
@@ -56,9 +56,11 @@ def _place() -> tuple[str, str, str]:
         return socket.gethostname(), "", ""
 
 
-def _started(pid: int) -> str | None:
-    """When the process began, in the kernel's ticks: its number may be given again. None for the dead, "" where the
-    kernel does not say."""
+def _start_ticks(pid: int) -> str | None:
+    """Return the start time of a process in the kernel's ticks, because process ids are reused.
+
+    The result is None for a dead process, and an empty string on systems without /proc.
+    """
     path = Path(f"/proc/{pid}/stat")
     try:
         fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,9 +1,9 @@
-"""Isolates the items of a step: an item that fails is tried three times and then fails by name; the others go on.
+"""Isolation of the items of a step: an item that fails is tried three times and then reported, and all others continue.
 
-A step first works over all its items in one transaction. When that raises, `Processor` rolls it back and runs the step
-again on a connection that is marked as isolating: `each` then gives every item a savepoint of its own. The three tries
-and the failure are one transaction, so a process that dies in between has changed nothing, and no item stays behind
-that would fail again after the restart.
+A step first processes all its items in one transaction. If that raises, `Processor` rolls it back and runs the step
+again on a connection that is marked as isolating. Then `each` processes every item in a savepoint of its own. The three
+tries and the report are one transaction, so a crash in between changes nothing, and no failing item remains that would
+fail again after the restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.database import is_passing
+from headrace_runtime.database import is_transient
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
@@ -26,19 +26,19 @@ from headrace_schemas.text import storable
 
 log = get_logger(__name__)
 TRIES = 3
-"""How often an item is tried before it fails by name."""
+"""Number of tries of an item before it is reported as failed."""
 _REASON_LENGTH_MAX = 2_000
 _ENCODE = "headrace_encode_alone"
 T = TypeVar("T")
 Encode = Callable[[Sequence[Event]], Awaitable[object]]
 Fail = Callable[[T, str], Awaitable[Sequence[Event]]]
-"""Fails an item by name, for a reason."""
+"""Function that reports the failure of an item with its reason."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type and the text of `error`, as UTF-8 and PostgreSQL can store it. Never raises.
+    """Return the type and the text of `error`, cut and without characters that PostgreSQL cannot store. Never raises.
 
-    Of a `ValidationError` it names the fields, never their values: they may be somebody's text.
+    For a `ValidationError` the text names the fields but no values, which may be user text.
     """
     try:
         text = f"{type(error).__name__}: {problems_of(error) if isinstance(error, ValidationError) else error}"
@@ -48,14 +48,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether `error` is no item's fault: something is away, or a setting is wrong."""
-    return isinstance(error, Unavailable | SettingError) or is_passing(error)
+    """Return whether no item has caused `error`: a dependency is unavailable, or a setting is invalid."""
+    return isinstance(error, Unavailable | SettingError) or is_transient(error)
 
 
-class Isolated:
-    """Failures in a row of items that are worked on outside of a step: a model, a rollout, a table's record.
+class ItemIsolation:
+    """Isolation of items that are processed outside of a step: a model, a rollout, a record of a table.
 
-    The item that fails is tried at the next rounds. `run` names it after three tries; the caller goes on in any case.
+    A failing item is tried again in the next rounds, and `run` reports it after three consecutive failures.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,7 +69,10 @@ class Isolated:
         otherwise: T,
         fail: Callable[[str], Awaitable[object]] | None = None,
     ) -> T:
-        """Return what `work` returns, or `otherwise` when it raises. `fail` gets the reason of the third failure."""
+        """Run `work` and return its result, or `otherwise` if it raises.
+
+        `fail` gets the reason of the third failure.
+        """
         try:
             outcome = await work()
         except Exception as error:
@@ -98,7 +101,7 @@ class Isolated:
 
 
 async def isolate(tx: AsyncConnection, encode: Encode) -> None:
-    """Mark the connection of `tx`, so that `each` isolates. `encode` must raise for events that cannot be sent."""
+    """Mark the connection of `tx` as isolating for `each`. `encode` must raise for events that cannot be sent."""
     await tx.execution_options(**{_ENCODE: encode})
 
 
@@ -109,18 +112,19 @@ async def each(
     work: Callable[[T], Awaitable[Sequence[Event]]],
     *fails: Fail[T],
 ) -> list[Event]:
-    """Run `work` for each item and return the events of all.
+    """Run `work` for each item, and return the events of all items.
 
     Args:
         tx: transaction of the step. `work` and `fail` must change tables through it alone.
         name: name of the step, for log and metric.
-        work: must be repeatable: what it changes in memory is not rolled back.
-        fails: called with the item and the reason once all tries failed, one after the other until one does not raise.
-            They must remove the item from what the step selects, and return the events that name it (a dead letter, a
-            failed reward). The last should be too simple to raise.
+        items: the items.
+        work: processes one item. It must be repeatable, because its changes in memory are not rolled back.
+        fails: functions that get the item and the reason after the last try. They are called one after the other until
+            one does not raise. Each must remove the item from the selection of the step and return events that report
+            the failure (a dead letter, a failed reward). The last one should be too simple to raise.
 
     Raises:
-        Exception: of `work`, unless `tx` is isolating; then only what `is_fatal`.
+        Exception: any exception of `work`, or only fatal ones (`is_fatal`) if `tx` is isolating.
     """
     encode = _encoder(tx)
     events: list[Event] = []
@@ -153,7 +157,7 @@ async def _alone(
             if is_fatal(error):
                 raise
             reason = reason_of(error)
-            frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message itself may quote somebody's text
+            frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message may quote user text
             log.warning("item_fails", step=name, kind=type(error).__name__, frames=frames)
     ITEMS_FAILED.labels(name).inc()
     log.error("item_failed", step=name, tries=TRIES, kind=reason.partition(":")[0])
@@ -177,4 +181,4 @@ async def _in_savepoint(
         return events
 
 
-__all__ = ["TRIES", "Isolated", "each", "is_fatal", "isolate", "reason_of"]
+__all__ = ["TRIES", "ItemIsolation", "each", "is_fatal", "isolate", "reason_of"]

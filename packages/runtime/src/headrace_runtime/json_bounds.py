@@ -1,8 +1,8 @@
-"""Counts the values of a JSON text before it is parsed.
+"""Counting of the values in a JSON text before it is parsed.
 
-A parser keeps the interpreter's lock until it is done, and its time is in the number of values rather than in bytes:
-8 MB of one text take 20 ms, 8 MB of `{}` two seconds, thread or not. An object or a list costs ten times as much as a
-number, when it is read and in all that follows, so these are counted by themselves as well.
+A parser keeps the interpreter lock until it is done, and its time depends on the number of values rather than on the
+bytes: 8 MB of one string take 20 ms, 8 MB of `{}` two seconds, even in a thread. An object or a list costs ten times as
+much as a number, in parsing and afterwards, so these are also counted separately.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ _STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
 _REST = re.compile(_STRING, re.DOTALL)
 _TOKEN = re.compile(rb'"' + _STRING + rb"|([\[{,])", re.DOTALL)
 _PORTION_BYTES = 1_048_576
-"""The lock is given away between two portions."""
+"""Bytes between two releases of the interpreter lock."""
 
 
-def more_values_than(body: bytes, most: int, containers_max: int | None = None) -> bool:
-    """Return whether `body` holds more than `most` values, counted by what separates and opens them, or more than
-    `containers_max` objects and lists. It need not be valid."""
-    opened_max = most if containers_max is None else containers_max
+def more_values_than(body: bytes, values_max: int, containers_max: int | None = None) -> bool:
+    """Return whether `body` contains more than `values_max` values or more than `containers_max` objects and lists.
+
+    Values are counted by the characters that separate and open them, so `body` need not be valid JSON.
+    """
+    opened_max = values_max if containers_max is None else containers_max
     opening = body.count(b"[") + body.count(b"{")
-    if opening + body.count(b",") <= most and opening <= opened_max:
+    if opening + body.count(b",") <= values_max and opening <= opened_max:
         return False
-    found = opened = at = 0
+    count = opened = at = 0
     inside = False
     while True:
         end = min(at + _PORTION_BYTES, len(body))
         if inside:
             rest = _REST.match(body, at, end)
-            assert rest is not None, "it matches nothing at all, too"
+            assert rest is not None, "the pattern matches the empty string"
             at, inside = rest.end(), rest.group(1) is None
         if not inside:
             for token in _TOKEN.finditer(body, at, end):
                 if token.group(2):
-                    found += 1
+                    count += 1
                     opened += token.group(2) != b","
                 elif token.group(1) is None:  # a string that goes on in the next portion
                     at, inside = token.end(), True
-                if found > most or opened > opened_max:
+                if count > values_max or opened > opened_max:
                     return True
             at = at if inside else end
         if end == len(body):

@@ -1,4 +1,4 @@
-"""Which models and versions there are, followed on `checkpoints` and `routing`, for doors that refuse all others."""
+"""Existing models and versions, read from `checkpoints` and `routing`, for the validation of ingested trajectories."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
+from headrace_runtime.consumer import TopicTable
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, Unavailable
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.versions import read_manifest
@@ -17,11 +17,11 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ingest import KnownModels
 
 _VERSIONS_MAX = 100_000
-"""Of one model; beyond that the oldest are not known any more."""
+"""Maximum number of remembered versions of one model. Beyond it the oldest are forgotten."""
 
 
 class KnownVersions:
-    """`run` follows the topics until cancelled; `now` is what they said so far."""
+    """Reader of the topics. `run` must run in a task, and `models` returns the current state."""
 
     def __init__(
         self,
@@ -34,24 +34,27 @@ class KnownVersions:
         self._versions: dict[str, dict[str, None]] = {}
         self._manifests: dict[str, BlobRef] = {}
         self._vocabularies: dict[str, int | None] = {}
-        self._checkpoints = Table(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
-        self._routings = Table(Routing, bus, client_id, blobs, refuse, self.routing)
+        self._checkpoints = TopicTable(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
+        self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
     async def run(self) -> None:
+        """Read the topics until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._checkpoints.run())
             group.create_task(self._routings.run())
 
     @property
     def loaded(self) -> bool:
-        """Whether everything has been read that there was at the start."""
+        """Whether all events that existed at the start have been read."""
         return self._checkpoints.loaded.is_set() and self._routings.loaded.is_set()
 
     def checkpoint(self, _key: str, event: Checkpoint | None) -> None:
+        """Handle an event of `checkpoints`."""
         if event is not None:
             self._learn(event.model, event.version, event.manifest)
 
     def routing(self, _key: str, event: Routing | None) -> None:
+        """Handle an event of `routing`."""
         for served in event.serve if event is not None else ():
             assert event is not None
             self._learn(event.model, served.version, served.manifest)
@@ -59,25 +62,32 @@ class KnownVersions:
             for version in (*event.aliases.values(), *event.withdrawn):
                 self._learn(event.model, version, None)
 
-    async def now(self, model: str) -> KnownModels:
-        """With the vocabulary of `model`. Raises `Unavailable` before everything has been read."""
+    async def models(self, model: str) -> KnownModels:
+        """Return all models and versions, with the vocabulary size of `model`.
+
+        Raises:
+            Unavailable: the topics have not been read to the end yet.
+        """
         if not self.loaded:
-            raise Unavailable("the versions that there are have not been read yet")
+            raise Unavailable("the existing versions have not been read yet; retry")
         if self._vocabularies.get(model) is None and model in self._manifests:
             self._vocabularies[model] = await asyncio.to_thread(self._vocabulary, self._manifests[model])
         sizes = {name: size for name, size in self._vocabularies.items() if size is not None}
         return KnownModels({name: versions.keys() for name, versions in self._versions.items()}, sizes)
 
     def _learn(self, model: str, version: str, manifest: BlobRef | None) -> None:
-        known = self._versions.setdefault(model, {})
-        known[version] = None
-        if len(known) > _VERSIONS_MAX:
-            del known[next(iter(known))]
+        versions = self._versions.setdefault(model, {})
+        versions[version] = None
+        if len(versions) > _VERSIONS_MAX:
+            del versions[next(iter(versions))]
         if manifest is not None:
             self._manifests[model] = manifest
 
     def _vocabulary(self, manifest: BlobRef) -> int | None:
-        """From the model's own `config.json`; None when it cannot be read or does not say: the trainer checks."""
+        """Return the vocabulary size in the model's `config.json`, or None if it is missing.
+
+        The trainer checks it, too.
+        """
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}
             config = json.loads(self._blobs.get(files["config.json"]))

@@ -1,9 +1,9 @@
-"""Shows the parent process that this one works: the event loop writes to the pipe `LIVENESS_FD` while it runs.
+"""Heartbeats to the parent process: the event loop writes to the pipe `LIVENESS_FD` while it runs.
 
-A supervisor kills what is silent for long and starts it again. The loop itself writes: a loop that is stuck has to be
-silent. Long work belongs on threads, and on a machine with more to do than it can, or where a library keeps the
-interpreter's lock, it can keep the loop waiting all the same. So work that advances in pieces calls `progress` after
-each of them, from whichever thread: that is a sign of life as well, and a piece that never ends gives none.
+A supervisor kills and restarts a process that sends no heartbeat for long. The event loop itself sends them, so a
+blocked loop sends none. Long work runs in threads, but on an overloaded machine, or if a library keeps the interpreter
+lock, it can delay the loop nevertheless. So long work calls `progress` after each of its parts, from any thread, which
+sends a heartbeat, too. A part that never ends sends none.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ INTERVAL_S = 0.5
 
 
 class _Pipe:
-    """The pipe of this process. There is one, as there is one standard output: work of any depth reports to it."""
+    """The pipe of this process. It is global like standard output, because work at any depth reports progress."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
         self._written_s = 0.0
 
     def write(self) -> None:
-        """Give a sign of life. A reader that is busy or gone stops nobody."""
+        """Send a heartbeat. A busy or missing reader is ignored."""
         if self.descriptor is not None:
             self._written_s = time.monotonic()
             with contextlib.suppress(OSError):
                 os.write(self.descriptor, b".")
 
     def progress(self) -> None:
-        """Give one unless that was done just now."""
+        """Send a heartbeat unless the last one is recent."""
         if self.descriptor is not None and time.monotonic() - self._written_s >= INTERVAL_S / 2:
             self.write()
 
@@ -42,27 +42,29 @@ _PIPE = _Pipe()
 
 
 def progress() -> None:
-    """Report that long work has finished a piece: a pass, a layer, some megabytes. Any thread may call it, as often as
-    it likes."""
+    """Report that long work has finished a part: a pass, a layer, some megabytes.
+
+    The call is cheap, and any thread may make it.
+    """
     _PIPE.progress()
 
 
-def handed_over(environ: MutableMapping[str, str]) -> int | None:
-    """The pipe that this process was started with, None without one. Its own children neither see nor have it."""
+def take_inherited_pipe(environ: MutableMapping[str, str]) -> int | None:
+    """Return the pipe that this process inherited, or None. Its own child processes do not inherit it."""
     text = environ.pop(VARIABLE, "")
     if not text.isdecimal():
         return None
     try:
         os.set_inheritable(int(text), False)
         os.set_blocking(int(text), False)
-    except OSError:  # closed on the way here, so it was not meant for us
+    except OSError:  # a program in between has closed it, so the variable is not for this process
         return None
     return int(text)
 
 
 @contextlib.asynccontextmanager
-async def beating(pipe: int | None) -> AsyncIterator[None]:
-    """While the body runs, its loop shows that it turns."""
+async def send_heartbeats(pipe: int | None) -> AsyncIterator[None]:
+    """Send heartbeats from the event loop to `pipe` while the body runs."""
     _PIPE.descriptor = pipe
     task = asyncio.create_task(_beat()) if pipe is not None else None
     try:

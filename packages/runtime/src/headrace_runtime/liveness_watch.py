@@ -1,7 +1,7 @@
-"""Watches whether the event loop of another process still runs, by the pipe of `liveness`.
+"""Observes by the pipe of `liveness` whether the event loop of another process still runs.
 
-A stopped process, and a loop that is stuck, write nothing. Load does not silence a loop that turns, as it can an HTTP
-server. What is counted is silence that was watched: while the watcher itself is stopped, nobody grows older.
+A stopped process and a blocked event loop send no heartbeats. In contrast to HTTP responses, heartbeats also arrive
+under load. Only time in which the watcher itself runs counts as silence.
 """
 
 from __future__ import annotations
@@ -10,49 +10,50 @@ import contextlib
 import os
 
 _READ_BYTES = 4096
-_LOOK_S_MAX = 4.0
-"""More than this between two looks is the watcher's own absence (SIGSTOP, a sleeping machine, a frozen container)."""
+_POLL_S_MAX = 4.0
+"""Maximum time between two polls that counts as silence. A longer time means that the watcher itself was stopped
+(SIGSTOP, a sleeping machine, a frozen container)."""
 
 
 class LivenessWatch:
-    """`open` it before each start, `started` after it, and `look` often."""
+    """Watch of one process. Call `open` before each start of the process, `started` after it, and `poll` often."""
 
     def __init__(self) -> None:
         self.reading: int | None = None
-        """Our end of the pipe, None before the first `open` and after `close`."""
+        """The reading end of the pipe, or None before the first `open` and after `close`."""
         self._writing: int | None = None
-        self._looked_s = 0.0
+        self._polled_s = 0.0
         self.silent_s = 0.0
-        """For how long it was watched without a sign of life."""
+        """Observed seconds since the last heartbeat."""
         self.beats = False
-        """Whether this life has ever written; who does not know the pipe answers by HTTP only."""
+        """Whether the process has sent a heartbeat since its start. Programs without `liveness` never send one."""
         self.ended = False
-        """Whether nobody has the other end any more: the process ends, or closed what it did not know."""
+        """Whether the process has closed the pipe, because it ends or does not use it."""
 
     def open(self) -> int:
-        """The descriptor to hand over, named in the environment by `liveness.VARIABLE`."""
+        """Open the pipe, and return the descriptor that the process must inherit as `liveness.VARIABLE`."""
         self.close()
         self.reading, self._writing = os.pipe()
         os.set_blocking(self.reading, False)
         return self._writing
 
     def started(self, now_s: float) -> None:
-        """The process has the other end; from here on silence counts."""
+        """Begin to count silence, after the process has inherited the descriptor."""
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
-        self._looked_s, self.silent_s, self.beats, self.ended = now_s, 0.0, False, False
+        self._polled_s, self.silent_s, self.beats, self.ended = now_s, 0.0, False, False
 
-    def look(self, now_s: float) -> None:
-        """Take what was written, and the time that has passed."""
-        self.silent_s += min(now_s - self._looked_s, _LOOK_S_MAX)
-        self._looked_s = now_s
-        if self._beaten():
+    def poll(self, now_s: float) -> None:
+        """Read heartbeats and count the time since the last poll."""
+        self.silent_s += min(now_s - self._polled_s, _POLL_S_MAX)
+        self._polled_s = now_s
+        if self._read_heartbeats():
             self.beats = True
-            self.sign()
+            self.note_sign_of_life()
 
-    def sign(self) -> None:
-        """It has shown that it lives, here or by an answer."""
+    def note_sign_of_life(self) -> None:
+        """Reset the silence after a heartbeat or an HTTP response."""
         self.silent_s = 0.0
 
     def close(self) -> None:
@@ -61,11 +62,12 @@ class LivenessWatch:
                 os.close(end)
         self.reading = self._writing = None
 
-    def _beaten(self) -> bool:
-        found = False
+    def _read_heartbeats(self) -> bool:
+        """Empty the pipe, and return whether it contained heartbeats."""
+        has_beaten = False
         if self.reading is not None:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.reading, _READ_BYTES):
-                    found = True
+                    has_beaten = True
                 self.ended = True
-        return found
+        return has_beaten

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, with service, level, event and trace id. Never user text."""
+"""Structured logs: one JSON object per line, with service, level, event and trace id, without user text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventD
 
 
 def _redact(redactor: Redactor) -> Processor:
-    """Take secrets and characters that steer a terminal out of all text, tracebacks and libraries' messages included.
+    """Return the processor that removes secrets and terminal control characters from all text.
 
-    Only a traceback keeps its line breaks, so that no value can pass for a line of the log.
+    It also covers tracebacks and messages of libraries. Only a traceback keeps its line breaks, so that no value can
+    imitate a log line.
     """
 
     def clean(value: Any) -> Any:
@@ -59,7 +60,10 @@ def _redact(redactor: Redactor) -> Processor:
 
 
 def configure(service: str, settings: LogSettings, secrets: Iterable[str] = ()) -> None:
-    """Route our logs and those of libraries through one renderer on stderr. Called once, before anything logs."""
+    """Send the logs of Headrace and of libraries through one renderer to stderr.
+
+    Must be called once, before logging.
+    """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -91,5 +95,6 @@ def configure(service: str, settings: LogSettings, secrets: Iterable[str] = ()) 
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """Return the structured logger of a module."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger

@@ -1,12 +1,12 @@
-"""Measures how long the event loop was blocked. A block delays every request that the process serves.
+"""Measurement of blocks of the event loop, which delay every request that the process serves.
 
-`busy` is the CPU time that the loop's own thread spent in one turn of the loop, from the return of its selector to the
-next call: the callbacks that were ready together. It means the same on a loaded machine. `late` is the wall time of a
-turn, or the lateness of the selector's return, less the time that the thread waited for a core: it also sees calls that
-blocked, and a thread that kept the interpreter's lock while the loop was due.
+`busy` is the CPU time of the loop's thread in one iteration of the loop, from the return of its selector to the next
+call, in which the callbacks that were ready together run. It does not depend on the load of the machine. `late` is the
+wall time of an iteration, or the delay of the selector's return, minus the time that the thread waited for a core. It
+also includes blocking calls, and threads that kept the interpreter lock.
 
-The selector itself is measured, so every block is seen without a timer that would have to be as short as a block. The
-one timer wakes the loop every `INTERVAL_S`: a loop without any has no moment at which it could be late.
+The selector itself is measured, so that even short blocks are seen without a frequent timer. A timer wakes the loop
+only every `INTERVAL_S`, because an idle loop cannot be late.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headrace_runtime.metrics import EVENT_LOOP_BLOCK_SECONDS
 
 INTERVAL_S = 0.25
 _WINDOW_S = 15.0
-"""The gauges tell the longest of the last one to two windows."""
+"""The gauges report the longest block of the last one to two windows."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _SHORT_S = 0.005
-"""Up to this, lateness is noted without a look at how long the thread waited for a core."""
+"""Delays up to this are recorded without subtracting the time that the thread waited for a core."""
 _WAITED_AGE_S = 0.02
-"""Age at which that look is repeated before a turn. At each turn it would cost more than what it measures."""
+"""Age at which the waiting time for a core is read again. Reading it in each iteration would cost too much."""
 
 
 class LoopWatch:
-    """`run` it in the loop that is watched. `take` is for tests, the gauges are for everybody else."""
+    """Watch of one event loop. `run` must run in that loop. The results are in gauges; `take` is for tests."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -43,17 +43,17 @@ class LoopWatch:
             EVENT_LOOP_BLOCK_SECONDS.labels(kind).set_function(self._longest(kind))
 
     async def run(self) -> None:
-        """For ever."""
+        """Measure the loop until cancelled."""
         self._began_s, self._cpu_s, self._waited_s = time.monotonic(), time.thread_time(), waited_for_core_s()
         with _measured(asyncio.get_running_loop(), self):
-            while True:  # noqa: ASYNC110 (it waits for nothing: it is the timer)
+            while True:  # noqa: ASYNC110 (this is a timer and waits for no condition)
                 await asyncio.sleep(self._interval_s)
 
     def end_turn(self) -> None:
-        """Note the turn that ends: the loop is about to wait for events."""
+        """Record the iteration that ends, before the loop waits for events."""
         now_s = time.monotonic()
         wall_s, busy_s = now_s - self._began_s, 0.0
-        if wall_s > self._windows["busy"][0]:  # else its CPU time is no record either
+        if wall_s > self._windows["busy"][0]:  # otherwise its CPU time cannot be the longest either
             busy_s = time.thread_time() - self._cpu_s
             self._note("busy", busy_s)
         self._note_late(wall_s, at_least_s=busy_s)
@@ -63,14 +63,14 @@ class LoopWatch:
                 window[:] = [0.0, window[0]]
 
     def begin_turn(self, late_s: float) -> None:
-        """Note by how much the loop waited longer for events than it wanted to, and begin a turn."""
+        """Record the delay of the selector's return, and begin an iteration."""
         self._note_late(late_s)
         self._began_s, self._cpu_s = time.monotonic(), time.thread_time()
         if self._began_s - self._waited_at_s > _WAITED_AGE_S:
             self._waited_at_s, self._waited_s = self._began_s, waited_for_core_s()
 
     def take(self, kind: str = "busy") -> float:
-        """The longest block in seconds since it was last taken."""
+        """Return the longest block since the last call, in seconds."""
         longest = max(self._windows[kind])
         self._windows[kind][:] = [0.0, 0.0]
         return longest
@@ -88,7 +88,7 @@ class LoopWatch:
 
 
 class _MeasuredSelect:
-    """The `select` of a loop's selector, with the watches of that loop around it."""
+    """Replacement of the `select` of a loop's selector, which notifies the watches of that loop."""
 
     def __init__(self, select: Callable[[float | None], Any]) -> None:
         self._select = select
@@ -107,9 +107,9 @@ class _MeasuredSelect:
 
 @contextlib.contextmanager
 def _measured(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iterator[None]:
-    """Measure the selector of `loop` for `watch` while the body runs. Several watches may share it, in any order.
+    """Measure the selector of `loop` for `watch` while the body runs. Several watches may share a selector.
 
-    asyncio has no public way to its selector, and a loop of another make may have none: its turns are not seen then.
+    asyncio has no public access to its selector. Loops without one, of other packages, are not measured.
     """
     selector: Any = getattr(loop, "_selector", None)
     if selector is None:
@@ -124,11 +124,11 @@ def _measured(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iterator[Non
     finally:
         measured.watches = tuple(other for other in measured.watches if other is not watch)
         if not measured.watches:
-            del selector.select  # the method of its class is back
+            del selector.select  # this restores the method of its class
 
 
-async def watched(work: Awaitable[None]) -> None:
-    """`work`, with its event loop watched."""
+async def watch_loop(work: Awaitable[None]) -> None:
+    """Run `work`, and measure its event loop in the meantime."""
     watching = asyncio.create_task(LoopWatch().run(), name="loop-watch")
     try:
         await work
@@ -137,7 +137,7 @@ async def watched(work: Awaitable[None]) -> None:
 
 
 def waited_for_core_s() -> float:
-    """How long this thread was ready to run while others ran; 0 where the system does not tell."""
+    """Return the time that this thread has waited for a core in seconds, or 0 if the system does not report it."""
     try:
         return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

@@ -1,6 +1,6 @@
-"""Starts every service: parses arguments, reads settings, imports the rest, and runs until it is stopped.
+"""Entry point of every service: parses arguments, loads settings, imports the service and runs it until it is stopped.
 
-Exit status: 0 after a stop, 1 after a crash (a supervisor restarts), 2 when the settings are wrong (it does not).
+Exit status: 0 after a stop, 1 after a crash, 2 for invalid settings. A supervisor restarts a service only after 1.
 """
 
 from __future__ import annotations
@@ -37,66 +37,68 @@ from headrace_schemas.redaction import is_secret
 S = TypeVar("S", bound=ServiceSettings)
 _OWNER_ALONE = 0o077
 _SECRET_LENGTH_MIN = 8
-"""Of variables that are not settings of ours: shorter ones are more likely words."""
+"""Minimum length of a secret in an environment variable that is no setting. Shorter values are more likely words."""
 GARBAGE_THRESHOLD = 50_000
-"""Python's own is 700: with what a service has imported, a fifth of a busy event loop's time went into collections."""
+"""Threshold of garbage collections. With Python's own, 700, and the modules of a service, collections took a fifth of a
+busy event loop's time."""
 PYTHON_GARBAGE_THRESHOLD = 700
 Run = Callable[[Common, S], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Service(Generic[S]):
-    """A service's name and where its composition root is: `run` is `module:function`, imported after the settings."""
+    """Description of one service, with which its `__main__` module starts it."""
 
     name: str
     summary: str
     settings: type[S]
     run: str
+    """The composition root as `module:function`, which is imported after the settings were loaded."""
     check: str = ""
-    """Where the service tries what a start would find wrong, `module:function`; see `headrace_runtime.check`."""
+    """The function that checks the start of the service, as `module:function` (see `headrace_runtime.check`)."""
     garbage_threshold: int = GARBAGE_THRESHOLD
-    """Net allocations between two garbage collections. Python's own where a cycle may keep tensors, whose bytes the
-    count does not see."""
+    """Net allocations between two garbage collections. Services whose reference cycles may hold tensors use Python's
+    own threshold, because it does not count the bytes of tensors."""
 
     def main(self) -> NoReturn:
-        """The whole life of the process. Never returns."""
+        """Run the process from its arguments to its exit."""
         sys.exit(self._main())
 
     def _main(self) -> int:
         parser = argparse.ArgumentParser(prog=f"headrace_{self.name}", description=self.summary)
-        parser.add_argument("--config", type=Path, default=os.environ.get(CONFIG_VARIABLE), help="a TOML file")
-        parser.add_argument("--check-config", action="store_true", help="read the settings, start nothing")
-        parser.add_argument("--check", action="store_true", help="try all that a start would, and start nothing")
-        parser.add_argument("--check-bus", action="store_true", help="the same, with a look at the bus")
-        parser.add_argument("--describe-settings", action="store_true", help="print every setting as JSON and stop")
+        parser.add_argument("--config", type=Path, default=os.environ.get(CONFIG_VARIABLE), help="settings file (TOML)")
+        parser.add_argument("--check-config", action="store_true", help="validate the settings and exit")
+        parser.add_argument("--check", action="store_true", help="check everything that a start needs, and exit")
+        parser.add_argument("--check-bus", action="store_true", help="like --check, including the bus")
+        parser.add_argument("--describe-settings", action="store_true", help="print all settings as JSON and exit")
         arguments = parser.parse_args()
-        pipe = liveness.handed_over(os.environ)
+        pipe = liveness.take_inherited_pipe(os.environ)
         if arguments.describe_settings:
             return self._describe()
         try:
-            common, own = load(self.name, self.settings, arguments.config)
+            common, settings = load(self.name, self.settings, arguments.config)
         except (SettingError, PluginError) as error:
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (logs are not configured yet)
             return 2
         if arguments.check_config:
             return 0
         if arguments.check or arguments.check_bus:
-            return self._check(common, own, bus=arguments.check_bus)
+            return self._check(common, settings, bus=arguments.check_bus)
         os.umask(_OWNER_ALONE)
-        with contextlib.suppress(OSError):  # somebody else's folder, or a full disk: what needs it will say so
+        with contextlib.suppress(OSError):  # another user's folder or a full disk, which later writes report
             private_folder(common.data_dir)
         from headrace_runtime import logs
 
-        logs.configure(self.name, common.logs, {*secrets_of(common, own), *_environment_secrets(os.environ)})
+        logs.configure(self.name, common.logs, {*secrets_of(common, settings), *_environment_secrets(os.environ)})
         log = logs.get_logger(f"headrace_{self.name}")
         module, function = self.run.split(":")
         try:
             run = getattr(import_module(module), function)
             tune_garbage_collection(self.garbage_threshold)
-            asyncio.run(_until_stopped(run, common, own, pipe))
+            asyncio.run(_until_stopped(run, common, settings, pipe))
         except (SettingError, PluginError) as error:
             log.error("refused_to_start", error=str(error))
-            print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (for who started it, as a sentence)
+            print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (a sentence for the person who started it)
             return 2
         except (asyncio.CancelledError, KeyboardInterrupt):
             log.info("stopped")
@@ -112,15 +114,15 @@ class Service(Generic[S]):
             return 1
         return 0
 
-    def _check(self, common: Common, own: S, *, bus: bool) -> int:
-        """A sentence on standard output for each thing that is wrong; exit status 2 when there is one."""
+    def _check(self, common: Common, settings: S, *, bus: bool) -> int:
+        """Print one sentence per problem, and return the exit status: 2 if there are problems, otherwise 0."""
         from headrace_runtime import check
 
         module, _, function = self.check.partition(":")
-        try_own = getattr(import_module(module), function) if module else None
-        found = asyncio.run(check.problems(self.name, common, own, try_own, bus=bus))
-        sys.stdout.write("".join(f"{sentence}\n" for sentence in found))
-        return 2 if found else 0
+        check_service = getattr(import_module(module), function) if module else None
+        problems = asyncio.run(check.find_problems(self.name, common, settings, check_service, bus=bus))
+        sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+        return 2 if problems else 0
 
     def _describe(self) -> int:
         from headrace_runtime.reference import describe
@@ -132,28 +134,28 @@ class Service(Generic[S]):
 
 
 def tune_garbage_collection(threshold: int) -> None:
-    """Exempt the objects that exist now, which live as long as the process, and collect seldom from here on."""
+    """Exempt existing objects, which live as long as the process, from garbage collections, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(threshold, *gc.get_threshold()[1:])
 
 
 def _environment_secrets(environ: Mapping[str, str]) -> set[str]:
-    """What the environment holds under names of secrets, for us or for others, and the passwords of its URLs."""
-    named = {value for name, value in environ.items() if len(value) >= _SECRET_LENGTH_MIN and is_secret(name)}
-    return named.union(*(secrets_of_url(value) for value in environ.values() if "://" in value))
+    """Return the values of all environment variables with names of secrets, and the passwords in URLs."""
+    secrets = {value for name, value in environ.items() if len(value) >= _SECRET_LENGTH_MIN and is_secret(name)}
+    return secrets.union(*(secrets_of_url(value) for value in environ.values() if "://" in value))
 
 
-async def _until_stopped(run: Run[S], common: Common, own: S, pipe: int | None) -> None:
-    """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop.
+async def _until_stopped(run: Run[S], common: Common, settings: S, pipe: int | None) -> None:
+    """Run the service until it ends or SIGTERM or SIGINT cancels it. `run` stops cleanly in its `finally` blocks.
 
-    `pipe` hears that the loop turns, from before the first step to after the last (`liveness`).
+    The event loop sends heartbeats to `pipe` from before the first step until after the last one (`liveness`).
     """
-    from headrace_runtime.loop_watch import watched
+    from headrace_runtime.loop_watch import watch_loop
 
-    task = asyncio.ensure_future(watched(run(common, own)))
+    task = asyncio.ensure_future(watch_loop(run(common, settings)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    async with liveness.beating(pipe):
+    async with liveness.send_heartbeats(pipe):
         await task

@@ -1,4 +1,4 @@
-"""Brings a service's tables to its current version, with Alembic, at start-up."""
+"""Migration of a service's tables to the current version, with Alembic, at start-up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sqlalchemy import Connection, text
 
 from headrace_runtime.database import Database
 
-_LOCK = 0x68656164  # "head": one migration at a time, whoever starts first
+_LOCK = 0x68656164  # "head"; key of the advisory lock that permits one migration at a time
 
 
 async def upgrade(database: Database, package: str) -> None:
-    """Run what is missing of `<package>/migrations`. Several replicas may call this at once.
+    """Run the pending migrations of `<package>/migrations`. Several replicas may call this concurrently.
 
-    Raises `Unavailable` when the database is away, Alembic's own errors when a migration is wrong.
+    Raises `Unavailable` if the database does not respond, and Alembic's errors if a migration is invalid.
     """
     async with database.transaction() as connection:
         if database.schema:

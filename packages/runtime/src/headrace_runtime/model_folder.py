@@ -1,7 +1,7 @@
-"""Finds what is wrong with the files of a model's folder, without torch: for the trainer's check and for adoption.
+"""Checks the files of a model's folder without torch, for the trainer's check and for imports.
 
-What only a loaded model shows, missing, unexpected and mismatched tensors and weights that are not finite, is found
-where the model is loaded (`headrace_trainer.torch_learner`, `headrace_inference.torch_engine.loader`).
+Missing, unexpected and mismatched tensors and weights that are not finite are detected when the model is loaded
+(`headrace_trainer.torch_learner`, `headrace_inference.torch_engine.loader`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2":
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file of weights."""
+    """Position, type and shape of a tensor in a file of weights."""
 
     path: Path
     start: int
@@ -44,30 +44,30 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def equals(self, other: StoredTensor) -> bool:
-        """Return whether both hold the same numbers, by 64 pieces of each. Tensors of unknown types count as equal."""
+        """Return whether two tensors are equal, by comparing 64 pieces. Tensors of unknown types count as equal."""
         size = _ITEM_BYTES.get(self.dtype, 0) * math.prod(self.shape)
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        with self.path.open("rb") as one, other.path.open("rb") as two:
+        with self.path.open("rb") as file, other.path.open("rb") as other_file:
             for piece in range(_COMPARED_PIECES):
                 at = (size - _COMPARED_BYTES) * piece // (_COMPARED_PIECES - 1) if size > _COMPARED_BYTES else 0
-                one.seek(self.start + at)
-                two.seek(other.start + at)
+                file.seek(self.start + at)
+                other_file.seek(other.start + at)
                 count = min(size, _COMPARED_BYTES)
-                if one.read(count) != two.read(count):
+                if file.read(count) != other_file.read(count):
                     return False
         return True
 
 
 def find_folder_problems(folder: Path) -> Iterator[str]:
-    """Yield each problem with its remedy: broken or missing files of weights, and token ids that do not go together."""
+    """Yield one message for each problem: broken or missing files of weights, and token ids that do not agree."""
     yield from _text_problems(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             tensors |= _stored_tensors(path)
         except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
-            yield f"{path.name} is no safetensors file: {error}; copy it again"
+            yield f"{path.name} is not a safetensors file: {error}; copy it again"
     index = _read_json(folder / "model.safetensors.index.json")
     shards = index.get("weight_map") if isinstance(index, dict) else None
     for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
@@ -82,7 +82,11 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
 
 
 def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Read a header. Raises `ValueError`: eight bytes hold the length of a JSON header, then as many bytes follow."""
+    """Parse the header of a safetensors file: eight bytes with the length of a JSON header, then the header.
+
+    Raises:
+        ValueError: the header is too long, or bytes are missing.
+    """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > _HEADER_BYTES_MAX:
@@ -105,38 +109,41 @@ def _embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
 
 
 def _embedding(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of the table of input embeddings; None where there is none, or several."""
-    names = [name for name, one in tensors.items() if name.endswith(_EMBEDDINGS) and len(one.shape) == 2]
+    """Return the name of the tensor of input embeddings, or None if there is none or more than one."""
+    names = [name for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2]
     return names[0] if len(names) == 1 else None
 
 
 def _text_problems(folder: Path) -> Iterator[str]:
-    """Yield files that tokenizer and model read as JSON or text, and cannot."""
+    """Yield messages about files that tokenizer and model cannot read as JSON or text."""
     for name in _TEXTS:
         path = folder / name
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # which files have to be there is said elsewhere
+            continue  # other checks report missing files
         try:
             text = decode_text(content)
             if name.endswith(".json"):
                 json.loads(text)
         except RecursionError:
-            yield f"{name} is no JSON that can be read: it is nested too deeply; copy it again"
+            yield f"{name} cannot be parsed: its JSON is nested too deeply; copy it again"
         except json.JSONDecodeError as error:
-            yield f"{name} is no JSON: {error}; copy it again"
+            yield f"{name} is not JSON: {error}; copy it again"
         except ValueError as error:
             yield f"{name} {error}"
         else:
             if content.startswith(codecs.BOM_UTF8):
-                yield f"{name} begins with a byte order mark, which model libraries do not take; save it without"
+                yield f"{name} begins with a byte order mark, which model libraries refuse; save it without"
 
 
 def _head_problems(
     config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Iterator[str]:
-    """Yield a head that configuration and weights do not agree about: transformers would draw or drop its weights."""
+    """Yield a message if configuration and weights disagree about the head.
+
+    In that case transformers would initialise the head at random, or ignore its weights.
+    """
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     head = next((name for name in tensors if name == _HEAD or name.endswith(f".{_HEAD}")), None)
     table = _embedding(tensors)
@@ -158,7 +165,7 @@ def _has_causal_head(config: Mapping[str, Any]) -> bool:
 
 
 def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a class and a model type of the configuration that are those of different models."""
+    """Yield a message if the configuration's class and model type belong to different models."""
     kind, names = config.get("model_type"), config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     if not isinstance(kind, str) or not name.endswith(_CAUSAL) or _letters(name).startswith(_letters(kind)):
@@ -167,8 +174,8 @@ def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
         classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except (ImportError, AttributeError):
         return
-    own = classes.get(kind)
-    if own is not None and name in classes.values() and name not in ((own,) if isinstance(own, str) else own):
+    valid = classes.get(kind)
+    if valid is not None and name in classes.values() and name not in ((valid,) if isinstance(valid, str) else valid):
         yield (
             f"config.json: architectures = {name[:_SHOWN_LENGTH]!r}, and model_type = {kind[:_SHOWN_LENGTH]!r} is "
             "another model; use this model's configuration"
@@ -183,8 +190,8 @@ def _token_problems(folder: Path, config: dict[str, Any], rows: int | None) -> I
     size = config.get("vocab_size")
     if isinstance(size, int) and rows is not None and size != rows:
         yield f"config.json: vocab_size = {size}, and the embedding has {rows} rows; use this model's configuration"
-    known = [count for count in (rows, size) if isinstance(count, int)]
-    limit = min(known) if known else None
+    sizes = [count for count in (rows, size) if isinstance(count, int)]
+    limit = min(sizes) if sizes else None
     for name in _SPECIAL_IDS:
         for token in _ids(config.get(name)):
             if limit is not None and not 0 <= token < limit:
@@ -209,20 +216,20 @@ def _token_problems(folder: Path, config: dict[str, Any], rows: int | None) -> I
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
 
 
 def _tokenizer_tokens(folder: Path) -> dict[str, int]:
-    """Return text to id; empty where the file does not show it."""
+    """Return the token ids by text, or an empty dict if the file has another structure."""
     content = _read_json(folder / TOKENIZER_FILE)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return {}
     words = content["model"].get("vocab")
     tokens = words if isinstance(words, dict) else {}
     if isinstance(words, list):
-        tokens = {str(piece[0]): place for place, piece in enumerate(words) if isinstance(piece, list) and piece}
-    added = content.get("added_tokens") or []
-    extra = {one["content"]: one["id"] for one in added if isinstance(one, dict) and {"content", "id"} <= one.keys()}
+        tokens = {str(piece[0]): number for number, piece in enumerate(words) if isinstance(piece, list) and piece}
+    added = [token for token in content.get("added_tokens") or [] if isinstance(token, dict)]
+    extra = {token["content"]: token["id"] for token in added if {"content", "id"} <= token.keys()}
     return {text: number for text, number in {**tokens, **extra}.items() if isinstance(number, int)}
 
 
@@ -234,7 +241,7 @@ def _eos_text(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> Any:
-    """Return None where the file cannot be read."""
+    """Return the JSON of a file, or None if it cannot be read."""
     try:
         return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""End offsets of partitions and committed offsets of a consumer group, read without joining the group."""
+"""Reader of end offsets of partitions, and of committed offsets of a consumer group without joining it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from headrace_runtime.settings import BusSettings
 
 
 class Offsets:
-    """One connection that only asks. Start before use; every question raises `Unavailable` when the bus is away."""
+    """Connection that reads offsets.
+
+    Call `start` before use. Methods raise `Unavailable` if the bus does not respond.
+    """
 
     def __init__(self, bus: BusSettings, group: str | None, client: str = "") -> None:
-        """Without a group only `ends` can be asked."""
+        """Create the reader. Without a group only `ends` is available."""
         self._bus = bus
         self._group = group
         self._client = client or f"{group}-offsets"
         self._reader: AIOKafkaConsumer | None = None
-        self._known: dict[str, list[TopicPartition]] = {}
+        self._partitions: dict[str, list[TopicPartition]] = {}
 
     async def start(self) -> None:
+        """Connect."""
         reader = consumer(self._bus, self._client, group_id=self._group)  # never subscribes, never joins
         try:
             await reader.start()
@@ -33,37 +37,38 @@ class Offsets:
         self._reader = reader
 
     async def stop(self) -> None:
+        """Disconnect."""
         if self._reader is not None:
             await self._reader.stop()
             self._reader = None
 
     async def ends(self, topic: str) -> Mapping[int, int]:
-        """Partition to the offset that its next record will get."""
+        """Return the offset of the next record of each partition."""
         try:
-            found = await self._connected().end_offsets(await self._partitions(topic))
+            end_offsets = await self._connected().end_offsets(await self._partitions_of(topic))
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: end of {topic}: {error!r}") from error
-        return {place.partition: offset for place, offset in found.items()}
+        return {partition.partition: offset for partition, offset in end_offsets.items()}
 
     async def starts(self, topics: Sequence[str]) -> Mapping[tuple[str, int], int]:
-        """Where the group will begin to read: what it has committed, else the oldest record that is left."""
+        """Return the offsets at which the group will begin to read: committed ones, or those of the oldest records."""
         try:
-            places: dict[tuple[str, int], int] = {}
+            starts: dict[tuple[str, int], int] = {}
             for topic in topics:
-                beginnings = await self._connected().beginning_offsets(await self._partitions(topic))
-                for place, beginning in beginnings.items():
-                    committed = await self._connected().committed(place)
-                    places[topic, place.partition] = beginning if committed is None else committed
+                beginnings = await self._connected().beginning_offsets(await self._partitions_of(topic))
+                for partition, beginning in beginnings.items():
+                    committed = await self._connected().committed(partition)
+                    starts[topic, partition.partition] = beginning if committed is None else committed
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: offsets of {self._group}: {error!r}") from error
-        return places
+        return starts
 
     def _connected(self) -> AIOKafkaConsumer:
         if self._reader is None:
-            raise Unavailable("the connection that asks for offsets is not started")
+            raise Unavailable("the reader of offsets is not started")
         return self._reader
 
-    async def _partitions(self, topic: str) -> list[TopicPartition]:
-        if topic not in self._known:
-            self._known[topic] = await partitions_of(self._connected(), topic)
-        return self._known[topic]
+    async def _partitions_of(self, topic: str) -> list[TopicPartition]:
+        if topic not in self._partitions:
+            self._partitions[topic] = await partitions_of(self._connected(), topic)
+        return self._partitions[topic]

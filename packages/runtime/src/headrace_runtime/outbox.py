@@ -1,6 +1,7 @@
-"""The transactional outbox: an effect commits together with its events, and the events are published afterwards.
+"""Transactional outbox: an effect commits together with its events, which are published afterwards.
 
-Sent at least once: a crash between acknowledgement and deletion sends again, with the same ids, and consumers dedupe.
+Events are sent at least once. After a crash between acknowledgement and deletion they are sent again with the same ids,
+and consumers deduplicate them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REFUSED_KEY_MAX = 512
 
 
 class Outbox:
-    """`add` inside the effect's transaction, `flush` after it. One task at a time may call either."""
+    """Outbox of one service. Call `add` in the transaction of the effect and `flush` after it, not concurrently."""
 
     def __init__(self, database: Database, tables: StreamTables, producer: EventProducer, clock: Clock) -> None:
         self._database = database
@@ -36,15 +37,15 @@ class Outbox:
         self._producer = producer
         self._clock = clock
         self._added: list[tuple[int, Outgoing]] = []
-        self._owed: list[tuple[int, Outgoing]] = []
+        self._unsent: list[tuple[int, Outgoing]] = []
         self._acknowledged: list[int] = []
 
     async def encode(self, events: Sequence[Event]) -> list[Outgoing]:
-        """Records for `events`, carrying the trace that is current now."""
+        """Return the records of `events`, with the current trace context."""
         return [await self._producer.encode(event) for event in events]
 
     async def add(self, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
-        """Owe `records` to the bus as part of `tx`, and forget rows that the bus has acknowledged. Once per `tx`."""
+        """Store `records` in `tx` for sending, and delete acknowledged rows. Must be called once per transaction."""
         if self._acknowledged:
             await tx.execute(delete(self._table).where(self._table.c.id.in_(self._acknowledged)))
         if records:
@@ -54,29 +55,29 @@ class Outbox:
             self._added = list(zip(rows.scalars(), records, strict=True))
 
     def committed(self) -> None:
-        """The transaction of the last `add` is durable."""
-        self._owed += self._added
+        """Accept the records of the last `add`, whose transaction has committed."""
+        self._unsent += self._added
         self._added = []
         self._acknowledged = []
-        OUTBOX_ROWS.set(len(self._owed))
+        OUTBOX_ROWS.set(len(self._unsent))
 
     def rolled_back(self) -> None:
-        """The transaction of the last `add` never happened."""
+        """Discard the records of the last `add`, whose transaction was rolled back."""
         self._added = []
 
     async def flush(self) -> None:
-        """Send what is owed, in order. Raises `Unavailable` and keeps it when the bus is away."""
-        while self._owed:
-            batch = self._owed[:_SEND_AT_ONCE_MAX]
+        """Send all unsent records in order. If the bus does not respond, keep them and raise `Unavailable`."""
+        while self._unsent:
+            batch = self._unsent[:_SEND_AT_ONCE_MAX]
             await self._send([record for _, record in batch])
-            self._owed = self._owed[len(batch) :]
+            self._unsent = self._unsent[len(batch) :]
             self._acknowledged += [row for row, _ in batch]
         OUTBOX_ROWS.set(0)
 
     async def adopt(self, *, at_start: bool = False) -> int:
-        """Take over rows that nobody sent: at the start all (this process had crashed), later only old ones.
+        """Send the rows of crashed processes: all rows at the start, later only old ones. Return their number.
 
-        On a shared database another replica's fresh rows may be taken along; sending twice is harmless.
+        On a shared database new rows of another replica may be sent, too, which is harmless.
         """
         await self.flush()
         table = self._table
@@ -97,7 +98,7 @@ class Outbox:
             adopted += len(rows)
 
     async def _send(self, records: Sequence[Outgoing]) -> None:
-        """Send all. A record that the bus refuses for good is replaced by its dead letter, so that it holds up none."""
+        """Send records. A record that the bus refuses permanently is replaced by a dead letter."""
         try:
             await self._producer.send_raw(records)
         except InvalidEvent:

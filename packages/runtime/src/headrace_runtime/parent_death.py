@@ -1,9 +1,9 @@
-"""Starts a child process that ends when its parent ends, also when the parent is killed.
+"""Starts a child process that the kernel kills when its parent ends, even if the parent is killed.
 
-Run as a script: `python parent_death.py PARENT LISTENER COMMAND...` asks Linux for SIGKILL at the parent's death, then
-becomes COMMAND. LISTENER is an open socket that it is handed, -1 for none, as systemd does it: sd_listen_fds(3).
-The kernel means the parent's *thread*: start such children from one that lives as long as they shall. Elsewhere than on
-Linux the command just runs.
+Usage as a script: `python parent_death.py PARENT LISTENER COMMAND...`. It requests SIGKILL at the parent's death from
+Linux and then executes COMMAND. LISTENER is the descriptor of an open socket that COMMAND inherits, or -1 for none, by
+the protocol of systemd (sd_listen_fds(3)). The signal follows the death of the parent's *thread*, so start the child
+from a thread that lives long enough. On other systems than Linux the script only executes the command.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 _LIVENESS = "LIVENESS_FD"
-"""`liveness.VARIABLE`; a script imports nothing of ours."""
+"""Copy of `liveness.VARIABLE`, because this script must not import other modules."""
 
 
 def bound_to_parent(command: Sequence[str], listener: int | None = None) -> list[str]:
-    """`command`, to be started by this process as its own child, which has to pass on the descriptor `listener`."""
+    """Return the command line that runs `command` as a child of this process.
+
+    Args:
+        command: the command.
+        listener: the descriptor of a socket that the caller must pass on to the child.
+    """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(-1 if listener is None else listener), *command]
 
 
@@ -29,7 +34,7 @@ def _main(parent: int, listener: int, command: list[str]) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the request
             os._exit(1)
     if listener >= 0:
         _hand_over(listener)
@@ -41,7 +46,8 @@ def _main(parent: int, listener: int, command: list[str]) -> None:
 
 
 def _hand_over(listener: int) -> None:
-    if os.environ.get(_LIVENESS) == str(_FIRST_HANDED_OVER):  # in the way of the socket
+    """Move the socket to the descriptor at which the command expects it."""
+    if os.environ.get(_LIVENESS) == str(_FIRST_HANDED_OVER):  # the liveness pipe occupies the socket's descriptor
         os.environ[_LIVENESS] = str(pipe := os.dup(_FIRST_HANDED_OVER))
         os.set_inheritable(pipe, True)
     os.dup2(listener, _FIRST_HANDED_OVER)

@@ -1,4 +1,4 @@
-"""A consumer that refuses nearly every record pauses, reports it, and resumes when an operator says so."""
+"""Pausing of a consumer that refuses nearly all records, until an operator resumes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class Pausable(Protocol):
-    """`paused` is why it has stopped, None while it goes on."""
+    """Consumer that can pause. `paused` is the reason, or None while it runs."""
 
     @property
     def paused(self) -> str | None: ...
@@ -31,11 +31,12 @@ class Pausable(Protocol):
     def resume(self) -> None: ...
 
 
-class Refusing:
-    """Dead letters of a service without the stream host and without a database, one record at a time.
+class DeadLetterLimiter:
+    """Limits of dead letters for a service without the stream host and without a database.
 
-    A tenant beyond its bounds is dead-lettered further while the records of another one are handled: the letters hold
-    the whole records. When nobody's are, the consumer itself may be broken, and it pauses.
+    The records of a tenant beyond its limits are still dead-lettered while records of other tenants are handled,
+    because the letters contain the complete records. If the last record of every tenant was refused, the consumer
+    itself may be broken, and it pauses.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Refusing:
         PAUSED.labels(service).set(0)
 
     def handled(self, event: Event | None = None) -> None:
-        """Note that a record was none to refuse."""
+        """Count a record that was handled."""
         self._limits.note(getattr(event, "tenant", UNKNOWN_TENANT), refused=False)
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
-        """Returns once the dead letter is durable, and not before `resume` when there were too many.
+        """Dead-letter a record. Return once the letter is durable, after a pause until `resume` if there were too many.
 
-        Raises `Unavailable` when the bus is away.
+        Raises:
+            Unavailable: the bus does not respond.
         """
         tenant = tenant_of(record)
         if not self._limits.admits(tenant):
@@ -68,7 +70,7 @@ class Refusing:
         self._limits.note(tenant, refused=True)
 
     def resume(self) -> None:
-        """Go on; as much may be refused again before the next pause."""
+        """Continue. The limits of refused records begin again at zero."""
         self._limits.reset()
         self.paused = None
         PAUSED.labels(self._service).set(0)
@@ -78,13 +80,13 @@ class Refusing:
         self.paused = reason
         self._resumed.clear()
         PAUSED.labels(self._service).set(1)
-        place = f"{record.topic}[{record.partition}]@{record.offset}"
-        log.error("consumer_paused", reason=self.paused, next=place, remedy=REMEDY)
+        position = f"{record.topic}[{record.partition}]@{record.offset}"
+        log.error("consumer_paused", reason=self.paused, next=position, remedy=REMEDY)
         await self._resumed.wait()
 
 
 def resume_route(consumer: Pausable, common: Common) -> Route:
-    """`POST /resume` lets a consumer go on that has paused because it refused too much."""
+    """Return the route `POST /resume`, which resumes a paused consumer."""
 
     async def resume(request: Request) -> Response:
         web.require_internal_key(request, common)

@@ -1,7 +1,8 @@
-"""The core of a stream service, without Kafka and Faust: it turns records into effects and events.
+"""Core of a stream service, without Kafka and Faust: processes records into effects and events.
 
-One policy for all: decode or dead-letter; dedupe, effect, owed events and position in one transaction; retry what is
-away; dead-letter what one record alone breaks; crash when retrying does not help. At least once plus idempotence.
+All services share one policy. A record is decoded or dead-lettered. Deduplication, effect, outgoing events and position
+commit in one transaction. An unavailable dependency is retried, and the process exits if retries fail. A record that
+alone breaks its handler is dead-lettered. So delivery is at least once, and effects are idempotent.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from headrace_runtime.steps import (
     Step,
     StepFailed,
     Unfinished,
-    in_turns,
+    run_until_finished,
 )
 from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.sweeping import remove_some
+from headrace_runtime.sweeping import delete_batch
 from headrace_runtime.upsert import upsert
-from headrace_runtime.wire import Outgoing, Patience, Received, Record, tenant_of
+from headrace_runtime.wire import BatchDecoder, Outgoing, Received, Record, tenant_of
 from headrace_schemas import DeadLetter, Event
 
 log = get_logger(__name__)
@@ -51,7 +52,7 @@ _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 @dataclass(frozen=True)
 class _Refused:
-    """A record that is dead-lettered."""
+    """A record to be dead-lettered."""
 
     record: Record
     tenant: str
@@ -59,24 +60,24 @@ class _Refused:
 
     @cached_property
     def letter(self) -> DeadLetter:
-        """Its dead letter, which is counted and logged once."""
+        """The dead letter, which is counted and logged once."""
         return self.write()
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A record that is kept back, because too much of its tenant was refused."""
+class _ToHold:
+    """A record to be held, because too many records of its tenant were refused."""
 
     record: Record
     tenant: str
 
 
-_Item = Received | _Refused | _Held
+_Item = Received | _Refused | _ToHold
 
 
 @dataclass(slots=True)
 class Processor:
-    """Runs handlers over batches. `process` and `step` never overlap; any task may call them."""
+    """Processor of the records of one service. `process` and `step` never overlap; any task may call them."""
 
     service: str
     handlers: Mapping[str, Handler]
@@ -87,57 +88,62 @@ class Processor:
     clock: Clock
     limits: ProcessorLimits = DEFAULT_LIMITS
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Topic to the topics whose end offsets its handler wants to know."""
+    """For each topic, the topics whose end offsets its handler needs."""
     after_batch: Step | None = None
-    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it. One
-    that fails with its items isolated is left out, so a timer should run it, too, or it may be missed."""
+    """A step after each batch, in the batch's transaction, when `position` already includes the batch. If it fails with
+    isolated items it is skipped, so a timer should run it, too."""
     ends: Ends | None = None
-    """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
+    """Reads end offsets from the bus and raises `Unavailable`; set by the host."""
     disk: DiskGuard | None = None
-    """Of the disk that the database grows on: no batch begins while it is short. Timers go on, which make room."""
+    """Guard of the database's disk. No batch begins while the disk is short of space. Timers, which free space, run."""
     paused: str | None = None
-    """Why the consumer may be broken: refusals are kept back, and nobody's records are handled. Timers go on."""
+    """The reason why the consumer may be broken, so that refused records are held. Timers run nevertheless."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _limits: TenantLimits = field(init=False)
-    _held: HeldRecords = field(init=False)
+    _held_records: HeldRecords = field(init=False)
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._limits = TenantLimits(self.limits.refusals)
-        self._held = HeldRecords(self.service, self.tables)
+        self._held_records = HeldRecords(self.service, self.tables)
         PAUSED.labels(self.service).set(0)
 
     async def process(self, records: Sequence[Record]) -> None:
-        """Return once every effect is durable and every event acknowledged. Raise when only a restart can help.
+        """Process records. Return once all effects are durable and all events are acknowledged.
 
-        Refusals of a tenant beyond its bounds are kept in the database. Where they have no room and the consumer itself
-        may be broken, this does not return before `resume`: the rest is not acknowledged, so a restart reads it again.
+        Refused records of a tenant beyond its limits are held in the database. If the database holds too many and the
+        consumer itself may be broken, this waits for `resume`. The remaining records are not acknowledged, so a restart
+        reads them again.
+
+        Raises:
+            Exception: only a restart can help.
         """
         if self.disk is not None:
             await self.disk.wait_for_room()
-        rest = await self._take(records)
-        while rest:
+        remaining = await self._process(records)
+        while remaining:
             await self._resumed.wait()
-            rest = await self._take(rest)
+            remaining = await self._process(remaining)
 
-    async def _take(self, records: Sequence[Record]) -> list[Record]:
-        rest: list[Record] = []
+    async def _process(self, records: Sequence[Record]) -> list[Record]:
+        """Process records, after held ones that are due. Return those that cannot be processed before `resume`."""
+        remaining: list[Record] = []
 
         async def handle() -> None:
-            if self._held.is_due:
-                await self._handle_held()
-            rest[:] = await self._handle(records)
+            if self._held_records.is_due:
+                await self._retry_held()
+            remaining[:] = await self._handle(records)
 
         async with self._turn:
             with BATCH_SECONDS.time():
                 await self._persist(handle)
                 await self._persist(self.outbox.flush)
-        return rest
+        return remaining
 
     def resume(self) -> None:
-        """Try again what was kept back, and go on; as much may be refused again before the next pause."""
+        """Retry held records and continue. The limits of refused records begin again at zero."""
         self._limits.reset()
-        self._held.is_due = True
+        self._held_records.is_due = True
         self._report(None)
         self._resumed.set()
 
@@ -145,61 +151,65 @@ class Processor:
         """Update `paused` after `record`."""
         paused = self._limits.paused
         if paused is not None and self.paused is None and record is not None:
-            log.error("consumer_paused", reason=paused, next=_place(record), remedy=REMEDY)
+            log.error("consumer_paused", reason=paused, next=_position_of(record), remedy=REMEDY)
         self.paused = paused
         PAUSED.labels(self.service).set(paused is not None)
 
     async def step(self, work: Step) -> bool:
-        """Run timed work in a transaction of its own and publish what it returns. Whether there is more to do."""
-        more = False
+        """Run `work` in a transaction of its own and publish its events. Return whether there is more work."""
+        is_unfinished = False
 
-        async def noted(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-            nonlocal more
+        async def run_work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            nonlocal is_unfinished
             events = await work(tx, now)
-            more = isinstance(events, Unfinished)
+            is_unfinished = isinstance(events, Unfinished)
             return events
 
-        noted.__qualname__ = getattr(work, "__qualname__", repr(work))
+        run_work.__qualname__ = getattr(work, "__qualname__", repr(work))
         async with self._turn:
             try:
-                await self._persist(lambda: self._commit([], noted))
+                await self._persist(lambda: self._commit([], run_work))
             except StepFailed as error:
                 log.warning("step_isolated", error=str(error))
-                await self._persist(lambda: self._commit([], noted, isolated=True))
+                await self._persist(lambda: self._commit([], run_work, isolated=True))
             await self._persist(self.outbox.flush)
-        return more
+        return is_unfinished
 
     async def recover(self, starts: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Send what a crash left in the outbox. Called once, before the first batch.
+        """Send the events that a crash left in the outbox. Must be called once, before the first batch.
 
-        `starts` tells from where each (topic, partition) will be read. A database that knows no position yet takes it
-        from there, so that `position` reaches an end also where nothing is left to read.
+        Args:
+            starts: the first offset to be read of each (topic, partition). It initialises missing positions in the
+                database, so that `position` reaches the end even if there are no records to read.
         """
         if starts:
             async with self.database.transaction() as tx:
                 for (topic, partition), offset in starts.items():
-                    place = {"topic": topic, "partition": partition}
-                    await upsert(tx, self.tables.positions, place, {"next_offset": offset}, update=False)
+                    key = {"topic": topic, "partition": partition}
+                    await upsert(tx, self.tables.positions, key, {"next_offset": offset}, update=False)
         async with self._turn:
             adopted = await self.outbox.adopt(at_start=True)
         if adopted:
             log.info("outbox_adopted", rows=adopted)
 
     async def prune(self) -> None:
-        """Forget old ids, adopt orphaned outbox rows, try again what `resume` released. Called every minute or so."""
-        await in_turns(self.clock, lambda: self.step(self._forget_ids))
-        while self._held.is_due:
-            await self._take([])
+        """Delete old event ids, adopt orphaned outbox rows and retry held records. Called about every minute."""
+        await run_until_finished(self.clock, lambda: self.step(self._forget_ids))
+        while self._held_records.is_due:
+            await self._process([])
         async with self._turn:
             await self.outbox.adopt()
 
     async def _forget_ids(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         seen = self.tables.seen
         old = seen.c.at_ms < epoch_ms(now - self.limits.seen_for)
-        return Unfinished() if await remove_some(tx, seen, old, order=seen.c.at_ms) else []
+        return Unfinished() if await delete_batch(tx, seen, old, order=seen.c.at_ms) else []
 
     async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Until it works or `retry_s` is over; a restart would not make room on a full disk, so that is waited for."""
+        """Run `work` until it succeeds or `retry_s` is over.
+
+        A full disk has no time limit, as a restart cannot help.
+        """
         deadline = self.clock.monotonic_s() + self.limits.retry_s
         attempt = 0
         while True:
@@ -214,9 +224,9 @@ class Processor:
             attempt += 1
 
     async def _handle(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records from the first on that can be neither refused nor kept back."""
-        patience = Patience(self.clock)
-        items = [await self._decode(record, patience) for record in records]
+        """Handle records. Return those from the first one on that can be neither dead-lettered nor held."""
+        decoder = BatchDecoder(self.clock)
+        items = [await self._decode(record, decoder) for record in records]
         if self._limits.admit_all(item.tenant for item in items if isinstance(item, _Refused)):
             try:
                 await self._commit_batch(items)
@@ -226,31 +236,31 @@ class Processor:
                     raise
                 log.warning("batch_split", error=reason_of(error), size=len(items))
         for at, item in enumerate(items):
-            # one by one and in order, so that `position` never promises what has yet to be done
+            # one by one and in order, so that `position` never includes unprocessed records
             if not await self._handle_alone(item):
                 return list(records[at:])
         return []
 
-    async def _handle_held(self) -> None:
-        """Try again the next of the records that were kept back, but not of tenants that are over their bounds."""
-        page = await self._held.page(self.database)
-        patience = Patience(self.clock)
+    async def _retry_held(self) -> None:
+        """Retry the next page of held records, except those of tenants beyond their limits."""
+        page = await self._held_records.page(self.database)
+        decoder = BatchDecoder(self.clock)
         for row in page:
             if self._limits.admits(row.tenant):
-                await self._handle_alone(await self._decode(row.record, patience), row.name)
+                await self._handle_alone(await self._decode(row.record, decoder), row.name)
             else:
-                self._held.count(row.tenant, row.record)
-        self._held.turn(page)
+                self._held_records.count(row.tenant, row.record)
+        self._held_records.advance(page)
 
-    async def _handle_alone(self, item: Received | _Refused, held: str | None = None) -> bool:
-        """Return whether the item was dealt with. `held` names its row if it was kept back before."""
+    async def _handle_alone(self, item: Received | _Refused, held_row: str | None = None) -> bool:
+        """Handle one item, and return whether that was possible. `held_row` is the row id of a held record."""
         if isinstance(item, _Refused):
-            return await self._refuse(item, held)
+            return await self._refuse(item, held_row)
         reason, text, attempt = "handler_error", "", 0
         while attempt < self.limits.attempts:
             attempt += 1
             try:
-                await self._commit_batch([item], held, isolated=True)
+                await self._commit_batch([item], held_row, isolated=True)
                 return True
             except InvalidEvent as error:
                 reason, text = error.reason, str(error)
@@ -260,22 +270,22 @@ class Processor:
                     raise
                 log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
                 text = reason_of(error)
-        return await self._refuse(self._refused(item.record, reason, text, item, attempt), held)
+        return await self._refuse(self._refused(item.record, reason, text, item, attempt), held_row)
 
-    async def _refuse(self, item: _Refused, held: str | None) -> bool:
-        """Dead-letter the item, or keep it back when its tenant is over its bounds. False: neither is possible now."""
+    async def _refuse(self, item: _Refused, held_row: str | None) -> bool:
+        """Dead-letter the item, or hold it if its tenant is beyond its limits. Return whether either was possible."""
         if self._limits.admits(item.tenant):
-            await self._commit_batch([item], held)
+            await self._commit_batch([item], held_row)
             return True
         reason = self._limits.exceed(item.tenant)
         if reason is not None:
-            where = {"tenant": item.tenant or None, "next": _place(item.record), "remedy": REMEDY}
-            log.error("refusals_held", reason=reason, **where)
+            context = {"tenant": item.tenant or None, "next": _position_of(item.record), "remedy": REMEDY}
+            log.error("refusals_held", reason=reason, **context)
         self._report(item.record)
-        if held is not None:
-            self._held.count(item.tenant, item.record)
-        elif self._held.has_room(item.tenant, item.record):
-            await self._commit_batch([_Held(item.record, item.tenant)])
+        if held_row is not None:
+            self._held_records.count(item.tenant, item.record)
+        elif self._held_records.has_capacity(item.tenant, item.record):
+            await self._commit_batch([_ToHold(item.record, item.tenant)])
         elif self.paused is None:
             await self._commit_batch([item])
         else:
@@ -290,9 +300,9 @@ class Processor:
         letter = partial(dead_letter, self.service, record, reason, error, attempts, event_id)
         return _Refused(record, tenant_of(received or record), letter)
 
-    async def _decode(self, record: Record, patience: Patience) -> Received | _Refused:
+    async def _decode(self, record: Record, decoder: BatchDecoder) -> Received | _Refused:
         try:
-            return await patience.decode(record, self.blobs)
+            return await decoder.decode(record, self.blobs)
         except InvalidEvent as error:
             return self._refused(record, error.reason, str(error))
         except Exception as error:
@@ -301,25 +311,32 @@ class Processor:
             log.exception("decoding_failed", topic=record.topic, offset=record.offset)
             return self._refused(record, "undecodable", reason_of(error))
 
-    async def _commit_batch(self, items: Sequence[_Item], held: str | None = None, *, isolated: bool = False) -> None:
-        """Commit with `after_batch`: as it is, then with its items isolated, then without it."""
+    async def _commit_batch(
+        self, items: Sequence[_Item], held_row: str | None = None, *, isolated: bool = False
+    ) -> None:
+        """Commit items with `after_batch`. If that fails, isolate the items of `after_batch`, and then leave it out."""
         step = self.after_batch if items else None
-        for isolates in (True,) if isolated else (False, True):
+        for isolate_step in (True,) if isolated else (False, True):
             try:
-                return await self._commit(items, step, held=held, isolated=isolates)
+                return await self._commit(items, step, held_row=held_row, isolated=isolate_step)
             except StepFailed as error:
-                log.warning("step_failed" if isolates else "step_isolated", error=str(error))
+                log.warning("step_failed" if isolate_step else "step_isolated", error=str(error))
         STEPS_FAILED.labels(self.service).inc()
-        return await self._commit(items, held=held, isolated=isolated)
+        return await self._commit(items, held_row=held_row, isolated=isolated)
 
     async def _commit(
-        self, items: Sequence[_Item], step: Step | None = None, *, held: str | None = None, isolated: bool = False
+        self, items: Sequence[_Item], step: Step | None = None, *, held_row: str | None = None, isolated: bool = False
     ) -> None:
-        """Commit the effects of `items`, then those of `step`. Raises `StepFailed` for what the step raises.
+        """Commit the effects of `items` and then those of `step`.
 
         Args:
-            held: names the row of the only item, which was kept back and whose offset was passed before.
+            items: the items.
+            step: the step.
+            held_row: the row id of the only item if it is a held record, so that the position is already after it.
             isolated: whether the items of handlers and of the step are isolated.
+
+        Raises:
+            StepFailed: the step has raised an exception.
         """
         received = [item for item in items if isinstance(item, Received)]
         ends = await self._ends(received)
@@ -329,21 +346,21 @@ class Processor:
                 if isolated:
                     await isolate(tx, self.outbox.encode)
                 letters = [item.letter for item in items if isinstance(item, _Refused)]
-                owed = await self.outbox.encode(await delivery.new_letters(tx, self.tables, letters, now))
-                for fresh in await delivery.unseen(tx, self.tables, received, now):
-                    with tracing.span(fresh.envelope.traceparent):
-                        handler = self.handlers[fresh.event.topic]
-                        owed += await self.outbox.encode(await handler(fresh.event, Handling(tx, now, fresh, ends)))
+                outgoing = await self.outbox.encode(await delivery.select_new_letters(tx, self.tables, letters, now))
+                for new in await delivery.select_new_events(tx, self.tables, received, now):
+                    with tracing.span(new.envelope.traceparent):
+                        handler = self.handlers[new.event.topic]
+                        outgoing += await self.outbox.encode(await handler(new.event, Handling(tx, now, new, ends)))
                 for item in items:
-                    if isinstance(item, _Held):
-                        await self._held.keep(tx, item.tenant, item.record, now)
-                if held is None:
-                    await delivery.advance(tx, self.tables, [item.record for item in items])
+                    if isinstance(item, _ToHold):
+                        await self._held_records.hold(tx, item.tenant, item.record, now)
+                if held_row is None:
+                    await delivery.store_positions(tx, self.tables, [item.record for item in items])
                 else:
-                    await self._held.remove(tx, held)
+                    await self._held_records.remove(tx, held_row)
                 if step is not None:
-                    owed += await self._run(step, tx, now)
-                await self.outbox.add(tx, owed)
+                    outgoing += await self._run(step, tx, now)
+                await self.outbox.add(tx, outgoing)
         except BaseException:
             self.outbox.rolled_back()
             raise
@@ -351,7 +368,7 @@ class Processor:
         self._note(items, now)
 
     def _note(self, items: Sequence[_Item], now: datetime) -> None:
-        """Count items whose effect is durable."""
+        """Count items after their transaction has committed."""
         for item in items:
             if isinstance(item, Received):
                 self._limits.note(tenant_of(item), refused=False)
@@ -361,7 +378,7 @@ class Processor:
                 self._limits.note(item.tenant, refused=True)
                 EVENTS_HANDLED.labels(item.record.topic, "refused").inc()
             else:
-                self._held.count(item.tenant, item.record)
+                self._held_records.count(item.tenant, item.record)
                 EVENTS_HANDLED.labels(item.record.topic, "held").inc()
         if items:
             self._report(items[-1].record)
@@ -371,17 +388,18 @@ class Processor:
             return await self.outbox.encode(await step(tx, now))
         except Exception as error:
             if isinstance(error, StepFailed) or is_fatal(error):
-                raise  # `Database.transaction` turns what another try may mend into `Unavailable`
+                raise  # `Database.transaction` converts transient errors into `Unavailable`
             raise StepFailed(f"{getattr(step, '__qualname__', step)}: {reason_of(error)}") from error
 
     async def _ends(self, received: Sequence[Received]) -> dict[str, Mapping[int, int]]:
-        wanted = {topic for item in received for topic in self.ends_of.get(item.record.topic, ())}
-        if not wanted or self.ends is None:
+        """Return the end offsets of the topics that the handlers of `received` need."""
+        topics = {topic for item in received for topic in self.ends_of.get(item.record.topic, ())}
+        if not topics or self.ends is None:
             return {}
-        return {topic: await self.ends(topic) for topic in sorted(wanted)}
+        return {topic: await self.ends(topic) for topic in sorted(topics)}
 
 
-def _place(record: Record) -> str:
+def _position_of(record: Record) -> str:
     return f"{record.topic}[{record.partition}]@{record.offset}"
 
 
@@ -393,6 +411,6 @@ __all__ = [
     "Step",
     "StepFailed",
     "Unfinished",
-    "in_turns",
     "position",
+    "run_until_finished",
 ]

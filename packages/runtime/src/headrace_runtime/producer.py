@@ -1,4 +1,4 @@
-"""Sends events and waits until all replicas of the bus have acknowledged them. The producer is idempotent."""
+"""Idempotent producer of events, which waits for the acknowledgements of all in-sync replicas of the bus."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from headrace_runtime.wire import Outgoing, encode
 from headrace_schemas import Event
 
 _AT_A_TIME = 8
-"""Records after which others get their turn: aiokafka only queues, and many in a row would hold up everybody."""
+"""Number of records after which other tasks run. aiokafka only queues records, so many of them would block the loop."""
 
 
 class EventProducer:
-    """One connection to the bus. `send` returns when the record is durable; many may wait at once.
+    """Connection to the bus. `send` returns once the record is durable; concurrent calls are possible.
 
-    `source` goes to `ce_source`, e.g. `headrace/gateway`. Start before use, stop at the end; stopping flushes.
+    `source` is the `ce_source` of the events, for example `headrace/gateway`. Call `start` before use and `stop`, which
+    flushes, at the end.
     """
 
     def __init__(self, settings: BusSettings, source: str, blobs: BlobStore) -> None:
@@ -33,11 +34,11 @@ class EventProducer:
 
     @property
     def source(self) -> str:
-        """`ce_source` of what it sends."""
+        """The `ce_source` of the events."""
         return self._source
 
     async def start(self) -> None:
-        """Raises `Unavailable` when the bus does not answer."""
+        """Connect. Raises `Unavailable` if the bus does not respond."""
         producer = AIOKafkaProducer(
             **client_options(self._settings),
             client_id=self._source,
@@ -55,14 +56,15 @@ class EventProducer:
         self._producer = producer
 
     async def stop(self) -> None:
+        """Flush and disconnect."""
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None
 
     async def abandon(self) -> None:
-        """Stop without sending what is held back: nothing leaves this process any more.
+        """Disconnect without sending queued records.
 
-        aiokafka has no public way to; ending its sender first leaves `stop` nothing to flush.
+        aiokafka has no public method for this. Cancelling its sender first leaves no records for `stop` to flush.
         """
         producer, self._producer = self._producer, None
         if producer is None:
@@ -77,35 +79,36 @@ class EventProducer:
     async def encode(
         self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
     ) -> Outgoing:
+        """Return the record of an event."""
         return await encode(event, self._source, self._blobs, partition=partition, after=after)
 
     async def send(self, event: Event) -> None:
-        """Raises `Unavailable` when the bus did not take it in time; it may then have been taken all the same."""
+        """Send an event. Raises `Unavailable` without an acknowledgement in time; the event may have been stored."""
         await self.send_raw([await self.encode(event)])
 
     async def send_raw(self, records: Iterable[Outgoing]) -> None:
-        """Send all, in order per partition, and wait for every acknowledgement. Raises as `send` does."""
+        """Send records, in order per partition, and wait for all acknowledgements. Raises as `send` does."""
         if self._producer is None:
             raise Unavailable("the producer is not started")
         try:
             acks = []
             for number, record in enumerate(records, 1):
-                place = (record.topic, record.value, record.key, record.partition)
-                acks.append(await self._producer.send(*place, headers=list(record.headers)))
+                fields = (record.topic, record.value, record.key, record.partition)
+                acks.append(await self._producer.send(*fields, headers=list(record.headers)))
                 if number % _AT_A_TIME == 0:
                     await asyncio.sleep(0)
             await asyncio.gather(*acks)
         except MessageSizeTooLargeError as error:
-            raise InvalidEvent("too_large", f"a record is larger than the bus takes: {error}") from error
+            raise InvalidEvent("too_large", f"a record is larger than the bus accepts: {error}") from error
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
 
     async def partitions(self, topic: str) -> set[int]:
-        """The topic's partitions as the bus has them."""
+        """Return the numbers of the topic's partitions."""
         if self._producer is None:
             raise Unavailable("the producer is not started")
         try:
-            found: set[int] = await self._producer.partitions_for(topic)
+            partitions: set[int] = await self._producer.partitions_for(topic)
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
-        return found
+        return partitions

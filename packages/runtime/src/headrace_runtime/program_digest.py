@@ -1,5 +1,4 @@
-"""A digest of a user's program: its command, the source files that the command names, and the modules beside them that
-these import."""
+"""Digest of a user's program: its command, the source files in the command, and the local modules that they import."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from pathlib import Path
 FILES_MAX = 1024
 BYTES_MAX = 16 * 1024 * 1024
 _SUFFIXES = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
-"""Files that are code. Data and logs in a command are not looked into: a program may write them."""
+"""Suffixes of source files. Data and logs in a command are ignored, because a program may write them."""
 
 
 def program_digest(command: Sequence[str], folder: Path | None = None) -> str:
-    """Return the SHA-256 of a command and of the code that it runs from `folder`, the current one by default.
+    """Return the SHA-256 of a command and of the code that it runs in `folder`, by default the current one.
 
-    Import statements are followed within the folder of a script, and within `folder` for `-m`. A command that names no
-    such file has the digest of its words alone. At most 1,024 files and 16 MiB count.
+    Import statements are followed within the folder of a script, and within `folder` for `-m`. A command without source
+    files has the digest of its words. At most 1,024 files and 16 MiB are included.
     """
     digest = hashlib.sha256(json.dumps(list(command)).encode())
     folder = (folder or Path()).absolute()
@@ -33,39 +32,39 @@ def program_digest(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _sources(command: Sequence[str], folder: Path) -> dict[str, bytes]:
-    """Return the code by its path, as it is seen from `folder`."""
-    kept: dict[str, bytes] = {}
+    """Return the source files of a command by their paths relative to `folder`."""
+    sources: dict[str, bytes] = {}
     before = ""
     for word in command:
         if before == "-m":
             for path in _module_files(folder, word.split("."), main=True):
-                _keep(path, folder, folder, kept)
+                _add_source(path, folder, folder, sources)
         elif word.endswith(_SUFFIXES) and "\x00" not in word:
             path = folder / word
-            _keep(path, path.parent, folder, kept)
+            _add_source(path, path.parent, folder, sources)
         before = word
-    return kept
+    return sources
 
 
-def _keep(path: Path, base: Path, folder: Path, kept: dict[str, bytes]) -> None:
-    """Keep a file, and the modules in `base` that its import statements name."""
+def _add_source(path: Path, base: Path, folder: Path, sources: dict[str, bytes]) -> None:
+    """Add a file to `sources`, and the modules in `base` that it imports directly or indirectly."""
     waiting = [path]
-    while waiting and len(kept) < FILES_MAX:
+    while waiting and len(sources) < FILES_MAX:
         path = waiting.pop()
         name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
         try:
-            if name in kept or path.stat().st_size > BYTES_MAX:
+            if name in sources or path.stat().st_size > BYTES_MAX:
                 continue
             content = path.read_bytes()
         except OSError:
             continue
-        kept[name] = content
+        sources[name] = content
         if path.suffix == ".py":
             waiting += [file for parts in _imported(content, path, base) for file in _module_files(base, parts)]
 
 
 def _imported(content: bytes, path: Path, base: Path) -> Iterator[list[str]]:
-    """Yield the modules that a file imports, by the parts of their names. Text that is no Python imports nothing."""
+    """Yield the modules that a file imports, by the parts of their names. Invalid Python yields no modules."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):
@@ -82,10 +81,10 @@ def _imported(content: bytes, path: Path, base: Path) -> Iterator[list[str]]:
 
 
 def _module_files(base: Path, parts: Sequence[str], *, main: bool = False) -> Iterator[Path]:
-    """Yield the files of a module and of the packages that it is in, as far as they lie in `base`."""
+    """Yield the files in `base` of a module and of the packages that contain it."""
     if not all(part.isidentifier() for part in parts):
         return
     for end in range(1, len(parts) + 1):
-        place = base.joinpath(*parts[:end])
-        names = (place / "__init__.py", place.with_suffix(".py"), *([place / "__main__.py"] if main else []))
-        yield from (path for path in names if path.is_file())
+        stem = base.joinpath(*parts[:end])
+        paths = (stem / "__init__.py", stem.with_suffix(".py"), *([stem / "__main__.py"] if main else []))
+        yield from (path for path in paths if path.is_file())

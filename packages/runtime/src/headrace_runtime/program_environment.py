@@ -1,7 +1,7 @@
-"""The environment of programs that users bring: gates, tools, reward functions, agents, other trainers.
+"""Environment variables of users' programs: gates, tools, reward functions, agents, other trainers.
 
-Such a program gets variables by name and no others: those that every program needs, and those that a setting names.
-A list of names cannot miss a secret; a list of secrets can.
+Such a program gets only the variables that every program needs and those that a setting names. An allowlist cannot leak
+an unknown secret, in contrast to a list of secrets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMPUTE = (
     "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "RAY_ADDRESS",
 )  # fmt: skip
 INHERITED = frozenset((*_SYSTEM, *_LANGUAGE, *_PYTHON, *_COMPUTE))
-"""Names that every user's program gets where they are set."""
+"""Names of the variables that every user's program inherits."""
 
 
 def program_environment(
@@ -46,9 +46,9 @@ def program_environment(
     """Return the environment for a user's program.
 
     Args:
-        passed_on: Names of further variables that the program gets where they are set.
-        more: Variables that the program gets with these values.
-        environ: Where values are taken from; by default the environment of this process.
+        passed_on: Names of further variables that the program inherits.
+        more: Additional variables with their values.
+        environ: The variables from which the program inherits, by default those of this process.
     """
     environ = os.environ if environ is None else environ
     names = INHERITED.union(passed_on)

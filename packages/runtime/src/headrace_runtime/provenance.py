@@ -1,6 +1,6 @@
-"""Who may give rewards as which source: the services of Headrace alone give those with reserved names.
+"""Check of the producers of rewards: only Headrace's own services may use reserved sources.
 
-Every consumer of rewards refuses the others, since all of them decode records with `headrace_runtime.wire`.
+All consumers of rewards apply it, because they decode records with `headrace_runtime.wire`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from headrace_schemas.sources import giver_of
 from headrace_schemas.text import printable
 
 _REVISION_MAX = 1_000_000_000
-"""Highest revision of other producers. The revisions that a service gives afterwards still fit the database."""
+"""Highest revision of external producers, so that later revisions of a service still fit the database."""
 
 
 def check(reward: Reward, producer: str) -> None:
@@ -19,7 +19,7 @@ def check(reward: Reward, producer: str) -> None:
     giver = giver_of(reward.source)
     if giver is not None:
         if producer != f"headrace/{giver}":
-            text = f"source: {printable(reward.source)!r} is reserved for the {giver}; give rewards as another source"
+            text = f"source: {printable(reward.source)!r} is reserved for the {giver}; use another source"
             raise InvalidEvent("reserved_source", text)
     elif reward.revision > _REVISION_MAX:
         raise InvalidEvent("invalid_event", f"revision: {reward.revision} is more than {_REVISION_MAX}; count from 0")

@@ -1,7 +1,7 @@
-"""One small value that several processes replace by compare-and-swap, on any blob store.
+"""A small value in a blob store that several processes replace by compare-and-swap.
 
-The value is a row of numbered records. A record is written once, exclusively, and never changed: whoever writes number
-n + 1 has replaced number n, and whoever comes second is told so. The one with the highest number is the value.
+The value is a sequence of numbered records, of which the last one is valid. A record is created once, exclusively, and
+never changed. The process that creates record n + 1 replaces record n, and all others get False.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 
 _KEPT = 8
-"""Records that stay, for readers that have listed them and not read them yet."""
+"""Number of records that stay, for readers that have listed but not yet read them."""
 _READS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The value and its number."""
+    """A value with its number."""
 
     number: int
     data: bytes
 
 
 class Records:
-    """The value `name` in a blob store. Methods block and raise `Unavailable`."""
+    """Records of the value `name` in a blob store. Methods block and raise `Unavailable`."""
 
     def __init__(self, blobs: BlobStore, name: str) -> None:
         self._blobs = blobs
         self._folder = f"records/{name}"
 
     def newest(self) -> Record | None:
-        """The value, None while there is none."""
+        """Return the valid record, or None if there is none."""
         for _ in range(_READS_MAX):
             numbers = self._numbers()
             if not numbers:
@@ -44,16 +44,20 @@ class Records:
         raise Unavailable(f"{self._folder} in {self._blobs.url} is replaced faster than it can be read")
 
     def append(self, after: int, data: bytes) -> bool:
-        """Replace number `after`, 0 when there is no value. False when somebody else has replaced it.
+        """Replace the record with the number `after` and return True, or False if another process has replaced it.
 
-        `data` must be unlike what any other call writes: after an answer that got lost it is known by it. When this
-        raises, the value may have been replaced all the same.
+        If this raises, the record may have been replaced nevertheless.
+
+        Args:
+            after: the number of the present record, 0 without one.
+            data: the new value. It must differ from the data of all other calls, so that a repeated call after a lost
+                response recognises its own record.
         """
         number = after + 1
         if not self._blobs.create(self._name(number), data) and self._blobs.pointer(self._name(number)) != data:
             return False
         numbers = self._numbers()
-        if numbers[-1] != number:  # `after` was replaced so long ago that its successor's number was free again
+        if numbers[-1] != number:  # `after` was replaced long ago, and its successor has been removed
             return False
         with contextlib.suppress(Unavailable):  # the next call removes them
             for old in numbers:

@@ -1,4 +1,4 @@
-"""A service's settings as data: what `--describe-settings` prints and `headrace config` turns into a file."""
+"""Description of a service's settings as data, which `--describe-settings` prints and `headrace config` formats."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel, JsonValue, SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
 
 Tier = Literal["common", "tuning", "limits"]
-"""What a user sets; what changes how well or how fast it works; how much, how many or how long at most."""
+"""Kind of a setting: `common` ones are set by most users, `tuning` affects quality or speed, `limits` are bounds."""
 _LIMIT = re.compile(r"(^|_)(max|min|timeout|retention|lease|ttl)(_|$)")
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 class SettingDoc(BaseModel):
-    """One setting. `name` is its dotted path, `default` is None when it has none or when None is the default."""
+    """Description of one setting. `name` is its dotted path. `default` is None without a default or if None is it."""
 
     name: str
     kind: str
@@ -27,9 +27,12 @@ class SettingDoc(BaseModel):
 
 
 def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | None = None) -> Iterator[SettingDoc]:
-    """Every setting of a section, depth first, plain values before inner sections, as TOML wants them.
+    """Yield the settings of a section, depth first, plain values before inner sections, which is the order of TOML.
 
-    `instance` is what the section starts with, where that differs from its class.
+    Args:
+        model: the class of the section.
+        prefix: the dotted path of the section, with a dot at its end.
+        instance: the default of the section, if it differs from the defaults of its class.
     """
     inner = []
     for name, field in model.model_fields.items():
@@ -38,12 +41,12 @@ def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | Non
             inner.append((name, field.annotation, value if isinstance(value, BaseModel) else None))
         else:
             yield _doc(prefix + name, field, value, tier_of(model, name))
-    for name, section, starts_with in inner:
-        yield from describe(section, f"{prefix}{name}.", starts_with)
+    for name, section, default in inner:
+        yield from describe(section, f"{prefix}{name}.", default)
 
 
 def tier_of(model: type[BaseModel], name: str) -> Tier:
-    """A section says what is common in it, and whether all of it is limits; names say it of single ones."""
+    """Return the tier of a setting, by `Section.COMMON`, by a name that denotes a limit, or by `Section.TIER`."""
     if name in getattr(model, "COMMON", ()):
         return "common"
     return "limits" if _LIMIT.search(name) else getattr(model, "TIER", "tuning")
@@ -59,24 +62,24 @@ def _doc(name: str, field: FieldInfo, value: object, tier: Tier) -> SettingDoc:
     return SettingDoc(
         name=name,
         kind=_kind(adapter.json_schema()),
-        default=None if value is None else _shown(adapter, value),
+        default=None if value is None else _json_value(adapter, value),
         required=field.is_required(),
         description=" ".join((field.description or "").split()),
         tier=tier,
     )
 
 
-def _shown(adapter: TypeAdapter[Any], value: object) -> Any:
-    """A default is no secret, also where the setting is one."""
+def _json_value(adapter: TypeAdapter[Any], value: object) -> Any:
+    """Return a default as JSON. The default of a secret setting is not secret."""
     return value.get_secret_value() if isinstance(value, SecretStr) else adapter.dump_python(value, mode="json")
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A JSON Schema as a few words: `integer ≥ 1`, `"json" or "console"`, `list of string; installed: helpfulness`."""
+    """Summarise a JSON Schema: `integer ≥ 1`, `"json" or "console"`, `list of string; installed: helpfulness`."""
     if "enum" in schema:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
     if "anyOf" in schema:
-        return " or ".join(_kind(one) for one in schema["anyOf"])
+        return " or ".join(map(_kind, schema["anyOf"]))
     if "$ref" in schema or schema.get("type") == "object":
         return "table"
     if schema.get("type") == "array":

@@ -1,7 +1,8 @@
-"""Bounds how much is dead-lettered: of each tenant, and of a consumer that refuses the records of all tenants.
+"""Limits of dead letters, for each tenant and for a consumer that refuses the records of all tenants.
 
-A tenant beyond its bounds is held: its further refusals are kept back, and nobody else notices. When no other tenant's
-last record was handled, the consumer itself may be broken (a bad deploy), and it reports that it is paused.
+If a tenant exceeds its limit, its further refused records are held, without effects on other tenants. If the last
+record of every tenant was refused, the consumer itself may be broken (a bad deployment), and it reports that it is
+paused.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-REMEDY = "mend the cause and restart this service, or POST /resume to go on as it is"
+REMEDY = "fix the cause and restart this service, or POST /resume to continue without a fix"
 _TENANTS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class RefusalBounds:
-    """Section `dead_letters` of the settings."""
+    """Values of the section `dead_letters` of the settings."""
 
     run_max: int = 100
     share_max: float = 0.5
@@ -24,7 +25,7 @@ class RefusalBounds:
 
 
 class RefusalLimit:
-    """Counts what became of the records of one tenant."""
+    """Counters of the refused and handled records of one tenant."""
 
     def __init__(self, bounds: RefusalBounds) -> None:
         self._bounds = bounds
@@ -32,19 +33,19 @@ class RefusalLimit:
         self._run = 0
 
     def note(self, refused: Sequence[bool]) -> None:
-        """Count records, in order: whether each was refused."""
+        """Count records in order. Each value is whether the record was refused."""
         for is_refused in refused:
             self._run = self._run + 1 if is_refused else 0
             self._recent.append(is_refused)
 
     def admits(self, refused: Sequence[bool]) -> int:
-        """Return how many of these may follow: all, or those before the refusal that would be one too many."""
-        ahead = RefusalLimit(self._bounds)
-        ahead._recent.extend(self._recent)
-        ahead._run = self._run
+        """Return how many of these records may be counted before the limit is exceeded."""
+        preview = RefusalLimit(self._bounds)
+        preview._recent.extend(self._recent)
+        preview._run = self._run
         for count, is_refused in enumerate(refused):
-            ahead.note([is_refused])
-            if is_refused and ahead.reason is not None:
+            preview.note([is_refused])
+            if is_refused and preview.reason is not None:
                 return count
         return len(refused)
 
@@ -55,7 +56,7 @@ class RefusalLimit:
 
     @property
     def reason(self) -> str | None:
-        """Why no further refusal may follow, None when one may."""
+        """The exceeded limit, or None if another record may be refused."""
         bounds, window = self._bounds, len(self._recent)
         if bounds.run_max and self._run > bounds.run_max:
             return f"{bounds.run_max} records in a row were refused (dead_letters.run_max)"
@@ -64,12 +65,13 @@ class RefusalLimit:
         return None
 
     def reset(self) -> None:
+        """Forget all records."""
         self._recent.clear()
         self._run = 0
 
 
 class TenantLimits:
-    """A `RefusalLimit` for each tenant that was seen lately."""
+    """Limits of the most recent tenants."""
 
     def __init__(self, bounds: RefusalBounds) -> None:
         self._bounds = bounds
@@ -77,7 +79,7 @@ class TenantLimits:
         self._over: dict[str, str] = {}
 
     def note(self, tenant: str, *, refused: bool) -> None:
-        """Count a record that was handled, or whose dead letter is durable."""
+        """Count a record that was handled, or refused with a durable dead letter."""
         limit = self._limit(tenant)
         limit.note([refused])
         if not refused:
@@ -88,27 +90,28 @@ class TenantLimits:
         return bool(self._limit(tenant).admits([True]))
 
     def admit_all(self, tenants: Iterable[str]) -> bool:
-        """Return whether all these records, of one tenant each, may be dead-lettered, even one after the other."""
+        """Return whether one record per entry of `tenants` may be dead-lettered, also in sequence."""
         counts = Counter(tenants)
         return all(self._limit(tenant).admits([True] * count) == count for tenant, count in counts.items())
 
     def exceed(self, tenant: str) -> str | None:
-        """Note that a refusal of the tenant is kept back. Returns the reason the first time."""
+        """Record that a refused record of the tenant is held. Return the reason for the first one, then None."""
         if tenant in self._over:
             return None
-        ahead = self._limit(tenant)
-        ahead.note([True])  # so that `reason` names the bound
-        self._over[tenant] = ahead.reason or "too many records were refused"
+        limit = self._limit(tenant)
+        limit.note([True])  # so that `reason` is set
+        self._over[tenant] = limit.reason or "too many records were refused"
         return self._over[tenant]
 
     @property
     def paused(self) -> str | None:
-        """Why the consumer may be broken: a tenant is over its bounds, and nobody's last record was handled."""
+        """The reason why the consumer may be broken: a tenant exceeds its limit, and every last record was refused."""
         if not self._over or any(limit.works for limit in self._limits.values()):
             return None
         return next(iter(self._over.values()))
 
     def reset(self) -> None:
+        """Forget the records of all tenants."""
         self._limits.clear()
         self._over.clear()
 

@@ -1,12 +1,12 @@
-"""Registries of what installed packages announce by name: one for each kind of extension.
+"""Registries of extensions that installed packages announce by name, one for each kind of extension.
 
-A package announces with an entry point, and ours do it in the same way:
+Each package, Headrace's own included, announces an extension with an entry point:
 
     [project.entry-points."headrace.losses"]
     cispo = "my_package.losses:CISPO"
 
-Names are known without importing anything. What is behind a name is imported when it is asked for, and has to be light
-to import: what is heavy it imports itself, when it is used.
+Names are available without importing anything. An extension is imported on first use, and its module must be cheap to
+import: it has to import heavy dependencies itself when it needs them.
 """
 
 from __future__ import annotations
@@ -31,56 +31,67 @@ _Groups = dict[str, dict[str, tuple[EntryPoint, ...]]]
 
 
 class PluginError(HeadraceError, ValueError):
-    """Nobody announces a name, or what is announced cannot be used. In a setting, it stops the start."""
+    """No installed package announces a name, or an extension cannot be used. In a setting it stops the start."""
 
 
 class Registry(Generic[T]):
-    """Of one entry-point `group`. `kind` is the class of what it holds, `what` the word for it in messages."""
+    """Extensions of one entry-point group."""
 
-    def __init__(self, group: str, kind: type[T], what: str) -> None:
+    def __init__(self, group: str, kind: type[T], noun: str) -> None:
+        """Create the registry.
+
+        Args:
+            group: the name of the group after `headrace.`.
+            kind: the class of the extensions.
+            noun: the word for an extension in messages.
+        """
         self.group = f"{PREFIX}{group}"
-        self.what = what
+        self.noun = noun
         self._kind = kind
 
     def names(self) -> tuple[str, ...]:
-        """Sorted. Nothing is imported."""
+        """Return the announced names, sorted, without importing the extensions."""
         return tuple(sorted(self._announced()))
 
     def get(self, name: str) -> T:
-        """What is announced as `name`. Raises `PluginError`."""
+        """Import the extension `name`.
+
+        Raises:
+            PluginError: the name is not announced exactly once, or the extension cannot be used.
+        """
         point = self.point(name)
         try:
-            found = point.load()
+            extension = point.load()
         except Exception as error:
             raise PluginError(
-                f"{_said(point)} announces the {self.what} {name!r} as {point.value}, which cannot be imported: "
+                f"{_owner(point)} announces the {self.noun} {name!r} as {point.value}, which cannot be imported: "
                 f"{type(error).__name__}: {error}; repair or uninstall it"
             ) from error
-        if not isinstance(found, self._kind):
-            wanted = f"{self._kind.__module__}.{self._kind.__qualname__}"
+        if not isinstance(extension, self._kind):
+            expected = f"{self._kind.__module__}.{self._kind.__qualname__}"
             raise PluginError(
-                f"{_said(point)} announces {point.value} as the {self.what} {name!r}; it has to be a {wanted} and is a "
-                f"{type(found).__name__}; repair or uninstall it"
+                f"{_owner(point)} announces {point.value} as the {self.noun} {name!r}; it has to be a {expected} and "
+                f"is a {type(extension).__name__}; repair or uninstall it"
             )
-        return found
+        return extension
 
     def all(self) -> dict[str, T]:
-        """Everything that is announced, by name. Raises `PluginError`."""
+        """Import all extensions and return them by name. Raises `PluginError`."""
         return {name: self.get(name) for name in self.names()}
 
     def point(self, name: str) -> EntryPoint:
-        """The one announcement of `name`, not imported. Raises `PluginError`."""
+        """Return the entry point of `name` without importing the extension. Raises `PluginError`."""
         announced = self._announced()
         if name not in announced:
             similar = closest(name, announced)
             hint = f"did you mean {similar!r}? " if similar else ""
-            known = ", ".join(sorted(announced)) or "none"
-            raise PluginError(f"no installed package announces the {self.what} {name!r}; {hint}there are {known}")
-        first, *others = announced[name]
-        if others:
-            owners = " and ".join(_said(point) for point in announced[name])
-            raise PluginError(f"{owners} both announce the {self.what} {name!r}; uninstall one of them")
-        return first
+            names = ", ".join(sorted(announced)) or "none"
+            raise PluginError(f"no installed package announces the {self.noun} {name!r}; {hint}there are {names}")
+        points = announced[name]
+        if len(points) > 1:
+            owners = " and ".join(map(_owner, points))
+            raise PluginError(f"{owners} both announce the {self.noun} {name!r}; uninstall one of them")
+        return points[0]
 
     def _announced(self) -> Mapping[str, tuple[EntryPoint, ...]]:
         return _read(tuple(sys.path)).get(self.group, {})
@@ -88,8 +99,10 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NameIn:
-    """`Annotated[str, NameIn(registry)]` is a setting: one of the names that are announced. What is behind it is
-    imported when the setting is read, so that a broken package stops the start."""
+    """Annotation of a setting that names an extension: `Annotated[str, NameIn(registry)]`.
+
+    Validating the setting imports the extension, so that a broken package stops the start.
+    """
 
     registry: Registry[Any]
 
@@ -106,8 +119,11 @@ class NameIn:
 
 @dataclass(frozen=True, slots=True)
 class OrNameIn:
-    """`Annotated[str, OrNameIn(registry)]` is a setting: a name that is announced, or something else, such as a path.
-    Whoever uses the setting tells them apart; the reference lists the names."""
+    """Annotation of a setting that names an extension or has another value, such as a path.
+
+    `Annotated[str, OrNameIn(registry)]` accepts every string. The reader of the setting distinguishes the two; the
+    settings reference lists the names.
+    """
 
     registry: Registry[Any]
 
@@ -120,20 +136,23 @@ class OrNameIn:
 
 @lru_cache(maxsize=4)
 def _read(_path: tuple[str, ...]) -> _Groups:
-    """Read once for what can be imported: a process asks again and again, and reading takes milliseconds."""
-    found: _Groups = {}
+    """Return the entry points of all groups.
+
+    The result is cached per import path, because reading takes milliseconds.
+    """
+    groups: _Groups = {}
     seen: set[str] = set()
     for distribution in distributions():
         points = [point for point in distribution.entry_points if point.group.startswith(PREFIX)]
         if not points or (owner := distribution.name.lower().replace("_", "-")) in seen:
-            continue  # of two copies the first one is the one that is imported
+            continue  # Python imports the first of two copies
         seen.add(owner)
         for point in points:
-            names = found.setdefault(point.group, {})
+            names = groups.setdefault(point.group, {})
             names[point.name] = (*names.get(point.name, ()), point)
-    return found
+    return groups
 
 
-def _said(point: EntryPoint) -> str:
-    """The distribution that announces it."""
+def _owner(point: EntryPoint) -> str:
+    """Return the distribution of an entry point for messages."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else f"the package of {point.value}"

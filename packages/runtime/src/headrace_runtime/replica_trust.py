@@ -1,8 +1,8 @@
-"""Decides which replicas may get a caller's prompt and the internal key.
+"""Check of replicas before they get a caller's prompt and the internal key.
 
-The topic `replicas` names addresses, and whoever may write to the bus may write there. So a replica signs its id and
-its URL with `security.internal_key`, and services call a URL only when the signature is right or when a setting allows
-its host. A record that was copied from the topic leads to the replica that signed it.
+Every client that may write to the bus may write addresses to the topic `replicas`. So a replica signs its id and its
+URL with `security.internal_key`, and services call a URL only if the signature is valid or a setting permits the host.
+A copied heartbeat is harmless, because its URL is that of the replica that signed it.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ _URL = re.compile(
     r"https?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
     r"(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]{0,256})?"
 )
-"""A URL that all HTTP clients read alike: no user, no query, no escapes."""
-_TOLD_MAX = 1024
+"""A URL that all HTTP clients parse alike, without user, query and escapes."""
+_LOGGED_MAX = 1024
 
 
 def signed(replica: Replica, security: SecuritySettings) -> Replica:
-    """Return `replica` with its signature; without an internal key it has none."""
+    """Return `replica` with its signature, which is empty without an internal key."""
     key = security.internal_key.get_secret_value()
     return replica.model_copy(update={"signature": _signature(replica, key) if key else ""})
 
 
 class ReplicaTrust:
-    """Tells whether a heartbeat's URL may be called. A refused one is logged once for each replica."""
+    """Check whether the URLs of heartbeats may be called. A refused URL is logged once for each replica."""
 
     def __init__(self, security: SecuritySettings) -> None:
         self._key = security.internal_key.get_secret_value()
         self._hosts = security.replica_hosts
-        self._told: OrderedDict[str, str] = OrderedDict()
+        self._logged_urls: OrderedDict[str, str] = OrderedDict()
 
     def accepts(self, replica: Replica) -> bool:
         """Return whether the replica's URL may be called.
 
-        With an internal key its signature has to be right; without one it has to be on loopback. A host that
-        `security.replica_hosts` names is accepted in both cases.
+        With an internal key its signature must be valid; without one it must be on loopback. Hosts in
+        `security.replica_hosts` are accepted in both cases.
         """
         match = _URL.fullmatch(replica.url)
         host = match["host"].strip("[]") if match else ""
         if match and (self._is_genuine(replica) or any(host_fits(host, pattern) for pattern in self._hosts)):
             return True
-        if self._told.get(replica.replica_id) != replica.url:
-            self._told[replica.replica_id] = replica.url
-            if len(self._told) > _TOLD_MAX:
-                self._told.popitem(last=False)
+        if self._logged_urls.get(replica.replica_id) != replica.url:
+            self._logged_urls[replica.replica_id] = replica.url
+            if len(self._logged_urls) > _LOGGED_MAX:
+                self._logged_urls.popitem(last=False)
             log.warning("replica_refused", replica=replica.replica_id[:128], host=host[:128], problem=self._problem)
         return False
 

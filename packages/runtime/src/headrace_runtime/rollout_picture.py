@@ -1,6 +1,6 @@
-"""A rollout on one page, as a PNG: its confidence sequence, its metrics, and what was decided when.
+"""Report of a rollout as a PNG: its confidence sequence, its metrics and its decisions.
 
-The registry writes one for each decision, `headrace rollouts report` at any time. Both need matplotlib.
+The registry writes a report for each decision, and `headrace rollouts report` on request. Both need matplotlib.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from typing import Any
 from headrace_schemas.rollout_api import RolloutState
 
 Point = tuple[float, float, float, float]
-"""Units of the candidate, the difference, and the ends of its interval."""
+"""Number of units of the candidate, the difference, and the bounds of its interval."""
 _INK, _LINE, _FAINT, _WRONG = "#1f2933", "#0b7285", "#868e96", "#c92a2a"
 _DECISIONS_MAX = 8
 _REASON_MAX = 96
 
 
 def metric_of(rollout: RolloutState) -> str:
-    """The one that is drawn unless another is asked for: the first guardrail."""
+    """Return the metric that is drawn by default: the first guardrail, or the reward."""
     return next(iter(rollout.margins), "reward")
 
 
 def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """In the order of time, one for each number of units: the last."""
-    found = {one.units: (one.units, *one.metrics[metric]) for one in rollout.chart if metric in one.metrics}
-    return list(found.values())
+    """Return the points of a metric in the order of time, of which the last one counts for each number of units."""
+    last_points = {
+        point.units: (point.units, *point.metrics[metric]) for point in rollout.chart if metric in point.metrics
+    }
+    return list(last_points.values())
 
 
 def margin(rollout: RolloutState, metric: str) -> float | None:
-    """Where the loss begins that a guardrail does not allow: below zero where more is better."""
+    """Return the difference beyond which a guardrail fails, negative if higher values are better; None without one."""
     width = rollout.margins.get(metric)
     if width is None:
         return None
@@ -37,7 +39,7 @@ def margin(rollout: RolloutState, metric: str) -> float | None:
 
 
 def intervals(rollout: RolloutState) -> list[tuple[str, ...]]:
-    """Each metric with its difference, the ends of its interval, and its margin, as they are printed."""
+    """Return the rows of the table of metrics: name, difference, bounds of its interval, and margin."""
     rows = []
     for name in rollout.higher_is_better:
         ends = [rollout.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
@@ -47,7 +49,7 @@ def intervals(rollout: RolloutState) -> list[tuple[str, ...]]:
 
 
 def picture(rollout: RolloutState, metric: str, path: Path) -> bool:
-    """Write the page; False when matplotlib is not installed. May be called in any thread."""
+    """Write the report to `path`. Return False if matplotlib is not installed. Thread-safe."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -64,19 +66,20 @@ def picture(rollout: RolloutState, metric: str, path: Path) -> bool:
 
 
 def _sequence(axes: Any, rollout: RolloutState, metric: str) -> None:
-    found, limit = points(rollout, metric), margin(rollout, metric)
-    units = [one[0] for one in found]
-    axes.fill_between(units, [one[2] for one in found], [one[3] for one in found], color=_LINE, alpha=0.2, linewidth=0)
-    axes.plot(units, [one[1] for one in found], color=_LINE, linewidth=2)
+    sequence, limit = points(rollout, metric), margin(rollout, metric)
+    units = [point[0] for point in sequence]
+    lower, upper = [point[2] for point in sequence], [point[3] for point in sequence]
+    axes.fill_between(units, lower, upper, color=_LINE, alpha=0.2, linewidth=0)
+    axes.plot(units, [point[1] for point in sequence], color=_LINE, linewidth=2)
     axes.axhline(0, color=_INK, linewidth=0.8)
     if limit is not None:
         axes.axhline(limit, color=_WRONG, linewidth=0.8, linestyle="--")
-    if not found:
+    if not sequence:
         axes.text(0.5, 0.6, "no session is mature yet", transform=axes.transAxes, color=_FAINT, ha="center")
     title = f"{rollout.version}: {rollout.phase.replace('_', ' ')}"
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.set_xlabel("units of the candidate", color=_INK)
-    axes.set_ylabel(f"{metric}, candidate less champion", color=_INK)
+    axes.set_ylabel(f"{metric}, candidate minus champion", color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,10 +1,10 @@
-"""What is known of a service before it is started: the entry points `headrace.services`.
+"""Announcements of services, which are available without starting them: the entry points `headrace.services`.
 
     [project.entry-points."headrace.services"]
     echo = "headrace_echo.service:INFO"
 
 The name is that of the service and of its section of the settings. The supervisor, `headrace config`, `status` and the
-settings of all services learn of it from here; ours have no other way.
+settings of all services find services, Headrace's own included, by these entry points.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ from headrace_runtime.registries import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceInfo:
-    """An announcement. Its module imports nothing else of the service."""
+    """Announcement of a service. The module that contains it must not import other modules of the service."""
 
     module: str
-    """The package: `python -m module` starts the service, and has a `headrace_runtime.main.Service` as `SERVICE`."""
+    """The package. `python -m module` starts the service, and its constant `SERVICE` is a
+    `headrace_runtime.main.Service`."""
     summary: str
-    """One sentence."""
+    """Description in one sentence."""
     port: int = 0
-    """Of its HTTP, where nobody sets `<name>.port`; 0 lets the system choose."""
+    """Default of the HTTP port `<name>.port`; with 0 the system chooses one."""
     more_ports: tuple[str, ...] = ()
-    """Settings of its own that are further ports where somebody sets them. `headrace up` keeps others from those."""
+    """Names of the service's settings that are further ports. `headrace up` does not assign these ports to others."""
     needs_setting: str = ""
-    """The dotted name of a setting without which there is nothing to start, such as `trainer.base`. `headrace up`
-    leaves the service out until it is set."""
+    """The dotted name of a setting that the service requires, such as `trainer.base`. `headrace up` does not start the
+    service until it is set."""
     consumes: tuple[str, ...] = ()
-    """Topics that it reads."""
+    """Topics that the service reads."""
     produces: tuple[str, ...] = ()
-    """Topics that it writes, besides `dead-letters`."""
+    """Topics that the service writes, besides `dead-letters`."""
     database: bool = False
-    """It keeps state in the database, with migrations in `<module>.migrations`."""
+    """Whether the service has state in the database, with migrations in `<module>.migrations`."""
     gateway_setting: str = ""
-    """A setting of its own that takes the gateway's base URL where nobody sets it."""
+    """Name of the service's setting whose default is the gateway's base URL."""
     is_bus: bool = False
-    """It is the bus: it starts first and stops last, and stays away where `bus.address` names another. Its setting
-    `kafka_port` is where it listens."""
+    """Whether the service is the bus. It starts first, stops last, and does not start if `bus.address` names another
+    bus. Its setting `kafka_port` is the port of the bus."""
     is_gateway: bool = False
-    """Users' agents call it: the supervisor holds its listening socket, and no call is refused while it restarts."""
+    """Whether users' agents call the service. The supervisor keeps its listening socket open, so that no call is
+    refused while it restarts."""
 
 
 SERVICES: Registry[ServiceInfo] = Registry("services", ServiceInfo, "service")
 
 
 def installed() -> dict[str, ServiceInfo]:
-    """Every installed service by name. Raises `PluginError` for one that cannot be used."""
+    """Return all installed services by name. Raises `PluginError` if an announcement is invalid."""
     return SERVICES.all()

@@ -1,4 +1,4 @@
-"""Settings: one TOML file with a section per service, overridden by the environment. Unknown names stop the start.
+"""Settings: one TOML file with a section per service, overridden by environment variables.
 
     data_dir = ".headrace"
     [bus]
@@ -6,9 +6,9 @@
     [gateway]
     port = 8000
 
-`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. A section is read by its service alone, but for
-`Common.part_of`; every service checks the names of all sections, so that `[gatway]` is caught wherever the file is
-used.
+`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Only its own service reads a section, except for
+`Common.section_of`. Every service checks the names of all sections, so that each service refuses an unknown section
+such as `[gatway]`.
 """
 
 from __future__ import annotations
@@ -39,62 +39,73 @@ from headrace_runtime.registries import PluginError
 from headrace_schemas.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
-"""Ours. An image holds one of them, and reads a file with the sections of all."""
+"""Headrace's own services. A container image has one of them, and its settings file has the sections of all."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]
-"""Name of a host without its port, an address without brackets, or `*.` and a domain; `*` is any host."""
+"""Name of a host without its port, an address without brackets, or `*.` and a domain. `*` matches any host."""
 Origin = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]{1,255}$")]
 """Scheme, host and port of a web page."""
 
 
 class Section(BaseModel):
-    """One table of the settings file. Field docstrings are the reference that `headrace config` prints."""
+    """One table of the settings file. `headrace config` prints the docstrings of its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     COMMON: ClassVar[tuple[str, ...]] = ()
-    """Names in this section that a user of Headrace sets (`headrace config init` writes them)."""
+    """Names of the settings in this section that users commonly set. `headrace config init` writes them."""
     TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
-    """What the others are, but for those that are called bounds (`headrace_runtime.reference`)."""
+    """Tier of the other settings, except those whose names denote limits (`headrace_runtime.reference`)."""
 
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
-        """Inner sections that installed packages bring, by name; see `complete`. All their settings have defaults."""
+        """Return the inner sections of installed packages by name. All their settings must have defaults."""
         return {}
 
     def of(self, name: str) -> Section:
-        """The section of what is announced as `name`, with its defaults where nobody has set any."""
-        found = getattr(self, name, None)
-        return found if isinstance(found, Section) else type(self).announced()[name]()
+        """Return the inner section that a package announces as `name`, by default with its default values."""
+        section = getattr(self, name, None)
+        return section if isinstance(section, Section) else type(self).announced()[name]()
 
     @model_validator(mode="before")
     @classmethod
     def _inner_sections_keep_their_defaults(cls, table: Any) -> Any:
-        """A field `limits: Limits = Limits(burst=9)` keeps the 9 when a file sets another value of `[limits]`."""
+        """Merge inner tables into the defaults of their fields.
+
+        A field `limits: Limits = Limits(burst=9)` keeps the 9 if a file sets another value of `[limits]`.
+        """
         if not isinstance(table, Mapping):
             return table
         fields = cls.model_fields
-        return {name: _over(fields[name].default, value) if name in fields else value for name, value in table.items()}
+        return {
+            name: _merged(fields[name].default, value) if name in fields else value for name, value in table.items()
+        }
 
 
-def _over(default: object, given: Any) -> Any:
-    """`given` with what the section `default` sets and `given` does not, at every depth."""
-    if not isinstance(default, Section) or not isinstance(given, Mapping):
-        return given
-    kept = {name: getattr(default, name) for name in default.model_fields_set if name not in given}
-    return kept | {name: _over(getattr(default, name, None), value) for name, value in given.items()}
+def _merged(default: object, value: Any) -> Any:
+    """Return the table `value` with the settings that only the section `default` sets, at every depth."""
+    if not isinstance(default, Section) or not isinstance(value, Mapping):
+        return value
+    defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
+    return defaults | {name: _merged(getattr(default, name, None), item) for name, item in value.items()}
 
 
 M = TypeVar("M", bound=Section)
 
 
 def complete(model: type[M]) -> type[M]:
-    """`model` with what is announced for it in it, at every depth. Raises `PluginError` for a name that is taken."""
+    """Return `model` with fields for the sections that installed packages announce, at every depth.
+
+    Raises:
+        PluginError: a package announces a name that the section already has.
+    """
     inner: dict[str, type[Section]] = {}
     for name, field in model.model_fields.items():
         section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section) and (whole := complete(section)) is not section:
-            inner[name] = whole
+        if isinstance(section, type) and issubclass(section, Section):
+            completed = complete(section)
+            if completed is not section:
+                inner[name] = completed
     for name, section in model.announced().items():
         if name in model.model_fields:
             raise PluginError(f"a package announces settings as {name!r}, which {model.__name__} has; uninstall it")
@@ -104,62 +115,65 @@ def complete(model: type[M]) -> type[M]:
 
 @cache
 def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
-    """One class for the same sections: settings are compared."""
-    fields: dict[str, Any] = {name: (section, _start(model, name, section)) for name, section in inner}
+    """Return the subclass of `model` with the inner sections.
+
+    Equal arguments give one class, so settings compare equal.
+    """
+    fields: dict[str, Any] = {name: (section, _default_of(model, name, section)) for name, section in inner}
     return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
 
 
-def _start(model: type[Section], name: str, section: type[Section]) -> Section:
-    """What a section starts with, where that differs from its class."""
+def _default_of(model: type[Section], name: str, section: type[Section]) -> Section:
+    """Return the default of the field `name` as a `section`, with the values that the field's present default sets."""
     default = model.model_fields[name].default if name in model.model_fields else None
-    given = default.model_fields_set if isinstance(default, Section) else ()
-    return section(**{one: getattr(default, one) for one in given})
+    set_fields = default.model_fields_set if isinstance(default, Section) else ()
+    return section(**{field: getattr(default, field) for field in set_fields})
 
 
 class BusSettings(Section):
-    """Where the bus is and how long to wait for it."""
+    """Address, login and timeouts of the Kafka cluster."""
 
     COMMON: ClassVar = ("address", "replication")
 
     address: str = "127.0.0.1:9092"
-    """Kafka bootstrap address, ours or Apache Kafka's: `host:port`, several separated by commas."""
+    """Kafka bootstrap address of the embedded broker or of Apache Kafka: `host:port`, several separated by commas."""
     username: str = "headrace"
-    """User name at the bus, where it asks for a login."""
+    """User name for the login at the bus."""
     password: SecretStr = SecretStr("")
-    """Password at the bus (SASL); the embedded broker asks for it, too. `headrace up` makes one for the broker that it
-    starts. Empty: no login."""
+    """Password for the login at the bus (SASL), which the embedded broker also requires. `headrace up` generates one
+    for the broker that it starts. Empty for no login."""
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
-    """SASL mechanism of the login. The embedded broker knows `PLAIN`."""
+    """SASL mechanism of the login. The embedded broker supports `PLAIN`."""
     tls: bool = False
-    """Whether connections to the bus are encrypted. The embedded broker has no TLS."""
+    """Whether connections to the bus are encrypted. The embedded broker does not support TLS."""
     ca_file: str = ""
-    """File with the certificates that the bus is checked with (PEM); empty: those of the system."""
+    """PEM file with the certificates that verify the bus; empty for those of the system."""
     replication: Annotated[int, Field(ge=1)] = 1
     """Replication factor of topics that Headrace creates."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """How long one request to the bus may take before it counts as failed."""
+    """Timeout of one request to the bus in seconds."""
     compression: Literal["none", "gzip"] = "none"
-    """How producers compress batches; worth its CPU when the bus is across a network."""
+    """Compression of record batches by producers. It pays off if the bus is across a network."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long a service waits for the bus at its start."""
+    """Time that a service waits for the bus at its start, in seconds."""
     session_timeout_s: Annotated[float, Field(ge=6, le=1800)] = 10.0
-    """Silence after which a member of a consumer group is taken for dead and its partitions go to others. A service
-    that was killed gets its own back only then. Brokers take 6 to 1800 s unless they are told otherwise."""
+    """Seconds without a heartbeat after which a member of a consumer group counts as dead and its partitions are
+    reassigned. A killed service gets its partitions back only then. Brokers accept 6 to 1800 s by default."""
 
 
 class DatabaseSettings(Section):
-    """Where a service's own state lives."""
+    """Database of the services' state."""
 
     COMMON: ClassVar = ("url",)
 
     url: SecretStr = SecretStr("sqlite")
-    """`sqlite` for a file per service under `data_dir`, or `postgresql://user:password@host/database`."""
+    """`sqlite` for one file per service under `data_dir`, or `postgresql://user:password@host/database`."""
     pool_size: Annotated[int, Field(ge=1, le=100)] = 5
-    """Connections per service (PostgreSQL only)."""
+    """Number of connections per service (PostgreSQL only)."""
 
 
 class BlobSettings(Section):
-    """Where large content lives."""
+    """Store for large content."""
 
     COMMON: ClassVar = ("url",)
 
@@ -168,66 +182,67 @@ class BlobSettings(Section):
 
 
 class LogSettings(Section):
-    """What is written to standard error, and how."""
+    """Level and format of the log on standard error."""
 
     COMMON: ClassVar = ("level", "format")
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is written."""
+    """Lowest level that is logged."""
     format: Literal["json", "console"] = "json"
     """`json` for machines, `console` for people."""
 
 
 class SecuritySettings(Section):
-    """What services know about each other."""
+    """Authentication between services, and trusted hosts and origins."""
 
     COMMON: ClassVar = ("internal_key",)
 
     internal_key: SecretStr = SecretStr("")
-    """Bearer token between services, and for their metrics; required as soon as one of them listens beyond loopback."""
+    """Bearer token between services and for their metrics. It is required if a service listens beyond loopback."""
     hosts: tuple[HostPattern, ...] = ()
-    """Further names that services answer to in the header `Host`, such as that of a proxy: a name, or `*.` and a
-    domain. Addresses, `localhost` and the machine's name always count. Services beyond loopback answer to any name
-    while it is empty, because they ask for keys."""
+    """Further names that services accept in the header `Host`, such as that of a proxy: a name, or `*.` and a domain.
+    Addresses, `localhost` and the machine's name are always accepted. If the list is empty, services beyond loopback
+    accept any name, because they require keys."""
     origins: tuple[Origin, ...] = ()
     """Origins whose web pages may call services from a browser, such as `https://chat.example.com`."""
     replica_hosts: tuple[HostPattern, ...] = ()
     """Hosts of replicas that are called although their heartbeat is not signed with `internal_key`: a name, an address,
-    or `*.` and a domain. Needed while replicas of an older release run."""
+    or `*.` and a domain. It is needed while replicas of an older release run."""
 
 
 class DeadLetterSettings(Section):
-    """How much of a tenant is dead-lettered before its refusals are kept back, until a restart or `POST /resume`."""
+    """Limits of a tenant's dead letters. Beyond them its refused records are held until a restart or `POST /resume`."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     run_max: Annotated[int, Field(ge=0)] = 100
-    """Records of one tenant refused in a row after which its further refusals are kept back; 0 never keeps any back."""
+    """Consecutive refused records of one tenant after which its further refused records are held; 0 for no limit."""
     share_max: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The share of a tenant's last `window` records above which its refusals are kept back; 1 never keeps any back."""
+    """Share of refused records among a tenant's last `window` records above which they are held; 1 for no limit."""
     window: Annotated[int, Field(ge=10, le=100_000)] = 500
-    """Of how many records the share is taken, once there were so many."""
+    """Number of records of which the share is computed, once there are so many."""
 
     @property
     def bounds(self) -> RefusalBounds:
+        """The limits as a plain value."""
         return RefusalBounds(self.run_max, self.share_max, self.window)
 
 
 class Common(Section):
-    """What all services share."""
+    """Settings that all services share."""
 
     COMMON: ClassVar = ("data_dir",)
 
     data_dir: Path = Path(".headrace")
-    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""
+    """Folder of all data on this machine: databases, blobs, logs, the gateway's spool. Only its owner can read it."""
     disk_free_bytes_min: Annotated[int, Field(ge=4096)] | None = None
-    """Bytes that stay free on the disk of `data_dir`: with less no service is ready, the embedded broker refuses
-    records, services with SQLite take none, the trainer pauses before a save that would leave less, and no replica
-    fetches such a version. Compacted topics and the gateway's spool go on down to half of it. All go on by themselves
-    once there is room. None: the smaller of 1 GiB and 5 % of the disk."""
+    """Bytes that must stay free on the disk of `data_dir`. With less, services are not ready, the embedded broker and
+    services with SQLite accept no records, the trainer pauses before a save that would leave less, and replicas do not
+    fetch such a version. Compacted topics and the gateway's spool continue down to half of it. All continue without a
+    restart once there is space. None for the smaller of 1 GiB and 5 % of the disk."""
     services_elsewhere: tuple[str, ...] = ()
-    """Services that are not installed here and have a section in this file all the same, besides Headrace's own: where
-    each service has a machine or a container to itself."""
+    """Services of other packages that are not installed here but have a section in this file, because each service runs
+    on a machine or in a container of its own."""
     bus: BusSettings = BusSettings()
     database: DatabaseSettings = DatabaseSettings()
     blobs: BlobSettings = BlobSettings()
@@ -236,57 +251,71 @@ class Common(Section):
     dead_letters: DeadLetterSettings = DeadLetterSettings()
     _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
-    def part_of(self, section: str, model: type[M]) -> M:
-        """Return the settings of another section that `model` names, where the file of this process has them.
+    def section_of(self, service: str, model: type[M]) -> M:
+        """Return the fields of `model` from the section of another service, with defaults for missing ones.
 
-        Raises `SettingError` for what must not be there.
+        Raises:
+            SettingError: a value is invalid.
         """
-        table = self._table.get(section)
-        named = {name: value for name, value in table.items() if name in model.model_fields} if table else {}
-        return _validate(model, named, f"{section}.")
+        table = self._table.get(service)
+        fields = {name: value for name, value in table.items() if name in model.model_fields} if table else {}
+        return _validate(model, fields, f"{service}.")
 
 
 class ServiceSettings(Section):
-    """What every service's own section has."""
+    """Settings in the section of every service."""
 
     host: str = "127.0.0.1"
-    """Address that the service's HTTP listens on."""
+    """Address on which the service listens for HTTP."""
     port: Port = 0
-    """Its port; 0 lets the system choose."""
+    """Port of the address; with 0 the system chooses one."""
     header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """How long the header of a request may take from its first byte; of the first one, from the connection on."""
+    """Time limit for the header of a request in seconds, from its first byte, or for the first request of a connection
+    from the connection's start."""
     header_bytes_max: Annotated[int, Field(ge=4096)] = 16_384
-    """Largest header of a request."""
+    """Largest header of a request in bytes."""
     body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """How long the body of a request may take to arrive."""
+    """Time limit for the body of a request to arrive, in seconds."""
 
 
 S = TypeVar("S", bound=ServiceSettings)
 
 
 def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
-    """Read the file (none: defaults) and the environment; raise `SettingError` for anything that nobody would use."""
+    """Load the common settings and those of `service`.
+
+    Args:
+        service: the name of the service.
+        model: the class of its section.
+        path: the settings file, or None for the defaults.
+        environ: environment variables that override the file, by default those of this process.
+
+    Raises:
+        SettingError: a name is unknown or a value is invalid.
+        PluginError: the announcement of an installed package is invalid.
+    """
     environ = os.environ if environ is None else environ
     table = settings_table.read(path, environ)
-    ours = (*Common.model_fields, *SERVICES, service)
+    names = (*Common.model_fields, *SERVICES, service)
     elsewhere = _validate(Common, {k: v for k, v in table.items() if k == "services_elsewhere"}, "").services_elsewhere
     for name, value in table.items():
-        if name not in ours and name not in (known := (*ours, *services.SERVICES.names(), *elsewhere)):
-            raise SettingError(name, value, f"unknown{_hint(name, known)}")
+        if name not in names and name not in (all_names := (*names, *services.SERVICES.names(), *elsewhere)):
+            raise SettingError(name, value, f"unknown{_hint(name, all_names)}")
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
     common._table = table
-    own = _validate(complete(model), table.get(service, {}), f"{service}.")
-    _check_bind(service, own, common)
-    return common, own
+    settings = _validate(complete(model), table.get(service, {}), f"{service}.")
+    _check_bind(service, settings, common)
+    return common, settings
 
 
 def host_fits(host: str, pattern: str) -> bool:
-    """Return whether a host is the one that `pattern` names, or lies below its domain (`*.example.com`)."""
+    """Return whether a host matches `pattern`: a name, `*`, or `*.` and a domain of the host."""
     host, pattern = host.lower().rstrip("."), pattern.lower()
     return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a host is `localhost` or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -296,22 +325,22 @@ def is_loopback(host: str) -> bool:
 
 
 def secrets_of(*sections: BaseModel) -> set[str]:
-    """Every value that is typed as a secret, at any depth, and the passwords in those that are URLs."""
-    found: set[str] = set()
+    """Return the values of all `SecretStr` fields, at every depth. A URL is replaced by its password."""
+    secrets: set[str] = set()
     for section in sections:
         for value in (getattr(section, name) for name in type(section).model_fields):
             if isinstance(value, BaseModel):
-                found |= secrets_of(value)
+                secrets |= secrets_of(value)
             elif isinstance(value, tuple):
-                found |= secrets_of(*(one for one in value if isinstance(one, BaseModel)))
+                secrets |= secrets_of(*(item for item in value if isinstance(item, BaseModel)))
             elif isinstance(value, SecretStr):
                 text = value.get_secret_value()
-                found |= secrets_of_url(text) if "://" in text else {text}
-    return found - {"", "sqlite"}
+                secrets |= secrets_of_url(text) if "://" in text else {text}
+    return secrets - {"", "sqlite"}
 
 
 def secrets_of_url(url: str) -> set[str]:
-    """The password in a URL, as it stands and decoded."""
+    """Return the password in a URL, raw and decoded."""
     try:
         password = urlsplit(url).password
     except ValueError:
@@ -325,19 +354,19 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         return model.model_validate(table)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        # A misspelt name may well be the reason for what else is wrong.
+        # A misspelt name is probably the reason for the other problems.
         first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-        where = [str(part) for part in first["loc"]]
+        path = [str(part) for part in first["loc"]]
         remedy = first["msg"].removeprefix("Value error, ")
         if first["type"] == "string_type" and isinstance(first["input"], int | float):
             remedy += "; put it in quotes"
         if first["type"] == "extra_forbidden":
-            remedy = f"unknown{_hint(where[-1], _names_at(model, where[:-1]))}"
-        raise SettingError(prefix + ".".join(where), first["input"], remedy) from None
+            remedy = f"unknown{_hint(path[-1], _names_at(model, path[:-1]))}"
+        raise SettingError(prefix + ".".join(path), first["input"], remedy) from None
 
 
 def _check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
-    """Raise `SettingError` for true or false where a number belongs: pydantic would read them as 1 and 0."""
+    """Raise `SettingError` for true or false in place of a number, which pydantic would convert to 1 or 0."""
     for name, value in table.items() if isinstance(table, Mapping) else ():
         field = model.model_fields.get(name)
         kinds = _plain_types(field.annotation) if field else set()
@@ -352,7 +381,7 @@ def _check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
 
 
 def _plain_types(annotation: object) -> set[Any]:
-    """Return the types that an annotation is made of: of `tuple[int, ...] | None` int among others."""
+    """Return the types in an annotation: for `tuple[int, ...] | None` they include int."""
     inner = [part for part in get_args(annotation) if part is not Ellipsis]
     if get_origin(annotation) is Literal:
         return {type(value) for value in inner}
@@ -360,6 +389,7 @@ def _plain_types(annotation: object) -> set[Any]:
 
 
 def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Return the names of the settings in the section at `path`, or an empty list if there is no section."""
     for part in path:
         field = model.model_fields.get(part)
         inner = field.annotation if field else None
@@ -369,15 +399,15 @@ def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _hint(name: str, known: tuple[str, ...] | list[str]) -> str:
-    similar = closest(name, known)
+def _hint(name: str, valid_names: tuple[str, ...] | list[str]) -> str:
+    similar = closest(name, valid_names)
     if similar:
         return f"; did you mean {similar!r}?"
-    return f"; known here: {', '.join(sorted(set(known)))}" if known else ""
+    return f"; known here: {', '.join(sorted(set(valid_names)))}" if valid_names else ""
 
 
-def _check_bind(service: str, own: ServiceSettings, common: Common) -> None:
-    if not is_loopback(own.host) and not common.security.internal_key.get_secret_value():
+def _check_bind(service: str, settings: ServiceSettings, common: Common) -> None:
+    if not is_loopback(settings.host) and not common.security.internal_key.get_secret_value():
         raise SettingError(
-            f"{service}.host", own.host, "listens beyond this machine without a key; set security.internal_key"
+            f"{service}.host", settings.host, "listens beyond this machine without a key; set security.internal_key"
         )

@@ -1,5 +1,4 @@
-"""`GET /settings`: what a service is set to, without its secrets. Programs that attach to it compare what they ask
-for."""
+"""Page `GET /settings`: the settings of a service without secrets, for programs that compare them with their own."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from headrace_schemas.redaction import HIDDEN, is_secret, redacted
 
 
 def settings_route(service: str, settings: BaseModel, common: Common) -> Route:
-    """The page. It needs the internal key where one is set."""
+    """Return the route of the page, which requires the internal key if one is set."""
 
     async def page(request: Request) -> Response:
         web.require_internal_key(request, common)
-        return JSONResponse({"service": service, "settings": told(settings)})
+        return JSONResponse({"service": service, "settings": public_settings(settings)})
 
     return Route("/settings", page)
 
 
-def told(settings: BaseModel) -> dict[str, JsonValue]:
-    """Every setting by name; what is typed or named as a secret is hidden, and so are passwords in URLs."""
-    shown: dict[str, JsonValue] = settings.model_dump(mode="json")
-    return {name: _without_secrets(name, value) for name, value in shown.items()}
+def public_settings(settings: BaseModel) -> dict[str, JsonValue]:
+    """Return all settings by name, without values that are typed or named as secrets and without passwords in URLs."""
+    values: dict[str, JsonValue] = settings.model_dump(mode="json")
+    return {name: _without_secrets(name, value) for name, value in values.items()}
 
 
 def _without_secrets(name: str, value: JsonValue) -> JsonValue:

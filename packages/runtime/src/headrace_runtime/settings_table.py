@@ -1,7 +1,7 @@
-"""The settings as a table of names: a TOML file, overridden by the environment. Sections check the values.
+"""The settings as a plain table: a TOML file, overridden by environment variables. Sections validate the values.
 
-`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Services read it through `settings`; the supervisor, which has
-to know a few settings of others, looks them up here.
+`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Services use the table through `settings`. The supervisor, which
+needs a few settings of the services, reads them from the table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ _INTEGER_MAX = 2**63 - 1
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 COMMAND_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_WHO"})
-"""Options of the command `headrace`, and no settings: whoever exports one can start services all the same."""
+"""Options of the command `headrace`. Services ignore these variables, so that exporting them does no harm."""
 
 
 def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The file (none: empty) and whatever the environment sets. Raises `SettingError`."""
+    """Return the table of the file, empty without one, with the overrides from the environment.
+
+    Raises:
+        SettingError: the file cannot be read, or a value is invalid.
+    """
     table = _file(path) if path else {}
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX) and variable not in COMMAND_VARIABLES:
@@ -35,7 +39,7 @@ def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def override(table: dict[str, Any], variable: str, text: str) -> None:
-    """Set what an environment variable means."""
+    """Set the value of an environment variable in the table."""
     path = variable.removeprefix(ENV_PREFIX).lower().split("__")
     value = value_of(path[-1], text)
     inner = table
@@ -47,12 +51,12 @@ def override(table: dict[str, Any], variable: str, text: str) -> None:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable that sets `name`."""
+    """Return the name of the environment variable that sets `name`."""
     return ENV_PREFIX + name.upper().replace(".", "__")
 
 
 def value_of(name: str, text: str) -> Any:
-    """TOML, or the text as it stands: always for a secret, which may consist of digits."""
+    """Parse `text` as TOML, or return it unchanged if it is no TOML or the value of a secret, which may be digits."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -61,10 +65,10 @@ def value_of(name: str, text: str) -> Any:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Return the table of a TOML file, with or without a byte order mark.
+    """Parse the content of a TOML file, with or without a byte order mark.
 
     Raises:
-        ValueError: a sentence without its subject: in which encoding the file seems to be, or where it is no TOML.
+        ValueError: the content has another encoding or is no TOML. The message is a sentence without its subject.
     """
     text = decode_text(content)
     try:
@@ -76,7 +80,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def check_plain(table: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `SettingError` for a value that no setting can mean: infinite, beyond 64 bits, a text with NUL."""
+    """Raise `SettingError` for a value that no setting accepts: not finite, beyond 64 bits, or text with NUL."""
     for name, value in table.items():
         _check_value(f"{prefix}{name}", value)
 
@@ -85,8 +89,8 @@ def _check_value(name: str, value: object) -> None:
     if isinstance(value, Mapping):
         check_plain(value, f"{name}.")
     elif isinstance(value, list):
-        for place, item in enumerate(value):
-            _check_value(f"{name}.{place}", item)
+        for index, item in enumerate(value):
+            _check_value(f"{name}.{index}", item)
     elif isinstance(value, float) and not math.isfinite(value):
         raise SettingError(name, value, "must be a finite number")
     elif isinstance(value, int) and abs(value) > _INTEGER_MAX:

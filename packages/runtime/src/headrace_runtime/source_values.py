@@ -1,4 +1,4 @@
-"""Declared values of reward sources. The scorer applies them, and the gateway refuses what the scorer would refuse."""
+"""Settings of the permitted values of reward sources, which both the scorer and the gateway enforce."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from headrace_schemas.text import printable
 
 
 class SourceValues(Section):
-    """Part of the section `scorer`: the ranges of sources, and the values of labels."""
+    """Settings of the section `scorer` that the gateway reads, too: ranges of sources and values of labels."""
 
     ranges: dict[Text, tuple[Score, Score]] = Field(default_factory=dict)
-    """The least and the largest value of sources, e.g. `{ feedback = [0, 1] }`; the first pattern that fits counts.
-    The gateway refuses feedback outside it, where it has this section in its settings; the scorer dead-letters feedback
-    and rewards outside it, and a reward function's call has failed."""
+    """Smallest and largest value by pattern of sources, for example `{ feedback = [0, 1] }`. The first matching pattern
+    counts. The gateway refuses feedback outside the range if its settings have this section. The scorer dead-letters
+    such feedback and rewards, and counts such a result of a reward function as a failure."""
     labels: dict[Text, Score] = Field(default_factory=dict)
-    """The value of each label that feedback may carry, e.g. `{ good = 1.0, bad = 0.0 }`. Other labels are kept and
-    abstain."""
+    """Value of each label of feedback, for example `{ good = 1.0, bad = 0.0 }`. Other labels are stored and abstain."""
 
     @model_validator(mode="after")
     def _ranges_have_room(self) -> Self:
@@ -32,7 +31,7 @@ class SourceValues(Section):
         return self
 
     def violation(self, source: str, value: float | None) -> str | None:
-        """Return why `source` must not give `value`; None when it may."""
+        """Return the reason why `source` must not give `value`, or None if it may."""
         limits = next((limits for pattern, limits in self.ranges.items() if fits(pattern, source)), None)
         if value is None or limits is None or limits[0] <= value <= limits[1]:
             return None

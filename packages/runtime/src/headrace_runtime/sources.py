@@ -1,7 +1,7 @@
-"""Counts the outcomes of each reward source and keeps its last error, for scorer and judge.
+"""Counters of the outcomes of each reward source, with its last error, for scorer and judge.
 
-A source that begins to fail, and each further power of ten of failures in a row, is a line in the log; so is its
-recovery. All of it is counted since the process started; the metrics and the topic `rewards` keep more.
+The first failure of a source, the 10th, 100th and so on of consecutive failures, and its recovery are logged. Counts
+begin with the process; the metrics and the topic `rewards` have the history.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace_schemas.source_api import SourceList, SourceState
 log = get_logger(__name__)
 _FINE = frozenset({"scored", "abstained"})
 _QUOTES = frozenset({"parse_error"})
-"""Outcomes whose reason quotes a model; no text of a run is logged."""
+"""Outcomes whose reason quotes a model. It is not logged, because the log contains no text of runs."""
 RETRIED = "retried"
 _SOURCES_MAX = 256
 _ERROR_LENGTH_MAX = 2000
@@ -39,18 +39,19 @@ class _Source:
 
 
 class Sources:
-    """`expect` names those that there are, `note` says how one ended."""
+    """Outcomes of all reward sources of a service."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._sources: dict[str, _Source] = {}
 
     def expect(self, names: Iterable[str]) -> None:
+        """Add sources without outcomes."""
         for name in names:
             self._sources.setdefault(name, _Source())
 
     def note(self, name: str, outcome: str, reason: str | None) -> None:
-        """`outcome` as in `Reward.outcome`, or `retried`."""
+        """Count one outcome of a source: one of `Reward.outcome`, or `retried`."""
         if name not in self._sources and len(self._sources) >= _SOURCES_MAX:
             self._sources.pop(next(iter(self._sources)))
         source = self._sources.setdefault(name, _Source())
@@ -68,6 +69,7 @@ class Sources:
             log.warning("source_fails", source=name, outcome=outcome, in_a_row=source.failing, error=error)
 
     def listed(self) -> SourceList:
+        """Return the state of each source."""
         return SourceList(
             data=tuple(
                 SourceState(
@@ -82,7 +84,7 @@ class Sources:
         )
 
     def route(self, common: Common) -> Route:
-        """`GET /sources`, for those with the internal key: an error may quote what it was about."""
+        """Return the route `GET /sources`. It requires the internal key, because an error may quote user text."""
 
         async def sources(request: Request) -> Response:
             require_internal_key(request, common)

@@ -1,8 +1,8 @@
-"""aiosqlite with one switch to its thread for each statement.
+"""aiosqlite driver with one switch to its thread for each statement.
 
-The stock adapter makes four: open a cursor, execute, fetch, close it. On a busy machine each waits for the scheduler,
-and a transaction of ten statements takes forty such waits. Here a statement is one function on the connection's thread,
-whose cursor is closed when it returns, so a task that is cancelled meanwhile leaves none open either.
+SQLAlchemy's adapter makes four: it opens a cursor, executes, fetches and closes the cursor. On a busy machine each of
+them waits for the scheduler, so that a transaction of ten statements waits forty times. Here a statement is one
+function in the connection's thread, which also closes the cursor. So a cancelled task leaves no open cursor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows = list[tuple[Any, ...]]
 
 
 class _Statement:
-    """What SQLAlchemy's adapter takes for a driver's cursor: the outcome of the last statement, already fetched."""
+    """Cursor for SQLAlchemy's adapter that holds the fetched result of the last statement."""
 
     def __init__(self, connection: aiosqlite.Connection) -> None:
         self._connection = connection
@@ -46,10 +46,10 @@ class _Statement:
         return rows
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no cursor is open."""
 
     async def _run(self, work: Callable[[sqlite3.Cursor], object]) -> None:
-        def trip() -> tuple[Rows, Any, int, int | None]:
+        def execute_and_fetch() -> tuple[Rows, Any, int, int | None]:
             cursor = self._connection._conn.cursor()
             try:
                 work(cursor)
@@ -58,7 +58,7 @@ class _Statement:
             finally:
                 cursor.close()
 
-        outcome = await self._connection._execute(trip)  # type: ignore[no-untyped-call]
+        outcome = await self._connection._execute(execute_and_fetch)  # type: ignore[no-untyped-call]
         self._rows, self.description, self.rowcount, self.lastrowid = outcome
 
 
@@ -75,7 +75,7 @@ class _Connection(AsyncAdapt_aiosqlite_connection):
 
 
 class Driver(AsyncAdapt_aiosqlite_dbapi):
-    """Give an instance to `create_async_engine` as its `module`."""
+    """Driver for the argument `module` of `create_async_engine`."""
 
     def __init__(self) -> None:
         super().__init__(aiosqlite, sqlite3)

@@ -1,4 +1,4 @@
-"""Types of the work that a stream service does: handlers of records, steps, and the bounds of both."""
+"""Types of the work of a stream service: handlers of records, steps, and their limits."""
 
 from __future__ import annotations
 
@@ -20,63 +20,64 @@ _REST_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What a handler may use: the open transaction, the time, the record it handles, how far the logs reach.
-
-    `ends` maps a topic to the end offset of each partition, read just before this batch; only for topics that the
-    service asked for.
-    """
+    """Context of a handler's call."""
 
     tx: AsyncConnection
+    """The open transaction."""
     now: datetime
     received: Received
+    """The handled event with its envelope and its record."""
     ends: Mapping[str, Mapping[int, int]]
+    """End offsets by topic and partition, read just before this batch, for the topics that the service needs."""
 
 
 Handler = Callable[[Any, Handling], Awaitable[Sequence[Event]]]
-"""`async (event, handling) -> events`: changes tables only through `handling.tx`, returns what is to be published.
+"""Handler `async (event, handling) -> events`. It returns the events to publish.
 
-It must be deterministic in the event and the tables. It may raise `InvalidEvent` (dead-letter this one) or
-`Unavailable` (try the batch again); anything else is retried and then dead-lettered as `handler_error`.
+A handler must change tables only through `handling.tx`, and be deterministic in the event and the tables. It may raise
+`InvalidEvent` (the record is dead-lettered) or `Unavailable` (the batch is retried). For other exceptions the record is
+retried and then dead-lettered as `handler_error`.
 """
 
 Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
-"""Work without an event of its own. It must go through its items with `headrace_runtime.isolation.each`.
+"""Work that is not caused by a single event. It must process its items with `headrace_runtime.isolation.each`.
 
-When it raises anything but `Unavailable`, it runs again with its items isolated, so that the one at fault fails alone.
-What still raises then is no item's fault: `StepFailed`.
+If it raises an exception other than `Unavailable`, it runs again with isolated items, so that a failing item fails
+alone. If it still raises, no item is the cause, and the step fails with `StepFailed`.
 """
 
 
 class Unfinished(list[Event]):
-    """What a step returns when it has done as much as one transaction should: there is more of the same to do."""
+    """Result of a step that has done enough work for one transaction and must run again for the rest."""
 
 
 Ends = Callable[[str], Awaitable[Mapping[int, int]]]
+"""Function that returns the end offset of each partition of a topic."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorLimits:
-    """Bounds of the policy; each is a setting of the service."""
+    """Limits of a processor, which are settings of the service."""
 
     retry_s: float = 60.0
-    """How long a batch is tried again while something is away, before the process gives up and is restarted."""
+    """Seconds for which a batch is retried while a dependency is unavailable, before the process exits."""
     attempts: int = 3
-    """How often a record whose handler fails is tried before it is dead-lettered."""
+    """Number of tries of a record whose handler fails, before it is dead-lettered."""
     seen_for: timedelta = timedelta(days=8)
-    """How long event ids are remembered; longer than the retention of what they dedupe."""
+    """Age at which event ids are deleted. It must exceed the retention of the topics."""
     refusals: RefusalBounds = field(default_factory=RefusalBounds)
-    """How much may be refused before the consumer pauses."""
+    """Limits of refused records."""
 
 
 DEFAULT_LIMITS = ProcessorLimits()
 
 
 class StepFailed(HeadraceError):
-    """A step raised although its items were isolated. Nothing of it was done; a timer runs it again."""
+    """A step has raised although its items were isolated. It had no effect, and a timer runs it again."""
 
 
-async def in_turns(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
-    """Do `work` until it says that nothing is left, and rest as long as it took each time: the stream comes first."""
+async def run_until_finished(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
+    """Run `work` until it returns False, with pauses as long as each run, because the stream has precedence."""
     while True:
         began = clock.monotonic_s()
         if not await work():

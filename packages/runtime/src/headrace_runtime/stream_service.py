@@ -1,4 +1,4 @@
-"""The composition root that collector, scorer and judge share: database, outbox, Faust, timers, health."""
+"""Composition root of collector, scorer and judge: database, outbox, Faust, timers and health."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import STEPS_FAILED
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.pausing import resume_route
-from headrace_runtime.processor import Handler, Processor, ProcessorLimits, Step, StepFailed, in_turns
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits, Step, StepFailed, run_until_finished
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
 from headrace_runtime.steps import DEFAULT_LIMITS
@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A step that runs every `interval_s`, after the one before it has ended, and again while it is `Unfinished`."""
+    """A step that runs `interval_s` after its last run has ended, and immediately again while it is `Unfinished`."""
 
     interval_s: float
     step: Step
@@ -36,31 +36,31 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class StreamService:
-    """All that tells one stream service from another."""
+    """Definition of one stream service."""
 
     name: str
     package: str
-    """Where its `migrations` folder is."""
+    """The package that contains the folder `migrations`."""
     tables: StreamTables
     handlers: Mapping[str, Handler]
-    """Topic to handler; these are the topics that it consumes."""
+    """Handler by topic. The service consumes these topics."""
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     after_batch: Step | None = None
     timers: Sequence[Timer] = ()
     workers: Callable[[Processor], Sequence[Awaitable[None]]] = lambda _processor: ()
-    """Tasks that run beside the stream, e.g. on jobs; they commit through `processor.step`."""
+    """Further tasks of the service, for example workers on jobs. They must commit through `processor.step`."""
     routes: Callable[[Processor], Sequence[BaseRoute]] = lambda _processor: ()
     limits: ProcessorLimits = DEFAULT_LIMITS
 
 
 async def run(service: StreamService, common: Common, settings: ServiceSettings) -> None:
-    """Run until cancelled. Raises when a restart is the only remedy; every task ends with the others."""
+    """Run the service until cancelled. If one task fails, all end, and the exception means that a restart is needed."""
     blobs = BlobStore.open(common)
     database = Database.open(service.name, common)
     producer = EventProducer(common.bus, f"headrace/{service.name}", blobs)
     try:
         await topics.ensure(common.bus)
-        await disk.with_room(lambda: migrations.upgrade(database, service.package))
+        await disk.retry_while_full(lambda: migrations.upgrade(database, service.package))
         await producer.start()
         clock = SystemClock()
         processor = Processor(
@@ -101,7 +101,7 @@ async def _repeat(processor: Processor, timer: Timer) -> None:
     while True:
         await asyncio.sleep(timer.interval_s)
         try:
-            await in_turns(processor.clock, lambda: processor.step(timer.step))
+            await run_until_finished(processor.clock, lambda: processor.step(timer.step))
         except StepFailed as error:
             STEPS_FAILED.labels(processor.service).inc()
             log.exception("step_failed", error=str(error))

@@ -1,15 +1,15 @@
-"""Tables that every stream processor has: processed event ids, events to publish, jobs to do."""
+"""Tables of every stream service: processed event ids, unsent events, jobs and positions."""
 
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Index, Integer, LargeBinary, MetaData, Table, Text
 
-# SQLite only counts up by itself in an INTEGER primary key.
+# SQLite increments only INTEGER primary keys automatically.
 Id = BigInteger().with_variant(Integer, "sqlite")
 
 
 def seen(metadata: MetaData) -> Table:
-    """Ids of handled events, written in the transaction of their effect (P4)."""
+    """Define the table of handled event ids, which are written in the transaction of their effect (P4)."""
     return Table(
         "seen",
         metadata,
@@ -19,10 +19,10 @@ def seen(metadata: MetaData) -> Table:
 
 
 def outbox(metadata: MetaData) -> Table:
-    """Events that a committed effect owes to the bus. A row goes once the bus has acknowledged it.
+    """Define the table of events of committed effects, which are deleted once the bus has acknowledged them.
 
-    Ids are never used again: who did not hear that a commit took place, and so does not know its rows, would otherwise
-    remove them by the ids of rows that it has sent.
+    Ids are never reused. Otherwise a process that is not informed of its last commit could delete the rows of that
+    commit by the ids of rows that it has sent.
     """
     return Table(
         "outbox",
@@ -39,7 +39,7 @@ def outbox(metadata: MetaData) -> Table:
 
 
 def jobs(metadata: MetaData) -> Table:
-    """Slow work that must survive a crash: one row until it is done, leased by whoever works on it."""
+    """Define the table of durable jobs. A row exists until its job is finished, and a worker leases it."""
     return Table(
         "jobs",
         metadata,
@@ -53,7 +53,7 @@ def jobs(metadata: MetaData) -> Table:
 
 
 def positions(metadata: MetaData) -> Table:
-    """The next offset of each partition whose effect is not yet in this database."""
+    """Define the table of positions: the first offset of each partition whose effect is not in this database."""
     return Table(
         "positions",
         metadata,
@@ -64,7 +64,7 @@ def positions(metadata: MetaData) -> Table:
 
 
 class StreamTables:
-    """The four, made on a service's metadata."""
+    """The four tables in the metadata of one service."""
 
     def __init__(self, metadata: MetaData) -> None:
         self.seen = seen(metadata)

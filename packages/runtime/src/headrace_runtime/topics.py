@@ -1,4 +1,4 @@
-"""Reads the topic files and makes the topics exist. Topics are created explicitly, never by a producer's accident."""
+"""Reads the topic files and creates the topics. Topics are never created implicitly by a producer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 class Topic(BaseModel):
-    """One reviewed topic file."""
+    """Content of one topic file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class Topic(BaseModel):
 
     @property
     def config(self) -> dict[str, str]:
-        """The settings that Kafka knows about."""
+        """The topic configuration for Kafka."""
         return {
             "cleanup.policy": self.cleanup,
             "retention.ms": str(self.retention_ms),
@@ -51,60 +51,72 @@ class Topic(BaseModel):
 
 @cache
 def catalogue() -> dict[str, Topic]:
-    """Every topic of Headrace, by name."""
+    """Return all topics of Headrace by name."""
     return {name: Topic.model_validate(yaml.safe_load(text)) for name, text in files.sources().items()}
 
 
 async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
-    """Create what is missing (default: the whole catalogue). Waits for the bus, at most `start_timeout_s`. When this
-    returns the bus knows all of it: Kafka acknowledges a topic before all of its brokers do.
+    """Create missing topics, by default of all names, and wait until the bus lists them.
 
-    An existing topic is left as it is: its partitions and retention may have been changed on purpose. Where it differs
-    from its file a warning says so. Raises `SettingError` when sessions would not meet, because topics with their key
-    have different numbers of partitions.
+    Existing topics stay unchanged, because an operator may have changed their partitions or retention. A difference
+    from the topic file is logged as a warning.
+
+    Args:
+        settings: the settings of the bus. This waits at most `start_timeout_s` for the bus.
+        names: the names of the topics.
+
+    Raises:
+        SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
+        Unavailable: the bus does not respond in time.
     """
-    wanted = [topic for name, topic in catalogue().items() if names is None or name in names]
+    required = [topic for name, topic in catalogue().items() if names is None or name in names]
     deadline = time.monotonic() + settings.start_timeout_s
     while True:
         try:
-            if not (missing := await _create(settings, wanted)):
+            if not (missing := await _create_missing(settings, required)):
                 return
             if time.monotonic() > deadline:
-                raise Unavailable(f"bus {settings.address} has created {', '.join(missing)} and does not show them")
+                raise Unavailable(f"bus {settings.address} has created {', '.join(missing)} but does not list them")
         except (KafkaError, OSError) as error:
             if time.monotonic() > deadline:
-                raise Unavailable(f"bus {settings.address} did not answer: {error}; is it running?") from error
+                raise Unavailable(f"bus {settings.address} did not respond: {error}; is it running?") from error
             await check_login(settings)
         await asyncio.sleep(0.2)
 
 
 async def check(settings: BusSettings, timeout_s: float) -> None:
-    """Whether a start could make do with the bus as it is; creates nothing. Raises `SettingError` or `Unavailable`."""
-    wanted = list(catalogue().values())
+    """Check that services can start with the present topics, without creating topics.
+
+    Raises:
+        SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
+        Unavailable: the bus does not respond in time.
+    """
+    required = list(catalogue().values())
     try:
         async with asyncio.timeout(timeout_s):
             admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
             try:
                 await admin.start()
                 existing = set(await admin.list_topics())
-                present = [topic for topic in wanted if topic.name in existing]
-                await _check(admin, settings, present, [topic for topic in wanted if topic.name not in existing])
+                present = [topic for topic in required if topic.name in existing]
+                missing = [topic for topic in required if topic.name not in existing]
+                await _check(admin, settings, present, missing)
             finally:
                 await admin.close()
     except (KafkaError, OSError, ValueError) as error:
         await check_login(settings)
-        cause = f"no answer in {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        cause = f"no response in {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
         raise Unavailable(f"setting bus.address = {settings.address!r}: {cause}; is it running there?") from None
 
 
-async def _create(settings: BusSettings, wanted: list[Topic]) -> list[str]:
-    """Returns the names of those that were missing."""
+async def _create_missing(settings: BusSettings, required: list[Topic]) -> list[str]:
+    """Create missing topics, and return their names."""
     admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
     await admin.start()
     try:
         existing = set(await admin.list_topics())
-        missing = [topic for topic in wanted if topic.name not in existing]
-        await _check(admin, settings, [topic for topic in wanted if topic.name in existing], missing)
+        missing = [topic for topic in required if topic.name not in existing]
+        await _check(admin, settings, [topic for topic in required if topic.name in existing], missing)
         if not missing:
             return []
         new = [
@@ -122,19 +134,24 @@ async def _create(settings: BusSettings, wanted: list[Topic]) -> list[str]:
 
 
 async def _check(admin: AIOKafkaAdminClient, settings: BusSettings, present: list[Topic], missing: list[Topic]) -> None:
+    """Raise `SettingError` for unequal numbers of partitions, and log other differences from the topic files."""
     if not present:
         return
-    described = await admin.describe_topics([topic.name for topic in present])
-    counts = {one["topic"]: len(one["partitions"]) for one in described if not one["error_code"]}
+    descriptions = await admin.describe_topics([topic.name for topic in present])
+    counts = {
+        description["topic"]: len(description["partitions"])
+        for description in descriptions
+        if not description["error_code"]
+    }
     by_session = {t.name: counts.get(t.name, t.partitions) for t in (*present, *missing) if t.key == "session_key"}
     if len(set(by_session.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in sorted(by_session.items()))
-        remedy = f"topics keyed by session need equal numbers of partitions there; they have {listed}"
+        numbers = ", ".join(f"{name} {count}" for name, count in sorted(by_session.items()))
+        remedy = f"topics keyed by session need equal numbers of partitions; they have {numbers}"
         raise SettingError("bus.address", settings.address, remedy)
-    resources = [ConfigResource(ConfigResourceType.TOPIC, one.name, dict.fromkeys(one.config)) for one in present]
+    resources = [ConfigResource(ConfigResourceType.TOPIC, topic.name, dict.fromkeys(topic.config)) for topic in present]
     for response in await admin.describe_configs(resources):
         for _code, _message, _kind, name, entries in response.resources:
-            found = {entry[0]: entry[1] for entry in entries}
+            config = {entry[0]: entry[1] for entry in entries}
             for setting, value in catalogue()[name].config.items():
-                if found.get(setting, value) != value:
-                    log.warning("topic_differs", topic=name, setting=setting, bus=found[setting], file=value)
+                if config.get(setting, value) != value:
+                    log.warning("topic_differs", topic=name, setting=setting, bus=config[setting], file=value)

@@ -1,4 +1,4 @@
-"""Insert-or-update, which SQLAlchemy spells differently for SQLite and PostgreSQL."""
+"""Insert-or-update statements, for which SQLAlchemy has different APIs on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 async def upsert(
     tx: AsyncConnection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], *, update: bool = True
 ) -> bool:
-    """Insert `key | values`; when the primary key is taken, set `values` (or, with `update=False`, leave the row).
+    """Insert the row `key | values`, or set `values` if the key exists (with `update=False`, leave the row unchanged).
 
-    Values are data, no SQL expressions. Returns whether a row was inserted or changed.
+    Values must be data, not SQL expressions. Return whether a row was inserted or changed.
     """
     statement = _statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
     return bool((await tx.execute(statement, {**key, **values})).rowcount)
 
 
 def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
-    """Return the statement that inserts rows, many at a time, and leaves those as they are whose `key` is taken."""
+    """Return the statement that inserts rows, also in bulk, and skips those whose `key` exists."""
     return _statement(tx.dialect.name, table, key, ())
 
 
 @lru_cache(maxsize=256)
 def _statement(dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...]) -> Any:
-    """Built once: building costs several times what SQLite needs to run it."""
+    """Build the statement. It is cached, because building takes several times longer than executing on SQLite."""
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
     columns = [table.c[name] for name in key]
     if changed:

@@ -1,6 +1,6 @@
-"""Stores a folder of model files as an immutable version in the blob store, and unpacks a version into a folder.
+"""Stores a folder of model files as an immutable version in the blob store, and fetches a version into a folder.
 
-No torch here: what the weights answer (the fingerprint) is computed by the caller.
+This module does not use torch; the caller computes the fingerprint of the weights.
 """
 
 from __future__ import annotations
@@ -28,76 +28,87 @@ TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
+_FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
 
 
 def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
-    """A fingerprint's tokens, the same for every model with this vocabulary: a full-period walk through the ids."""
+    """Return the token ids of a fingerprint, which depend on the size of the vocabulary alone.
+
+    The ids are a walk through the vocabulary with a stride that is coprime to its size.
+    """
     stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
     return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
 
 
 def model_files(folder: Path) -> list[Path]:
-    """What of `folder` belongs in a version: weights, configuration, tokenizer, templates; sorted by name."""
-    found = {path for pattern in _WANTED for path in folder.glob(pattern) if path.is_file()}
-    return sorted(found)
+    """Return the files in `folder` that belong to a version, sorted: weights, configuration, tokenizer, templates."""
+    return sorted({path for pattern in _FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
 def is_weights(path: str) -> bool:
-    """Whether a version's file holds weights, or says which file holds which."""
+    """Return whether a file of a version contains weights or their index."""
     return path.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, of nothing when it does not exist."""
+    """Return the SHA-256 of a file, or that of no bytes if it does not exist."""
     return digest_of(path)[0] if path.exists() else hashlib.sha256(b"").hexdigest()
 
 
 def template_digest(folder: Path) -> str:
-    """Of every chat template in a model's folder, wherever it stands; of nothing when there is none."""
+    """Return the SHA-256 of all chat templates in a model's folder, or that of no bytes without any."""
     names = [path.relative_to(folder).as_posix() for path in model_files(folder)]
-    return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_hold_a_template(name)})
+    return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_contain_template(name)})
 
 
 def store_files(blobs: BlobStore, folder: Path, *, move: bool = False) -> tuple[File, ...]:
-    """Put every file of a model's folder into the store. Blocks. `move`: the files are gone afterwards.
+    """Store all files of a model's folder. Blocks.
 
-    Raises `ValueError` when a file may hold a pickle.
+    Args:
+        blobs: the store.
+        folder: the model's folder.
+        move: whether to remove the files from the folder.
+
+    Raises:
+        ValueError: a file may contain a pickle.
     """
     paths = model_files(folder)
     return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.put_file(p, move=move)) for p in paths)
 
 
 def prompt_digests(blobs: BlobStore, files: Iterable[File]) -> tuple[str, str]:
-    """`tokenizer_sha256` and `template_sha256` of a model whose files are in the store. Blocks."""
-    known = {file.path: file.blob for file in files}
-    tokenizer = known[TOKENIZER_FILE].sha256 if TOKENIZER_FILE in known else hashlib.sha256(b"").hexdigest()
-    holders = {path: blobs.get(blob) for path, blob in known.items() if _may_hold_a_template(path)}
-    return tokenizer, _template_sha256(holders)
+    """Return `tokenizer_sha256` and `template_sha256` of a model whose files are in the store. Blocks."""
+    blob_of = {file.path: file.blob for file in files}
+    tokenizer = blob_of[TOKENIZER_FILE].sha256 if TOKENIZER_FILE in blob_of else hashlib.sha256(b"").hexdigest()
+    contents = {path: blobs.get(blob) for path, blob in blob_of.items() if _may_contain_template(path)}
+    return tokenizer, _template_sha256(contents)
 
 
-def _may_hold_a_template(path: str) -> bool:
+def _may_contain_template(path: str) -> bool:
     return path.endswith(".jinja") or path in {_PROCESSOR_TEMPLATE, _TOKENIZER_CONFIG}
 
 
-def _template_sha256(holders: Mapping[str, bytes]) -> str:
-    """One template in its own file, as transformers writes it today, is hashed as it is."""
-    found = {path: content for path, content in holders.items() if path != _TOKENIZER_CONFIG}
-    inside = _template_inside(holders.get(_TOKENIZER_CONFIG, b"{}"))
+def _template_sha256(contents: Mapping[str, bytes]) -> str:
+    """Return the digest of all templates in the files with these contents.
+
+    For a single template in `chat_template.jinja`, as transformers writes it today, it is the digest of that file.
+    """
+    templates = {path: content for path, content in contents.items() if path != _TOKENIZER_CONFIG}
+    inside = _template_inside(contents.get(_TOKENIZER_CONFIG, b"{}"))
     if inside is not None:
-        found[_TOKENIZER_CONFIG] = inside
-    if not found.keys() - {TEMPLATE_FILE}:
-        return hashlib.sha256(found.get(TEMPLATE_FILE, b"")).hexdigest()
-    digests = {path: hashlib.sha256(content).hexdigest() for path, content in found.items()}
+        templates[_TOKENIZER_CONFIG] = inside
+    if not templates.keys() - {TEMPLATE_FILE}:
+        return hashlib.sha256(templates.get(TEMPLATE_FILE, b"")).hexdigest()
+    digests = {path: hashlib.sha256(content).hexdigest() for path, content in templates.items()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def _template_inside(config: bytes) -> bytes | None:
-    """The template, or the list of them, in `tokenizer_config.json`."""
+    """Return the template or the list of templates in `tokenizer_config.json`."""
     try:
         value = json.loads(config).get("chat_template")
     except (ValueError, AttributeError, RecursionError):
-        return config  # no configuration that we understand: all of it may act
+        return config  # the file is unreadable here, so all of it may affect the prompt
     return None if value is None else json.dumps(value, sort_keys=True).encode()
 
 
@@ -113,10 +124,21 @@ def store(
     base: str | None = None,
     tokenizer: Path | None = None,
 ) -> tuple[Manifest, BlobRef]:
-    """Put every file of `folder` and the manifest into the store. Blocks; equal content gives the same version.
+    """Store all files of `folder` and their manifest. Blocks. Equal content gives the same version.
 
-    `base` makes it a LoRA version; `tokenizer` is then the folder with the tokenizer, which an adapter lacks.
-    Raises `ValueError` when a file may hold a pickle.
+    Args:
+        blobs: the store.
+        folder: the folder with the model's files.
+        name: the name of the model.
+        lineage: the lineage of the version.
+        step: the number of the version in its lineage.
+        fingerprint: the fingerprint of the weights.
+        parent: the version from which this one was trained.
+        base: the full version to which this version, a LoRA adapter, applies.
+        tokenizer: the folder with the tokenizer, which an adapter's folder lacks.
+
+    Raises:
+        ValueError: a file may contain a pickle.
     """
     source = tokenizer or folder
     manifest = Manifest(
@@ -135,48 +157,53 @@ def store(
 
 
 def store_manifest(blobs: BlobStore, manifest: Manifest) -> tuple[Manifest, BlobRef]:
-    """What makes a version of files that are in the store. Blocks."""
+    """Store the manifest of a version whose files are in the store. Blocks."""
     return manifest, blobs.put(manifest.canonical_json())
 
 
 def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
-    """Raises `CorruptBlob` when the bytes are not the manifest that `ref` names."""
+    """Read the manifest at `ref`. Raises `CorruptBlob` if the content is no manifest or has another digest."""
     try:
         return Manifest.model_validate_json(blobs.get(ref), extra="ignore")
     except ValidationError as error:
-        raise CorruptBlob(f"blob {ref.sha256} is no manifest: {error.error_count()} errors") from None
+        raise CorruptBlob(f"blob {ref.sha256} is not a manifest: {error.error_count()} errors") from None
 
 
 def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
-    """`fetch_files` of a version."""
+    """Write the files of a version into `folder`, as `fetch_files` does."""
     return fetch_files(blobs, manifest.files, folder)
 
 
 def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
-    """Write a model's files into `folder`, each checked against its digest. Blocks. Raises as `BlobStore.get` does."""
+    """Write files into `folder` and check their digests. Blocks. Raises as `BlobStore.get` does."""
     for file in files:
         blobs.get_file(file.blob, folder / file.path)
     return folder
 
 
 class VersionCache:
-    """Versions as folders on this machine, each file checked against its digest on the way in (P7)."""
+    """Cache of versions as folders on this machine, with files whose digests were checked (P7)."""
 
     def __init__(self, blobs: BlobStore, folder: Path, free_bytes_min: int | None = None) -> None:
-        """`free_bytes_min` stay free on the disk of `folder` (`disk.trouble`)."""
+        """Use the cache in `folder`. `free_bytes_min` must stay free on its disk (`disk.problem`)."""
         self._blobs = blobs
         self._folder = folder
         self._free_bytes_min = free_bytes_min
 
     async def fetch(self, ref: BlobRef) -> tuple[Manifest, Path]:
-        """The manifest and a folder with all its files, or `CorruptBlob` or `Unavailable` and nothing half done."""
+        """Return the manifest of a version and a folder with all its files.
+
+        Raises:
+            CorruptBlob: a file has another digest. The folder is removed.
+            Unavailable: the blob store does not respond.
+        """
         return await asyncio.to_thread(self._fetch, ref)
 
     def keep_only(self, versions: Iterable[str]) -> None:
         """Remove the folders of all other versions."""
-        wanted = set(versions)
+        names = set(versions)
         for path in self._folder.glob("*@*"):
-            if path.name not in wanted:
+            if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _fetch(self, ref: BlobRef) -> tuple[Manifest, Path]:
@@ -191,7 +218,7 @@ class VersionCache:
                 draft.rename(target)
             except OSError as error:
                 if disk.is_full(error):
-                    raise disk.no_room(self._folder) from error
+                    raise disk.full_error(self._folder) from error
                 if not target.exists():  # another process may have been faster
                     raise
             finally:

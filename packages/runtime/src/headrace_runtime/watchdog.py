@@ -1,8 +1,8 @@
-"""The parent process of one service in a container: it kills the service when it hangs.
+"""Parent process of one service in a container, which kills the service if it hangs.
 
-`python -m headrace_runtime.watchdog COMMAND...` starts COMMAND, hands it the pipe of `liveness`, passes signals on and
-ends as it does. After `HANG_TIMEOUT_S` (30) without a sign of life it kills it and ends with 1, and whoever restarts
-what ends has nothing else to know. Until its first sign of life a service has `START_TIMEOUT_S` (300): it imports.
+`python -m headrace_runtime.watchdog COMMAND...` starts COMMAND with the pipe of `liveness`, forwards signals and exits
+with the status of COMMAND. After `HANG_TIMEOUT_S` (30) without a heartbeat it kills the service and exits with 1, so
+that the container is restarted. Before its first heartbeat a service has `START_TIMEOUT_S` (300) for its imports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 
 
 def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float) -> int:
-    """Run `command` to its end. Returns its exit status as a shell has it; 1 when it was killed for hanging."""
+    """Run `command` to its end. Return its exit status as a shell reports it, or 1 if it was killed for hanging."""
     liveness = LivenessWatch()
     writing = liveness.open()
     process = subprocess.Popen(
@@ -42,10 +42,10 @@ def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float)
         if _ends(process, liveness, hang_timeout_s, start_timeout_s):
             status = process.wait()
             return status if status >= 0 else 128 - status
-        sys.stderr.write(f"watchdog: {command[-1]} hangs: no sign of life for its time; killing it\n")
+        sys.stderr.write(f"watchdog: {command[-1]} hangs: no heartbeat within the timeout; killing it\n")
         return 1
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what it has left behind ends with it
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # its own child processes end, too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -53,14 +53,14 @@ def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float)
 def _ends(
     process: subprocess.Popen[bytes], liveness: LivenessWatch, hang_timeout_s: float, start_timeout_s: float
 ) -> bool:
-    """Waits; False: it is there and has been silent for too long."""
+    """Wait for the end of the process, and return False if it has sent no heartbeat for too long."""
     assert liveness.reading is not None
     with selectors.DefaultSelector() as selector:
         selector.register(liveness.reading, selectors.EVENT_READ)
         while process.poll() is None:
             selector.select(_LOOK_S)
-            liveness.look(time.monotonic())
-            if liveness.ended:  # it ends, or it does not know the pipe
+            liveness.poll(time.monotonic())
+            if liveness.ended:  # the process ends, or it does not use the pipe
                 process.wait()
             elif liveness.silent_s > (hang_timeout_s if liveness.beats else start_timeout_s):
                 return False

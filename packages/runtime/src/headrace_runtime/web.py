@@ -1,6 +1,6 @@
-"""HTTP that every service has: `/health`, `/metrics`, and uvicorn inside the service's own event loop.
+"""HTTP server of every service: `/health`, `/metrics`, and uvicorn inside the service's own event loop.
 
-uvicorn runs on h11: with httptools, a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
+uvicorn uses h11, because with httptools a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
 (https://github.com/Kludex/uvicorn/issues/2722).
 """
 
@@ -33,9 +33,9 @@ from headrace_schemas.redaction import redacted
 from headrace_schemas.text import closest, printable
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
-Holds = bool | str
-Check = Callable[[], Holds | Awaitable[Holds]]
-"""Whether something holds: True, or False or the reason why it does not."""
+CheckResult = bool | str
+"""True if a check passes, otherwise False or the reason of the failure."""
+Check = Callable[[], CheckResult | Awaitable[CheckResult]]
 
 
 def app(
@@ -46,30 +46,34 @@ def app(
     needs_disk: bool = True,
     notes: Mapping[str, Check] | None = None,
 ) -> Starlette:
-    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not.
+    """Create the application of a service with the common pages.
 
-    What does not hold of `notes` is said among the reasons; the service is ready all the same.
+    `/health` responds 200 if all checks pass, otherwise 503 with the failed checks. With `common`, `/metrics` requires
+    the internal key if one is set, because its labels name models, tenants' keys and replicas.
 
-    With `common`, the disk under `data_dir` is one of the checks, where the service does its work without it
-    (`needs_disk`) only among the reasons, and `/metrics` needs the internal key where one is
-    set: its labels name models, tenants' keys and replicas.
+    Args:
+        checks: the checks of the service's health.
+        routes: the service's own routes.
+        common: the common settings. With them the disk of `data_dir` is checked, too.
+        needs_disk: whether the service is unready if the disk check fails. Otherwise the reason is only reported.
+        notes: further checks whose failures are reported but do not make the service unready.
     """
 
     async def health(_request: Request) -> Response:
-        results = {name: await _hold(check) for name, check in checks.items()}
-        room = await _disk(common) if common else True
+        results = {name: await _run_check(check) for name, check in checks.items()}
+        disk_result = await _check_disk(common) if common else True
         if needs_disk and common:
-            results["disk"] = room
+            results["disk"] = disk_result
         healthy = all(result is True for result in results.values())
-        noted = {name: await _hold(note) for name, note in (notes or {}).items()}
-        said_of = {**results, **noted, "disk": room}
-        reasons = {name: redacted(why) for name, why in said_of.items() if isinstance(why, str)}
-        said: dict[str, object] = {
+        note_results = {name: await _run_check(note) for name, note in (notes or {}).items()}
+        all_results = {**results, **note_results, "disk": disk_result}
+        reasons = {name: redacted(result) for name, result in all_results.items() if isinstance(result, str)}
+        body: dict[str, object] = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},
             **({"reasons": reasons} if reasons else {}),
         }
-        return JSONResponse(said, 200 if healthy else 503)
+        return JSONResponse(body, 200 if healthy else 503)
 
     async def metrics(request: Request) -> Response:
         if common is not None:
@@ -87,13 +91,16 @@ def app(
 async def serve(
     application: ASGIApp, settings: ServiceSettings, security: SecuritySettings | None = None
 ) -> AsyncIterator[int]:
-    """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards.
+    """Serve `application` while the body runs, and yield the port. Afterwards open requests get a few seconds to end.
 
-    What a web page sends is refused (`web_guard`), but for origins and hosts that `security` names.
+    Requests of web pages are refused (`web_guard`), except from origins and hosts that `security` names.
 
-    A socket that was handed over (sd_listen_fds(3)) is used in place of one of our own; `headrace up` holds the
-    gateway's that way, so that callers wait while it is started again. Raises `Unavailable` when the address cannot
-    be had, `SettingError` when the socket is another one than the settings say.
+    A socket that the process inherited (sd_listen_fds(3)) is used in place of a new one. `headrace up` keeps the
+    gateway's socket open in this way, so that callers wait while the gateway restarts.
+
+    Raises:
+        Unavailable: the address is not available.
+        SettingError: the inherited socket has another address than the settings.
     """
     listener = _listen(settings)
     server = _Server(
@@ -122,9 +129,9 @@ async def serve(
 
 
 def _listen(settings: ServiceSettings) -> socket.socket:
-    handed_over = _handed_over(settings)
-    if handed_over is not None:
-        return handed_over
+    inherited = _take_inherited_socket(settings)
+    if inherited is not None:
+        return inherited
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -132,8 +139,8 @@ def _listen(settings: ServiceSettings) -> socket.socket:
         raise Unavailable(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
 
 
-def _handed_over(settings: ServiceSettings) -> socket.socket | None:
-    """The first socket that the process was started with, for this process alone: what it starts does not see it."""
+def _take_inherited_socket(settings: ServiceSettings) -> socket.socket | None:
+    """Return the first socket that the process inherited, or None. Its own child processes do not inherit it."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or int(os.environ.get("LISTEN_FDS", "0")) < 1:
         return None
     for name in ("LISTEN_PID", "LISTEN_FDS"):
@@ -142,47 +149,48 @@ def _handed_over(settings: ServiceSettings) -> socket.socket | None:
     listener.set_inheritable(False)
     host, port = listener.getsockname()[:2]
     if settings.port not in (0, port):
-        raise SettingError("port", settings.port, f"the socket that was handed over listens on {host}:{port}")
+        raise SettingError("port", settings.port, f"the inherited socket listens on {host}:{port}")
     if is_loopback(settings.host) and not is_loopback(host):
-        raise SettingError("host", settings.host, f"the socket that was handed over listens on {host}:{port}")
+        raise SettingError("host", settings.host, f"the inherited socket listens on {host}:{port}")
     return listener
 
 
 def require_internal_key(request: Request, common: Common) -> None:
-    """Raises `Refused` unless the request carries `security.internal_key`, when one is set."""
+    """Raise `Refused` if `security.internal_key` is set and the request does not contain it."""
     expected = common.security.internal_key.get_secret_value()
-    given = header_of(request, "authorization").removeprefix("Bearer ")
-    if expected and not hmac.compare_digest(expected.encode(), given.encode()):
+    token = header_of(request, "authorization").removeprefix("Bearer ")
+    if expected and not hmac.compare_digest(expected.encode(), token.encode()):
         raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
 
 
 def header_of(request: Request, name: str) -> str:
-    """Return a header's value by the rule of `headrace_schemas.names`, empty where the request has no such header."""
-    wanted = name.lower().encode("ascii")
-    return next((decode_name(value) for header, value in request.headers.raw if header == wanted), "")
+    """Return a header's value, decoded as in `headrace_schemas.names`, or an empty string without the header."""
+    raw_name = name.lower().encode("ascii")
+    return next((decode_name(value) for header, value in request.headers.raw if header == raw_name), "")
 
 
 def parameters_of(request: Request, *names: str) -> dict[str, str]:
-    """Return the query parameters of a request, decoded by the rule of `headrace_schemas.names`.
+    """Return the query parameters of a request, decoded as in `headrace_schemas.names`.
 
-    Raises `Refused` 400 for a parameter that is not one of `names`, and for one that has two different values.
+    Raises:
+        Refused: a parameter is not one of `names` or has two different values (status 400).
     """
     raw: bytes = request.scope.get("query_string", b"")
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for pair in filter(None, raw.split(b"&")):
         name, value = (decode_segment(part.replace(b"+", b" ")) for part in pair.partition(b"=")[::2])
         if name not in names:
             similar = closest(name, names)
-            hint = f"did you mean {similar!r}?" if similar else f"this page takes {', '.join(names) or 'none'}"
+            hint = f"did you mean {similar!r}?" if similar else f"this page accepts {', '.join(names) or 'none'}"
             text = f"unknown query parameter '{printable(name)}'; {hint}"
             raise Refused(400, "unknown_parameter", text, printable(name))
-        if found.setdefault(name, value) != value:
+        if parameters.setdefault(name, value) != value:
             raise Refused(400, "repeated_parameter", f"{name}: two different values; send one", name)
-    return found
+    return parameters
 
 
 class _StorableNames:
-    """Middleware that refuses a path or a query with NUL: pages look such names up, and PostgreSQL raises an error."""
+    """Middleware that refuses a path or a query with NUL, because PostgreSQL raises an error for it in a lookup."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application
@@ -199,7 +207,7 @@ class _StorableNames:
 
 
 def _with_exact_paths(application: ASGIApp) -> ASGIApp:
-    """Return `application` with paths whose percent forms are decoded by the rule of `headrace_schemas.names`."""
+    """Return `application` with paths that are decoded as in `headrace_schemas.names`."""
 
     async def exact(scope: Scope, receive: Receive, send: Send) -> None:
         raw: bytes = scope.get("raw_path") or b""
@@ -213,16 +221,16 @@ def _with_exact_paths(application: ASGIApp) -> ASGIApp:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # the service's own main handles signals
+        yield  # `headrace_runtime.main` handles signals
 
 
-async def _hold(check: Check) -> Holds:
+async def _run_check(check: Check) -> CheckResult:
     result = check()
     return await result if inspect.isawaitable(result) else result
 
 
-async def _disk(common: Common) -> Holds:
-    return await asyncio.to_thread(disk.trouble, common.data_dir.absolute(), common.disk_free_bytes_min) or True
+async def _check_disk(common: Common) -> CheckResult:
+    return await asyncio.to_thread(disk.problem, common.data_dir.absolute(), common.disk_free_bytes_min) or True
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

@@ -1,9 +1,9 @@
-"""Refuses what web pages send: the one door of every HTTP server of ours.
+"""Middleware of all HTTP servers that refuses requests of foreign web pages.
 
-A browser reaches loopback, whoever's page it shows. So a name in `Host` that is not ours is refused (DNS rebinding).
-So is a request that another origin has caused, whether its page may read the answer or not. A body has to be JSON by
-its content type: what a form or a page without preflight can send is not. Other clients send neither `Origin` nor
-`Sec-Fetch-Site`, and JSON as `application/json`: OpenAI's packages, AgentScope, Trinity, HelloAgents.
+A browser can reach loopback from any page. So the middleware refuses unknown names in `Host` (DNS rebinding), and
+requests that another origin has caused, whether its page may read the response or not. The content type of a body must
+be JSON, which a form or a page without preflight cannot send. Other clients (OpenAI's packages, AgentScope, Trinity,
+HelloAgents) send neither `Origin` nor `Sec-Fetch-Site`, and JSON as `application/json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFLIGHT_AGE_S = b"600"
 
 
 class Refusal(Exception):
-    """A request that is answered here. The message names the header, and its value where that is short."""
+    """A refused request. The message names the header and its value, cut to 100 bytes."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -35,12 +35,12 @@ class Refusal(Exception):
 
 
 class WebGuard:
-    """Around an application: refuses, answers preflights of named origins, and lets everything else through."""
+    """Middleware that refuses requests of foreign pages and answers preflights of permitted origins."""
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings) -> None:
         self._app = app
         self._any_host = not is_loopback(settings.host) and not security.hosts
-        """Beyond loopback every request needs a key, which a page cannot have; names are not known there."""
+        """Whether any host name is accepted. Beyond loopback every request needs a key, which a page does not have."""
         self._hosts = (settings.host, socket.gethostname(), *security.hosts)
         self._origins = frozenset(origin.lower().encode() for origin in security.origins)
 
@@ -51,46 +51,46 @@ class WebGuard:
         headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"").lower()
         try:
-            named = self._check(scope["method"], headers, origin)
+            is_permitted_origin = self._check(scope["method"], headers, origin)
         except Refusal as refusal:
             await _answer(send, refusal)
             return
-        if not named:
+        if not is_permitted_origin:
             await self._app(scope, receive, send)
             return
         if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
             await _answer_preflight(send, headers[b"origin"], headers)
             return
 
-        async def shared(message: Message) -> None:
+        async def send_with_cors(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [(b"access-control-allow-origin", headers[b"origin"]), (b"vary", b"Origin")]
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                cors = [(b"access-control-allow-origin", headers[b"origin"]), (b"vary", b"Origin")]
+                message = {**message, "headers": [*message.get("headers", ()), *cors]}
             await send(message)
 
-        await self._app(scope, receive, shared)
+        await self._app(scope, receive, send_with_cors)
 
     def _check(self, method: str, headers: dict[bytes, bytes], origin: bytes) -> bool:
-        """Return whether the request comes from an origin that a setting names. Raises `Refusal`."""
+        """Return whether the request comes from an origin in `security.origins`. Raises `Refusal`."""
         host = headers.get(b"host")
         if host is not None and not self._any_host and not self._is_own(host):
             remedy = "call the service by its address, or add the name to security.hosts"
-            raise Refusal(403, "host_not_allowed", f"Host {_shown(host)} is no name of this service; {remedy}")
-        named = origin in self._origins
-        if origin and not named and origin.partition(b"://")[2] != (host or b"").lower():
+            raise Refusal(403, "host_not_allowed", f"Host {_quoted(host)} is not a name of this service; {remedy}")
+        is_permitted_origin = origin in self._origins
+        if origin and not is_permitted_origin and origin.partition(b"://")[2] != (host or b"").lower():
             remedy = "a page of this origin may not call this service; add it to security.origins to allow it"
-            raise Refusal(403, "origin_not_allowed", f"Origin {_shown(origin)}: {remedy}")
-        if not named and headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
+            raise Refusal(403, "origin_not_allowed", f"Origin {_quoted(origin)}: {remedy}")
+        if not is_permitted_origin and headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
             raise Refusal(403, "cross_site", "Sec-Fetch-Site: a page of another site caused this request")
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         if has_body and method not in _WITHOUT_EFFECT and not _JSON.fullmatch(headers.get(b"content-type", b"")):
             kind = headers.get(b"content-type")
-            problem = f"Content-Type {_shown(kind)}" if kind else "no Content-Type"
+            problem = f"Content-Type {_quoted(kind)}" if kind else "no Content-Type"
             raise Refusal(415, "unsupported_media_type", f"{problem}: send the body as application/json")
-        return named
+        return is_permitted_origin
 
     def _is_own(self, host: bytes) -> bool:
-        """Return whether the header names this service: by an address, which nobody can rebind, or by a known name."""
+        """Return whether the header `Host` has a known name or an address, which cannot be rebound."""
         match = _HOST.fullmatch(host.decode("latin-1"))
         name = match["name"].strip("[]") if match else ""
         if not name:
@@ -112,7 +112,7 @@ async def _answer(send: Send, refusal: Refusal) -> None:
 
 
 async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, bytes]) -> None:
-    """Allow what the page wants to send: keys are checked when it does."""
+    """Permit the announced request of a page. Its key is checked when it arrives."""
     allowed = [
         (b"access-control-allow-origin", origin),
         (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
@@ -126,6 +126,6 @@ async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, byte
     await send({"type": "http.response.body", "body": b""})
 
 
-def _shown(value: bytes) -> str:
-    """Return a header's value for a message: short and without characters that a terminal acts on."""
+def _quoted(value: bytes) -> str:
+    """Return a header's value for a message, cut and without control characters."""
     return ascii(value[:_SHOWN_MAX].decode("latin-1"))

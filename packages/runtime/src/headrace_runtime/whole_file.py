@@ -1,4 +1,4 @@
-"""Replaces a small file atomically: readers see the old content or the new one."""
+"""Atomic replacement of small files: readers see either the old or the new content."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 
 
 def replace(path: Path, data: bytes, *, opener: Callable[[str, int], int] | None = None) -> None:
-    """Whoever reads sees all of `data` or none. One process writes a path. A power cut may take it back.
+    """Replace the content of `path` by `data` atomically. Only one process may write a path.
 
-    `opener` as in `open`: see `private_files.owner_alone`. Raises `OSError`, and leaves no half of a draft.
+    A power failure may undo the replacement. If the write fails, the temporary file is removed.
+
+    Args:
+        path: the file.
+        data: the new content.
+        opener: as in `open`, for example `private_files.owner_alone`.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:

@@ -1,4 +1,4 @@
-"""Events to Kafka records and back: envelope in headers, large values in the blob store."""
+"""Conversion of events to Kafka records and back, with the envelope in headers and large values in the blob store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace_runtime import damage, provenance, tracing
-from headrace_runtime.aside import beside_loop
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_runtime.json_bounds import more_values_than
+from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import Event, Reward
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers, is_own
@@ -20,9 +20,10 @@ from headrace_schemas.ids import derived_id
 from headrace_schemas.records import parse_record
 from headrace_schemas.text import storable
 
-_SHOWS_WITHIN_S = 2.0
+_MISSING_BLOB_WAIT_S = 2.0
+"""Time after which a new blob is visible in every store."""
 UNKNOWN_TENANT = ""
-"""The tenant of records that name none: they count together."""
+"""The common tenant of records without a tenant."""
 _TENANT_LENGTH_MAX = 512
 _PEEKED_BYTES_MAX = 1_048_576
 RawHeaders = tuple[tuple[str, bytes | None], ...]
@@ -30,7 +31,7 @@ RawHeaders = tuple[tuple[str, bytes | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a consumer got, untouched."""
+    """A raw record from the bus."""
 
     topic: str
     partition: int
@@ -43,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What a producer will send. `partition` None lets the key decide (murmur2, as Kafka's own clients)."""
+    """A record to send. With `partition` None the key determines the partition (murmur2, as in Kafka's own clients)."""
 
     topic: str
     key: bytes
@@ -54,7 +55,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A valid event with its envelope and the record that it came in."""
+    """A valid event with its envelope and its record."""
 
     event: Event
     envelope: Envelope
@@ -62,9 +63,9 @@ class Received:
 
     @property
     def identity(self) -> str:
-        """The id of the event among those of all tenants; that of the default tenant is the event's own.
+        """The id of the event, unique among all tenants. For the default tenant it is the event's own id.
 
-        Callers choose parts of some ids, so two tenants may send events of one id.
+        Callers choose parts of some ids, so events of two tenants may have the same id.
         """
         tenant = tenant_of(self)
         if tenant in (UNKNOWN_TENANT, "default"):
@@ -72,8 +73,8 @@ class Received:
         return derived_id("event-of-tenant", tenant, self.envelope.id)
 
     @property
-    def place(self) -> int:
-        """Its place among the records of its key: the offset, the first one where a dead letter was put back."""
+    def log_offset(self) -> int:
+        """The position among the records of its key: the offset, or the original offset of a retried dead letter."""
         return self.record.offset if self.envelope.sequence is None else self.envelope.sequence
 
 
@@ -85,9 +86,17 @@ async def encode(
     partition: int | None = None,
     after: Mapping[str, int] | None = None,
 ) -> Outgoing:
-    """The record for `event`, carrying the current trace. A value over 256 KiB is stored and a reference sent.
+    """Return the record of `event` with the current trace context. A value over 256 KiB becomes a blob reference.
 
-    Raises `Unavailable` when the blob store is needed and away.
+    Args:
+        event: the event.
+        source: the value of `ce_source`.
+        blobs: the store of large values.
+        partition: the partition, or None to derive it from the key.
+        after: see `Envelope.after`.
+
+    Raises:
+        Unavailable: the blob store does not respond.
     """
     envelope = Envelope.of(event, source, tracing.current(), after=after)
     value = event.to_json()
@@ -99,70 +108,78 @@ async def encode(
 
 
 def tombstone(topic: str, key: str) -> Outgoing:
-    """Removes `key` from a compacted topic."""
+    """Return the record that removes `key` from a compacted topic."""
     return Outgoing(topic, key.encode(), None, ())
 
 
 async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
-    """The event in `record`. `topic` names the event type when the record's own topic is a copy of another.
+    """Decode the event in `record`.
 
-    Raises `InvalidEvent` for bytes that can never become valid, `Unavailable` when a referenced blob cannot be fetched,
-    `MissingBlob` of these when the store answers and has none.
+    Args:
+        record: the record.
+        blobs: the store of large values.
+        topic: the topic that defines the event type, if the record's own topic is a copy of it.
+
+    Raises:
+        InvalidEvent: the record can never become valid.
+        Unavailable: a referenced blob cannot be fetched.
+        MissingBlob: the blob store is reachable but lacks the blob. It is a subclass of `Unavailable`.
     """
-    found = dict(record.headers).get(damage.HEADER)
-    if found is not None:
-        raise InvalidEvent("damaged_record", f"the batch cannot be read, {found.decode('utf-8', 'replace')}")
+    batch_damage = dict(record.headers).get(damage.HEADER)
+    if batch_damage is not None:
+        raise InvalidEvent("damaged_record", f"the batch cannot be read, {batch_damage.decode('utf-8', 'replace')}")
     model, value = parse_record(topic or record.topic, record.value, record.headers)
     if isinstance(value, BlobRef):
         value = await _fetch(model.type, value, blobs)
-    own = is_own(record.headers)
-    event = await beside_loop(len(value), partial(_parse, model, value, own=own))
+    parse = partial(_parse, model, value, is_bounded=is_own(record.headers))
+    event = await run_off_loop(len(value), parse)
     try:
         envelope = Envelope.read(record.headers, event)
-    except ValueError:  # `derived_id` refuses it
-        raise InvalidEvent("invalid_event", f"{model.type}: an identifier holds a NUL character") from None
+    except ValueError:  # from `derived_id`
+        raise InvalidEvent("invalid_event", f"{model.type}: an identifier contains a NUL character") from None
     if isinstance(event, Reward):
         provenance.check(event, envelope.source)
     return Received(event, envelope, record)
 
 
 def tenant_of(item: Received | Record) -> str:
-    """Return the tenant that an event or the value of a record names, else `UNKNOWN_TENANT`."""
+    """Return the tenant in an event or in the value of a record, or `UNKNOWN_TENANT` without one."""
     if isinstance(item, Received):
         return str(getattr(item.event, "tenant", UNKNOWN_TENANT))
     try:
         tenant = json.loads((item.value or b"")[:_PEEKED_BYTES_MAX]).get("tenant")
-    except Exception:  # noqa: BLE001 (the value may be anything, deeper than the parser goes included)
+    except Exception:  # noqa: BLE001 (the value may be anything, also nested too deeply for the parser)
         return UNKNOWN_TENANT
     return storable(tenant[:_TENANT_LENGTH_MAX]) if isinstance(tenant, str) else UNKNOWN_TENANT
 
 
-class Patience:
-    """Waits once, however many blobs of a batch are missing: a store may show late what was just written."""
+class BatchDecoder:
+    """Decoder of the records of one batch. It waits once for missing blobs, because new blobs may appear late."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waited = False
 
     async def decode(self, record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
-        """`decode`, in which a blob that stays missing is damage like any other: raises `InvalidEvent`."""
+        """Decode a record as the function `decode` does, but raise `InvalidEvent` for a blob that stays missing."""
         try:
             return await decode(record, blobs, topic=topic)
         except MissingBlob:
             if not self._waited:
                 self._waited = True
-                await self._clock.sleep(_SHOWS_WITHIN_S)
+                await self._clock.sleep(_MISSING_BLOB_WAIT_S)
         try:
             return await decode(record, blobs, topic=topic)
         except MissingBlob as error:
             raise InvalidEvent("missing_blob", str(error)) from error
 
 
-def _parse(model: type[Event], value: bytes, *, own: bool) -> Event:
-    if not own and more_values_than(value, model.values_max, model.containers_max):
+def _parse(model: type[Event], value: bytes, *, is_bounded: bool) -> Event:
+    """Parse an event. The number of values is checked unless Headrace's own services have bounded it."""
+    if not is_bounded and more_values_than(value, model.values_max, model.containers_max):
         text = (
-            f"{model.type}: the record holds more than {model.values_max} JSON values, or more than "
-            f"{model.containers_max} objects and lists; send arrays of numbers in base64, and long runs in parts"
+            f"{model.type}: the record contains more than {model.values_max} JSON values, or more than "
+            f"{model.containers_max} objects and lists; send arrays of numbers in base64, and split long runs"
         )
         raise InvalidEvent("too_many_values", text)
     return model.from_json(value)

@@ -14,7 +14,7 @@ from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, StepFailed, in_turns
+from headrace_runtime.processor import Processor, StepFailed, run_until_finished
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
 
@@ -67,6 +67,6 @@ async def _watch_idle(processor: Processor, settings: CollectorSettings, started
             continue
         step = partial(end_idle_runs, settings=settings, started=started, turns_end=turns_end)
         try:
-            await in_turns(processor.clock, partial(processor.step, step))
+            await run_until_finished(processor.clock, partial(processor.step, step))
         except StepFailed as error:
             log.exception("idle_postponed", error=str(error))

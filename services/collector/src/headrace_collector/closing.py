@@ -18,11 +18,11 @@ from headrace_collector.retries import superseded_turns
 from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import build_trajectory
-from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.isolation import each
 from headrace_runtime.wire import Record
+from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import Event, Feedback, Trajectory, Turn
 from headrace_schemas.events.trajectory import EndReason
 
@@ -119,7 +119,7 @@ async def _close(
         now=now,
     )
     try:
-        trajectory = await beside_loop(store.packed_bytes(turns), build)
+        trajectory = await run_off_loop(store.packed_bytes(turns), build)
     except ValidationError as error:  # one run that fits no event must not delay all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"

@@ -47,7 +47,7 @@ class Collector:
         _check_session(turn)
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
-        facts = turn_facts(turn, handling.now, handling.received.place)
+        facts = turn_facts(turn, handling.now, handling.received.log_offset)
         size = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
         if size is None or not self._too_large(size):
             return []
@@ -65,7 +65,7 @@ class Collector:
         row = {
             "session_key": feedback.session_key,
             "partition": record.partition,
-            "source_offset": handling.received.place,
+            "source_offset": handling.received.log_offset,
             "turns_until": after.get("turns", until),
             "at_ms": epoch_ms(handling.now),
             "resolved": False,

@@ -18,11 +18,11 @@ from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback
 from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
-from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
+from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.text import printable
 
@@ -135,7 +135,7 @@ async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Tur
     """Return the events of those turns whose content is still stored, in the order in which they were captured."""
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
     payloads = [payload for payload in (await tx.execute(query)).scalars() if payload is not None]
-    return await beside_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
+    return await run_off_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
 
 
 def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:
@@ -169,7 +169,7 @@ async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
 async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
     """Return the token sequences of the turns."""
     turns = await load_turns(tx, turn_ids)
-    return await beside_loop(packed_bytes(turns), lambda: _tokens(turns))
+    return await run_off_loop(packed_bytes(turns), lambda: _tokens(turns))
 
 
 def packed_bytes(turns: Iterable[Turn]) -> int:

@@ -16,7 +16,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
-from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_some, remove_some
+from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_rows, delete_batch
 from headrace_runtime.wire import Record
 from headrace_schemas import Event, Feedback
 from headrace_schemas.envelope import Envelope
@@ -28,10 +28,10 @@ _TARGETS_AT_ONCE_MAX = 50
 
 async def close_surplus_sessions(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
     """Close the sessions that were idle for longest when there are too many, and set the gauges."""
-    count = await count_some(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
+    count = await count_rows(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
     metrics.OPEN_SESSIONS.set(count)
-    metrics.WAITING_ENDS.set(await count_some(tx, None, ends, COUNTED_MAX))
-    metrics.WAITING_FEEDBACK.set(await count_some(tx, feedback.c.resolved.is_(False), feedback, COUNTED_MAX))
+    metrics.WAITING_ENDS.set(await count_rows(tx, None, ends, COUNTED_MAX))
+    metrics.WAITING_FEEDBACK.set(await count_rows(tx, feedback.c.resolved.is_(False), feedback, COUNTED_MAX))
     surplus = count - settings.open_sessions_max
     if surplus > 0:
         oldest = select(sessions).where(IS_OPEN).order_by(sessions.c.seen_ms).limit(surplus)
@@ -49,9 +49,9 @@ async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: Collecto
     cleared = update(turns).where(turns.c.turn_id.in_(stale.limit(AT_ONCE_MAX))).values(payload=None)
     more = [
         (await tx.execute(cleared)).rowcount >= AT_ONCE_MAX,
-        await remove_some(tx, turns, closing_time <= forgotten, order=closing_time),
-        await remove_some(tx, feedback, feedback.c.resolved & (feedback_time <= forgotten), order=feedback_time),
-        await remove_some(tx, sessions, IS_OVER & (session_time <= forgotten), order=session_time),
+        await delete_batch(tx, turns, closing_time <= forgotten, order=closing_time),
+        await delete_batch(tx, feedback, feedback.c.resolved & (feedback_time <= forgotten), order=feedback_time),
+        await delete_batch(tx, sessions, IS_OVER & (session_time <= forgotten), order=session_time),
     ]
     return Unfinished() if any(more) else []
 

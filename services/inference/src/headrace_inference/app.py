@@ -23,16 +23,16 @@ from headrace_inference.http.routes import Api, RequestBounds
 from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime import topics, web
-from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.replica_trust import signed
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import VersionCache
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Replica
 from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.base import utcnow
@@ -75,9 +75,9 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         check_forms = grammars.check if forms else _no_forms
         fleet = Fleet(engine, cache, _fleet_limits(settings), change.set, check_forms)
         stack.push_async_callback(fleet.close)
-        refuse = Refusals(SERVICE, producer, common.data_dir / "inference")
+        refuse = DeadLetterSender(SERVICE, producer, common.data_dir / "inference")
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
-        aside = Aside(settings.prepare_threads, _INLINE_BYTES)
+        aside = WorkerThreads(settings.prepare_threads, _INLINE_BYTES)
         stack.callback(aside.close)
         application = _api(common, settings, fleet, engine, aside, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
@@ -126,7 +126,7 @@ def _api(
     settings: InferenceSettings,
     fleet: Fleet,
     engine: Engine,
-    aside: Aside,
+    aside: WorkerThreads,
     parsers: Parsers,
     grammars: GrammarCompiler,
 ) -> Api:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
+from headrace_runtime.consumer import TopicTable
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
@@ -29,7 +29,7 @@ class RoutingFollower:
     ) -> None:
         self._newest: dict[str, Routing] = {}
         self._follow = follow
-        self._table = Table(Routing, bus, client_id, blobs, refuse, self._changed)
+        self._table = TopicTable(Routing, bus, client_id, blobs, refuse, self._changed)
 
     @property
     def ready(self) -> bool:

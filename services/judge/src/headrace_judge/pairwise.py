@@ -19,7 +19,7 @@ from headrace_judge.settings import PairSettings
 from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.jobs import Job, Jobs, of_tenant
+from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id
@@ -54,7 +54,7 @@ class PairwiseComparisons:
             made = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
             await tx.execute(insert(PAIRS).values(**made, first=rival, second=subject.trajectory_id))
             task = PairTask(rubric=subject.rubric, pair=pair, traceparent=subject.traceparent)
-            await self._jobs.enqueue(tx, pair, of_tenant(VERDICT_JOB, subject.tenant), task.to_json(), now)
+            await self._jobs.enqueue(tx, pair, kind_of_tenant(VERDICT_JOB, subject.tenant), task.to_json(), now)
         deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
         await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
 

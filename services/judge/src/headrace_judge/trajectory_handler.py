@@ -15,7 +15,7 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import transcript_of
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.jobs import Jobs, of_tenant
+from headrace_runtime.jobs import Jobs, kind_of_tenant
 from headrace_runtime.processor import Handling
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id, tenant_name
@@ -85,7 +85,7 @@ class TrajectoryHandler:
         else:
             name = tenant_name(trajectory.tenant, trajectory.trajectory_id)
             job_id = derived_id("judge-verdict", rubric.name, name)
-            kind = of_tenant(VERDICT_JOB, trajectory.tenant)
+            kind = kind_of_tenant(VERDICT_JOB, trajectory.tenant)
             await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
         return None
 
@@ -102,7 +102,7 @@ class TrajectoryHandler:
         if self._waiting <= queue_max or self._waiting > 2 * queue_max:
             return self._waiting > queue_max
         tenants = {tenant, *await self._jobs.tenants(tx, VERDICT_JOB, "", _TENANTS_MAX)}
-        full = await self._jobs.count_of(tx, of_tenant(VERDICT_JOB, tenant)) >= queue_max // len(tenants)
+        full = await self._jobs.count_exactly(tx, kind_of_tenant(VERDICT_JOB, tenant)) >= queue_max // len(tenants)
         self._waiting -= full
         return full
 

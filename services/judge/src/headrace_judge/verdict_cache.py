@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_judge.tables import VERDICTS
 from headrace_judge.verdict import Verdict
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.sweeping import remove_some
+from headrace_runtime.sweeping import delete_batch
 from headrace_runtime.upsert import upsert
 
 
@@ -35,4 +35,4 @@ async def keep(tx: AsyncConnection, now: datetime, question: str, verdict: Verdi
 
 async def prune(tx: AsyncConnection, now: datetime, kept: timedelta) -> bool:
     """Forget some of what is older than that. Whether there may be more."""
-    return await remove_some(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - kept), order=VERDICTS.c.at_ms)
+    return await delete_batch(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - kept), order=VERDICTS.c.at_ms)

@@ -28,7 +28,7 @@ from headrace_judge.transactions import transact
 from headrace_runtime import tracing
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.isolation import each, is_fatal, reason_of
-from headrace_runtime.jobs import Job, Jobs, of_tenant
+from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, StepFailed
 from headrace_runtime.sources import RETRIED, Sources
@@ -100,7 +100,7 @@ class JudgeWorker:
             part = math.ceil((limit - len(leased)) / left)
             if not part:
                 break
-            kind = of_tenant(VERDICT_JOB, tenant)
+            kind = kind_of_tenant(VERDICT_JOB, tenant)
             running = sum(job.kind == kind for job in self._running)
             admitted = min(part, self._breakers.of(tenant).admits(running, running + part))
             if admitted > 0:

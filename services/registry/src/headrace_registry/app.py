@@ -25,11 +25,11 @@ from headrace_registry.tables import STREAM
 from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.consumer import Table
+from headrace_runtime.consumer import TopicTable
 from headrace_runtime.database import Database
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
-from headrace_runtime.isolation import Isolated
+from headrace_runtime.isolation import ItemIsolation
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.processor import Handler, Processor, ProcessorLimits
@@ -50,7 +50,7 @@ async def run(common: Common, settings: RegistrySettings) -> None:
     producer = EventProducer(common.bus, "headrace/registry", blobs)
     try:
         await topics.ensure(common.bus)
-        await disk.with_room(lambda: migrations.upgrade(database, "headrace_registry"))
+        await disk.retry_while_full(lambda: migrations.upgrade(database, "headrace_registry"))
         await producer.start()
         await _Registry(common, settings, blobs, database, producer).run()
     finally:
@@ -63,16 +63,16 @@ class _Registry:
         self, common: Common, settings: RegistrySettings, blobs: BlobStore, database: Database, producer: EventProducer
     ) -> None:
         clock = SystemClock()
-        refuse = Refusals("registry", producer, common.data_dir / "registry")
+        refuse = DeadLetterSender("registry", producer, common.data_dir / "registry")
         self._common = common
         self._settings = settings
         self._database = database
-        self._isolated = Isolated("registry")
+        self._isolated = ItemIsolation("registry")
         self._lease = LeaderLease(database, clock, settings.lease_s)
         accepts = ReplicaTrust(common.security).accepts
         client_id = "headrace-registry-replicas"
-        self._replicas = Table(Replica, common.bus, client_id, blobs, refuse, self._replica_changed, accepts)
-        self._routings = Table(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
+        self._replicas = TopicTable(Replica, common.bus, client_id, blobs, refuse, self._replica_changed, accepts)
+        self._routings = TopicTable(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
         sampler = PromptSampler(self._lease, settings.rollout)
         turns = TurnHandler(self._lease, settings.rollout.events_per_unit_max, sampler)
@@ -130,7 +130,7 @@ class _Registry:
         async with web.serve(web.app(checks, pages, self._common), self._settings, self._common.security) as port:
             log.info("listening", port=port)
             try:
-                await disk.with_room(self._lease.acquire)
+                await disk.retry_while_full(self._lease.acquire)
                 await self._run_as_leader()
             finally:
                 await self._lease.release()
@@ -141,7 +141,7 @@ class _Registry:
             group.create_task(self._replicas.run())
             group.create_task(self._routings.run())
             await asyncio.gather(self._replicas.loaded.wait(), self._routings.loaded.wait())
-            await disk.with_room(self._processor.recover)
+            await disk.retry_while_full(self._processor.recover)
             group.create_task(self._reader.run())
             group.create_task(self._traffic_reader.run())
             group.create_task(self._model_controller.run())
@@ -179,14 +179,14 @@ class _Registry:
         while True:
             await asyncio.sleep(_STORAGE_LIMIT_INTERVAL_S)
             try:
-                await disk.with_room(self._garbage.keep_limit)
+                await disk.retry_while_full(self._garbage.keep_limit)
             except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # the next round tries again
                 log.warning("versions_not_bounded", error=str(error))
 
     async def _prune(self) -> None:
         while True:
             await asyncio.sleep(_PRUNE_INTERVAL_S)
-            await self._isolated.run("prune", lambda: disk.with_room(self._processor.prune), None)
+            await self._isolated.run("prune", lambda: disk.retry_while_full(self._processor.prune), None)
 
 
 def traffic_handlers(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:

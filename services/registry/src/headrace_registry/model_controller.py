@@ -37,7 +37,7 @@ from headrace_registry.rollouts.state_machine import NotAllowed
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
-from headrace_runtime.isolation import Isolated
+from headrace_runtime.isolation import ItemIsolation
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event, Replica
@@ -85,9 +85,9 @@ class ModelController:
         self._runner = GateRunner(processor, lease, gate, settings.gate, self.wake.set)
         self._rollout_controller = RolloutController(processor, lease, settings.rollout, replicas, reports)
         self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
-        self._isolated_decisions = Isolated("registry.decide")
-        self._isolated_rollouts = Isolated("registry.rollouts")
-        self._isolated_shadows = Isolated("registry.shadow")
+        self._isolated_decisions = ItemIsolation("registry.decide")
+        self._isolated_rollouts = ItemIsolation("registry.rollouts")
+        self._isolated_shadows = ItemIsolation("registry.shadow")
         self._watching = watching
         self._needs_traffic: dict[str, bool] = {}
         """Whether each model needs live traffic."""

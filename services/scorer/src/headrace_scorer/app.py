@@ -63,7 +63,7 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
     scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)
     versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
-    scorer = Scorer(settings, cache, scores, scoring, versions.now)
+    scorer = Scorer(settings, cache, scores, scoring, versions.models)
 
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         return await upkeep.end_waiting(tx, now, scores, scoring.policy)

@@ -44,7 +44,7 @@ class Scorer:
         """
         await ingest_check.check(trajectory, handling.received, self.known)
         tx, now = handling.tx, handling.now
-        place, partition = handling.received.place, handling.received.record.partition
+        place, partition = handling.received.log_offset, handling.received.record.partition
         row = await store.add_trajectory(tx, now, trajectory, place, partition, self.settings.reward_wait_s)
         if row is None:
             return []
@@ -67,7 +67,7 @@ class Scorer:
             self._check_range(source, value)
         tx, now, partition = handling.tx, handling.now, handling.received.record.partition
         after = handling.received.envelope.after or {}
-        placed = PlacedFeedback(feedback, handling.received.place, after.get("turns"), after.get("trajectories"))
+        placed = PlacedFeedback(feedback, handling.received.log_offset, after.get("turns"), after.get("trajectories"))
         await store.add_feedback(tx, now, handling.received.identity, placed, partition)
         if feedback.level == "task":
             assert feedback.task_id is not None

@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.isolation import each, reason_of
-from headrace_runtime.jobs import Job, Jobs, of_tenant
+from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Step, StepFailed
 from headrace_runtime.sources import Sources
@@ -128,7 +128,7 @@ class Scoring:
             return
         order = ScoringJob(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names)
         job_id, payload = f"{order.trajectory_id}/{order.inputs}", order.model_dump_json().encode()
-        kind = of_tenant(_KIND, trajectory.tenant)
+        kind = kind_of_tenant(_KIND, trajectory.tenant)
         if not self._waiting.room(trajectory.tenant):
             await self._jobs.enqueue(tx, job_id, kind, payload, now)
             return
@@ -246,7 +246,7 @@ class Scoring:
             room = self._waiting.room(tenant, _LEASED_MAX - len(leased))
             part = max(min(room, _RESERVE - self._waiting.count(tenant)), math.ceil(room / left))
             if part > 0:
-                jobs = await self._jobs.lease(tx, of_tenant(_KIND, tenant), now, self._lease, part)
+                jobs = await self._jobs.lease(tx, kind_of_tenant(_KIND, tenant), now, self._lease, part)
                 more = more or len(jobs) == part
                 leased += jobs
         return leased, more

@@ -11,13 +11,13 @@ from typing import Any
 from sqlalchemy import RowMapping, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.aside import beside_loop
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import insert_new, upsert
 from headrace_runtime.wire import Record
+from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.text import printable
 from headrace_scorer.feedback_entries import Answer
@@ -50,7 +50,7 @@ class TrajectoryCache:
             payload = await tx.scalar(query)
             if payload is None:
                 return None
-            found = await beside_loop(len(payload), partial(Trajectory.from_stored, payload))
+            found = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
             self.keep(found)
         return found
 

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
-from headrace_runtime.sweeping import COUNTED_MAX, count_some
+from headrace_runtime.sweeping import COUNTED_MAX, count_rows
 from headrace_schemas import Event
 from headrace_scorer import judge_watch, metrics, store
 from headrace_scorer.reward_policy import RewardPolicy
@@ -97,6 +97,6 @@ def _horizon(now: datetime, retention_s: float) -> int:
 
 async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
     waiting = trajectories.c.settle_ms.is_not(None)
-    metrics.WAITING.set(await count_some(tx, waiting, trajectories, COUNTED_MAX))
+    metrics.WAITING.set(await count_rows(tx, waiting, trajectories, COUNTED_MAX))
     await judge_watch.measure(tx, now)
     return []

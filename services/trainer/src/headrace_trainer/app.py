@@ -7,9 +7,9 @@ from dataclasses import replace
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.logs import get_logger
-from headrace_runtime.pausing import Refusing, resume_route
+from headrace_runtime.pausing import DeadLetterLimiter, resume_route
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.settings_page import settings_route
@@ -45,7 +45,9 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     producer = EventProducer(common.bus, "headrace/trainer", blobs)
     source = KafkaSource(common.bus, settings.topic, ModelEvent.topic)
     folder = common.data_dir.absolute() / "trainer" / "tensorboard" / settings.lineage
-    refuse = Refusing("trainer", Refusals("trainer", producer, common.data_dir / "trainer"), common.dead_letters.bounds)
+    refuse = DeadLetterLimiter(
+        "trainer", DeadLetterSender("trainer", producer, common.data_dir / "trainer"), common.dead_letters.bounds
+    )
     trainer = Trainer(
         settings,
         blobs,

@@ -76,7 +76,7 @@ class _Board:
 
     def _leave_out(self, count: int) -> None:
         if not self._left_out:
-            log.error("tensorboard_left_out", error=str(disk.no_room(self._folder)))
+            log.error("tensorboard_left_out", error=str(disk.full_error(self._folder)))
         self._left_out += count
         self._writer = None  # it cannot be used again after an error
 

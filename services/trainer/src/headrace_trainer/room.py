@@ -26,7 +26,7 @@ class DiskRoom:
     async def wait(self, next_bytes: int) -> None:
         """Return once `next_bytes` fit and the required minimum stays free."""
         while (
-            reason := await asyncio.to_thread(self._blobs.room_trouble, next_bytes, self._free_bytes_min)
+            reason := await asyncio.to_thread(self._blobs.space_problem, next_bytes, self._free_bytes_min)
         ) is not None:
             if self.trouble is None:
                 log.error("training_pauses", error=reason)

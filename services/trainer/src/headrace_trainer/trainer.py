@@ -20,8 +20,8 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
-from headrace_runtime.pausing import Refusing
-from headrace_runtime.wire import Patience, Record
+from headrace_runtime.pausing import DeadLetterLimiter
+from headrace_runtime.wire import BatchDecoder, Record
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion
@@ -63,7 +63,7 @@ class Trainer:
         blobs: BlobStore,
         source: Source,
         sink: Sink,
-        refuse: Refusing,
+        refuse: DeadLetterLimiter,
         clock: Clock,
         reporter: Callable[[], Reporter],
         disk_free_bytes_min: int | None = None,
@@ -158,7 +158,7 @@ class Trainer:
             await self._lease.release()
 
     async def _open_and_train(self) -> None:
-        lineage = await disk.with_room(lambda: self._in_thread(self._open))
+        lineage = await disk.retry_while_full(lambda: self._in_thread(self._open))
         reporter = await self._in_thread(self._make_reporter)
         try:
             # Announced once more after a restart, with the same ids.
@@ -393,7 +393,7 @@ class Trainer:
 
     async def _decode(self, record: Record) -> Event:
         topic = Experience.topic if record.topic == self._settings.topic else None
-        budget = Patience(self._clock)
+        budget = BatchDecoder(self._clock)
         received = await self._retry(lambda: budget.decode(record, self._blobs, topic=topic))
         return received.event
 

@@ -12,7 +12,7 @@ from typing import IO
 
 from headrace.errors import HeadraceError, UsageError
 from headrace_operations.supervisor.plan import installed
-from headrace_runtime.filters import line_of, parsed
+from headrace_runtime.filters import line_of, parse_line
 from headrace_runtime.parent_death import bound_to_parent
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
@@ -51,7 +51,7 @@ class Program:
         """Yield the output of the program until it ends. Raises the program's failure."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            yield parsed(line)
+            yield parse_line(line)
         await self.wait_ended()
 
     async def wait_ended(self) -> None:

@@ -146,10 +146,10 @@ class ManagedProcess:
         """
         if self._process is None:
             return None
-        self._liveness.look(time.monotonic())
+        self._liveness.poll(time.monotonic())
         silent_s, was_hung = self._liveness.silent_s, self._status == "hung"
         if silent_s > (self._limits.start_timeout_s if self._answered_s is None else self._limits.hang_timeout_s):
-            self._liveness.sign()  # the new process gets the full time
+            self._liveness.note_sign_of_life()  # the new process gets the full time
             self._set_status("hung")
             self.kill()
             return f"hangs: no sign of life for {silent_s:.0f} s; killing process {self._process.pid}"
@@ -172,7 +172,7 @@ class ManagedProcess:
         now_s = time.monotonic()
         if answer is not None:
             ok, lacks = answer
-            self._liveness.sign()
+            self._liveness.note_sign_of_life()
             self._answered_s = now_s
             self._set_status("ready" if ok else "unready", *lacks)
         elif self._is_unanswered(now_s) and self._status != "hung":

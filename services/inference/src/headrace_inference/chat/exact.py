@@ -35,7 +35,7 @@ from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, Text
 from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
-from headrace_runtime.chat_messages import argument_value, for_template
+from headrace_runtime.chat_messages import argument_value, template_message
 from headrace_schemas import Message, Tool
 
 Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
@@ -84,7 +84,7 @@ class ExactPrompts:
     ) -> Prompt:
         """Conversations of another `salt` are not known. Raises as `ChatTokenizer.render` does."""
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
-        text = tokenizer.render(list(map(for_template, messages)), offered, extra, limits)
+        text = tokenizer.render(list(map(template_message, messages)), offered, extra, limits)
         chain = list(_digests(tokenizer, messages, offered, extra, salt))
         ids = self._continued(tokenizer, text, messages, chain, tools)
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])

@@ -18,8 +18,8 @@ from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
-from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.resume import FIELD as RESUME
@@ -63,7 +63,7 @@ class Completions:
         engine: Engine,
         prompts: ExactPrompts,
         parsers: Parsers,
-        aside: Aside,
+        aside: WorkerThreads,
         grammars: GrammarCompiler,
         limits: RenderLimits = UNLIMITED,
     ) -> None:
@@ -203,7 +203,7 @@ class Completion:
         choices: list[_Choice],
         generation: Generation | None,
         started: float,
-        aside: Aside,
+        aside: WorkerThreads,
     ) -> None:
         self._prompts = prompts
         self._aside = aside

@@ -22,9 +22,9 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
 from headrace_inference.http.streaming import EventStream, unless_left
 from headrace_runtime import tracing, web
-from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
 from headrace_schemas.scoring import ScoredAnswers, ScoreRequest
 
@@ -65,7 +65,7 @@ class Api:
     """`POST /v1/chat/completions` and `GET /v1/models`, next to the pages that every service has."""
 
     def __init__(
-        self, common: Common, versions: Versions, completions: Completions, limits: RequestBounds, aside: Aside
+        self, common: Common, versions: Versions, completions: Completions, limits: RequestBounds, aside: WorkerThreads
     ) -> None:
         self._common = common
         self._versions = versions

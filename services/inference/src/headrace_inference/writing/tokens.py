@@ -21,7 +21,7 @@ from headrace_inference.chat.answer import Reading
 from headrace_inference.chat.exact import Meaning, meaning
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_runtime.chat_messages import argument_value, for_template
+from headrace_runtime.chat_messages import argument_value, template_message
 from headrace_runtime.errors import HeadraceError, Refused
 from headrace_schemas import Message, Tool
 from headrace_schemas.written import WrittenBranch, WrittenSpan
@@ -103,7 +103,7 @@ class ConversationWriter:
         tokenizer = self._tokenizer
         if not tokenizer.eos_text or tokenizer.eos_id is None:
             raise Unwritable("template", "the tokenizer names no eos_token, so no answer would end")
-        given = list(map(for_template, messages))
+        given = list(map(template_message, messages))
         try:
             before = tokenizer.render(given[:-1], tools, {})
             whole = tokenizer.render(given, tools, {}, open_answer=False)

@@ -33,7 +33,7 @@ from headrace_registry.shadow import prompts
 from headrace_registry.shadow.expectations import Expectations, prompt_kinds
 from headrace_registry.shadow.prompt_reader import PromptReader, metric_pair
 from headrace_registry.transition import Transition
-from headrace_runtime.isolation import Isolated
+from headrace_runtime.isolation import ItemIsolation
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
@@ -87,7 +87,7 @@ class RolloutController:
         self._reports = reports
         self._reported: dict[str, tuple[str, int, Fraction]] = {}
         """For each rollout with a report: phase, stage and share of the last one."""
-        self._isolated = Isolated("registry.rollout")
+        self._isolated = ItemIsolation("registry.rollout")
         self._gauges = RolloutGauges()
         self._statistics: dict[str, _RolloutStatistics] = {}
         self._cleared: set[str] = set()

@@ -16,7 +16,7 @@ from headrace_registry.rollouts.records import SessionRecord
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.state_machine import UNDER_WAY
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
-from headrace_runtime.sweeping import AT_ONCE_MAX, remove_some
+from headrace_runtime.sweeping import AT_ONCE_MAX, delete_batch
 from headrace_runtime.upsert import upsert
 from headrace_schemas import EVENTS as KINDS
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
@@ -176,7 +176,7 @@ async def readings(
 async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
     """Delete some of the rows that ended rollouts leave behind. Return whether there are more."""
     ended = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.model == model, ROLLOUTS.c.phase.not_in(UNDER_WAY))
-    if await remove_some(tx, EVENTS, EVENTS.c.rollout_id.in_(ended), order=EVENTS.c.id):
+    if await delete_batch(tx, EVENTS, EVENTS.c.rollout_id.in_(ended), order=EVENTS.c.id):
         return True
     for table, key_column in ((SESSIONS, SESSIONS.c.session_key), (UNITS, UNITS.c.unit)):
         batch = select(table.c.rollout_id, key_column).where(table.c.rollout_id.in_(ended)).limit(AT_ONCE_MAX)
@@ -186,9 +186,9 @@ async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
         if len(keys) == AT_ONCE_MAX:
             return True
     forgotten = ended.order_by(ROLLOUTS.c.number_id.desc()).limit(100_000).offset(kept_max)
-    if await remove_some(tx, PROMPTS, PROMPTS.c.rollout_id.in_(forgotten), order=PROMPTS.c.id):
+    if await delete_batch(tx, PROMPTS, PROMPTS.c.rollout_id.in_(forgotten), order=PROMPTS.c.id):
         return True
-    return await remove_some(tx, READINGS, READINGS.c.rollout_id.in_(forgotten), order=READINGS.c.id)
+    return await delete_batch(tx, READINGS, READINGS.c.rollout_id.in_(forgotten), order=READINGS.c.id)
 
 
 def session_records(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.chat_messages import for_template
+from headrace_runtime.chat_messages import template_message
 from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import TOKENIZER_FILE
 from headrace_schemas.events.chat import Message
@@ -54,7 +54,7 @@ class EditWriter:
         return self._cached(message)
 
     def _write_answer(self, message: Message) -> tuple[int, ...] | None:
-        answer = for_template(message.model_copy(update={"role": "assistant", "name": None, "tool_call_id": None}))
+        answer = template_message(message.model_copy(update={"role": "assistant", "name": None, "tool_call_id": None}))
         if any(control in text for text in _texts(answer) for control in self._controls):
             return None
         try:

@@ -38,7 +38,7 @@ class Lease:
         clock: Clock,
         lease_s: float,
         wait_s: float,
-        died: Callable[[str], bool] = holders.died,
+        died: Callable[[str], bool] = holders.is_dead,
     ) -> None:
         self._store = store
         self._clock = clock

@@ -63,7 +63,7 @@ class LineageStore:
     the owner."""
 
     def __init__(self, blobs: BlobStore, lineage: str, owner: str | None = None) -> None:
-        self.owner = owner or holders.me()
+        self.owner = owner or holders.new_holder()
         self._blobs = blobs
         self._lineage = lineage
         self._records = Records(blobs, f"lineages/{lineage}")
@@ -188,7 +188,7 @@ class LineageStore:
             self._check_ownership()  # a new owner may have removed the folder
             if isinstance(error, Unavailable):
                 raise
-            raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
+            raise disk.full_error(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
     def store_tensors(
         self,
