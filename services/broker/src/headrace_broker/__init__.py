@@ -1,1 +1,1 @@
-"""The embedded single-node broker that speaks the Kafka wire protocol."""
+"""Embedded single-node broker with the Kafka wire protocol."""

@@ -1,4 +1,4 @@
-"""`python -m headrace_broker` and the entry point of `headrace up`."""
+"""Entry point of `python -m headrace_broker` and of `headrace up`."""
 
 from __future__ import annotations
 

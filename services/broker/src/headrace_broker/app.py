@@ -1,4 +1,4 @@
-"""Composition root of the broker: opens the file, serves the Kafka port, then adds what may come a moment later."""
+"""Composition root of the broker: opens the file, serves the Kafka port, then imports HTTP and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.readers import Readers
-from headrace_broker.server import Server, bound
+from headrace_broker.server import Server, listening_socket
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.store import Store
@@ -39,48 +39,48 @@ log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
 _NO_LOGIN = Credentials()
 _SHARE_OF_TABLES = 0.5
-"""Part of `disk_free_bytes_min` below which compacted topics are refused, too."""
+"""Share of `disk_free_bytes_min` below which records of compacted topics are refused, too."""
 _SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's own: the event loop gets its turn sooner while another thread compacts or reads."""
+"""A tenth of Python's default, so that the event loop runs sooner while another thread compacts or reads."""
 
 
 async def run(common: Common, settings: BrokerSettings) -> None:
-    """Serve until cancelled. Raises when a restart is the only remedy."""
+    """Serve until cancelled. Raises if only a restart can help."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     folder = common.data_dir.absolute() / "broker"
 
     async def open_store() -> Store:
         return Store(folder, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
 
-    store = await disk.with_room(open_store)
+    store = await disk.retry_while_full(open_store)
     try:
         credentials = Credentials(common.bus.username, common.bus.password.get_secret_value())
-        bound = common.disk_free_bytes_min
-        guards = disk.DiskGuard(folder, bound), disk.DiskGuard(folder, bound, share=_SHARE_OF_TABLES)
-        async with opened(store, settings, SystemClock(), credentials, guards) as (broker, server):
+        free_min = common.disk_free_bytes_min
+        guards = disk.DiskGuard(folder, free_min), disk.DiskGuard(folder, free_min, share=_SHARE_OF_TABLES)
+        async with running_broker(store, settings, SystemClock(), credentials, guards) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
-                group.create_task(_until(broker.writer.failed, store))
-                group.create_task(_until(broker.readers.failed, store))
+                group.create_task(_wait_for_failure(broker.writer.failed, store))
+                group.create_task(_wait_for_failure(broker.readers.failed, store))
                 group.create_task(_tick(broker))
-                group.create_task(_until_it_writes_again(broker))
+                group.create_task(_retry_commits(broker))
                 group.create_task(_maintain(store, broker))
-                group.create_task(_late(common, broker, server))
+                group.create_task(_serve_http(common, broker, server))
     finally:
         store.close()
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def running_broker(
     store: Store,
     settings: BrokerSettings,
     clock: Clock,
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> AsyncIterator[tuple[Broker, Server]]:
-    """A broker that answers on its port. Ends with everything submitted committed."""
+    """Run a broker on its port while the body runs. At the end all submitted operations are committed."""
     try:
-        listener = bound(settings.kafka_host, settings.kafka_port)
+        listener = listening_socket(settings.kafka_host, settings.kafka_port)
     except OSError as error:
         remedy = f"cannot listen on {settings.kafka_host}: {error.strerror}; is another broker or Kafka running there?"
         raise SettingError("broker.kafka_port", settings.kafka_port, remedy) from None
@@ -109,14 +109,14 @@ def assemble(
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> Broker:
-    """Build the parts on what the file holds. `db` becomes the writer's."""
-    stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), TopicCatalog()
+    """Build the parts of the broker from the state in the file. The writer takes over the connection `db`."""
+    stats, catalog = Stats(repaired=store.repaired, lost_batches=len(store.lost)), TopicCatalog()
     log_, offsets = Log(db), CommittedOffsets(db)
     topics, transactions = TopicStore(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
     writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())
-    catalog.apply(log_.everything())
+    catalog.apply(log_.states())
     coordinator.load(db.execute("SELECT id, state, used_ms FROM groups").fetchall())
     cluster_id = db.execute("SELECT value FROM meta WHERE name = 'cluster_id'").fetchone()[0]
     return Broker(
@@ -142,8 +142,8 @@ def assemble(
     )
 
 
-async def _until(failed: asyncio.Future[None], store: Store) -> None:
-    """Wait for the end of the process. After damage, the next start checks the file and repairs it."""
+async def _wait_for_failure(failed: asyncio.Future[None], store: Store) -> None:
+    """Raise the failure of a thread once it occurs. After damage, make the next start check and repair the file."""
     try:
         await failed
     except Damaged as error:
@@ -153,14 +153,14 @@ async def _until(failed: asyncio.Future[None], store: Store) -> None:
 
 
 async def _tick(broker: Broker) -> None:
-    """Let time pass for groups and transactions."""
+    """Advance the time of groups."""
     while True:
         await broker.clock.sleep(TICK_S)
         broker.coordinator.tick()
 
 
-async def _until_it_writes_again(broker: Broker) -> None:
-    """After a failed commit, try commits until one succeeds, even while no client writes."""
+async def _retry_commits(broker: Broker) -> None:
+    """After a failed commit, try commits until one succeeds, even if no client writes."""
     while True:
         await broker.clock.sleep(_TRY_INTERVAL_S)
         if broker.writer.trouble is not None:
@@ -172,14 +172,14 @@ async def _maintain(store: Store, broker: Broker) -> None:
     readers = Readers(store, 1)
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(_until(readers.failed, store))
+            group.create_task(_wait_for_failure(readers.failed, store))
             group.create_task(Maintenance(broker, readers).run())
     finally:
         readers.close()
 
 
-async def _late(common: Common, broker: Broker, server: Server) -> None:
-    """Import what takes longer than the start of the broker, without blocking the event loop."""
+async def _serve_http(common: Common, broker: Broker, server: Server) -> None:
+    """Serve HTTP and metrics. Their slow imports run in a thread."""
     await asyncio.to_thread(crc.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")

@@ -1,4 +1,7 @@
-"""Record batches (magic 2): opaque to the broker but for their header. https://kafka.apache.org/documentation/#recordbatch"""
+"""Record batches (magic 2), of which the broker reads only the header.
+
+https://kafka.apache.org/documentation/#recordbatch
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ _HEADER = struct.Struct(">qiibIhiqqqhii")
 _BASE = struct.Struct(">qii")
 _CRC_AT = 17
 _CHECKED_FROM = 21
-"""The CRC covers everything from the attributes on, so that offset and leader epoch can be set without computing it."""
+"""The CRC covers the bytes from the attributes on, so offset and leader epoch can be changed without recomputing it."""
 HEADER_BYTES = _HEADER.size
 _LENGTH_FROM = 12
 _RECORD_BYTES_MIN = 7
-"""Length, attributes, two deltas, two lengths and the number of headers take a byte each."""
+"""Length, attributes, two deltas, two lengths and the number of headers take at least one byte each."""
 _CODEC_BITS = 0x07
 _LOG_APPEND_TIME = 0x08
 _TRANSACTIONAL = 0x10
@@ -27,7 +30,7 @@ NO_PRODUCER = -1
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """A batch's header and its bytes."""
+    """Header and bytes of a batch."""
 
     raw: bytes | memoryview
     base_offset: int
@@ -58,21 +61,21 @@ class RecordBatch:
 
     @property
     def body(self) -> memoryview:
-        """The records, compressed if `codec` says so."""
+        """The records, compressed according to `codec`."""
         return memoryview(self.raw)[HEADER_BYTES:]
 
     def at(self, offset: int) -> bytes:
-        """The same batch with another base offset."""
+        """Return the bytes of the batch with another base offset."""
         return _BASE.pack(offset, len(self.raw) - _LENGTH_FROM, 0) + memoryview(self.raw)[_BASE.size :]
 
     def with_records(self, body: bytes, count: int, codec: int) -> bytes:
-        """The same batch with some of its records, at the same offsets."""
+        """Return the bytes of the batch with a part of its records, at the same offsets."""
         attributes = self.attributes & ~_CODEC_BITS | codec
         return _pack(self, attributes, count, body)
 
 
 def parse(raw: bytes | memoryview) -> RecordBatch:
-    """The header of stored bytes; they are trusted."""
+    """Parse the header of a stored batch without validation."""
     base, _length, _epoch, _magic, _crc, attributes, delta, first, last, producer, epoch, sequence, count = (
         _HEADER.unpack_from(raw)
     )
@@ -80,23 +83,25 @@ def parse(raw: bytes | memoryview) -> RecordBatch:
 
 
 def checksum_fits(raw: bytes | memoryview) -> bool:
-    """Whether stored bytes are a whole batch, as it was produced."""
+    """Return whether stored bytes are a complete batch with the right checksum."""
     length, checksum = struct.unpack_from(">i", raw, 8)[0], struct.unpack_from(">I", raw, _CRC_AT)[0]
-    whole = length + _LENGTH_FROM == len(raw) and raw[16] == 2
-    return whole and crc32c(memoryview(raw)[_CHECKED_FROM:]) == checksum
+    is_complete = length + _LENGTH_FROM == len(raw) and raw[16] == 2
+    return is_complete and crc32c(memoryview(raw)[_CHECKED_FROM:]) == checksum
 
 
 def parse_produced(raw: bytes | memoryview) -> RecordBatch:
-    """The header of what a producer sent, checked as Kafka does. Raises `Rejected`."""
+    """Parse and validate the batch of a producer, with Kafka's checks. Raises `Rejected`."""
     if len(raw) > 16 and raw[16] != 2:
-        raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]}; only 2 is taken")
+        raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]} is not supported; use format 2")
     if len(raw) < HEADER_BYTES:
-        raise Rejected(Code.INVALID_RECORD, f"a batch of {len(raw)} bytes")
+        raise Rejected(Code.INVALID_RECORD, f"a batch of {len(raw)} bytes is shorter than its header")
     length, checksum = struct.unpack_from(">i", raw, 8)[0], struct.unpack_from(">I", raw, _CRC_AT)[0]
     if length + _LENGTH_FROM < len(raw):
-        raise Rejected(Code.INVALID_RECORD, "more than one batch for a partition in one request")
+        raise Rejected(Code.INVALID_RECORD, "a request contains more than one batch for a partition")
     if length + _LENGTH_FROM != len(raw):
-        raise Rejected(Code.INVALID_RECORD, f"a batch says it has {length + _LENGTH_FROM} bytes and has {len(raw)}")
+        raise Rejected(
+            Code.INVALID_RECORD, f"the header of a batch states {length + _LENGTH_FROM} bytes, but it has {len(raw)}"
+        )
     if crc32c(memoryview(raw)[_CHECKED_FROM:]) != checksum:
         raise Rejected(Code.CORRUPT_MESSAGE, "the checksum does not match")
     batch = parse(raw)
@@ -105,7 +110,7 @@ def parse_produced(raw: bytes | memoryview) -> RecordBatch:
 
 
 def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> RecordBatch:
-    """The control batch that ends a transaction in a partition."""
+    """Build the control batch that ends a transaction in a partition."""
     key = struct.pack(">hh", 0, int(committed))
     value = struct.pack(">hi", 0, 0)
     record = bytes([0, 0, 0, 2 * len(key)]) + key + bytes([2 * len(value)]) + value + b"\0"
@@ -130,15 +135,15 @@ def _check(batch: RecordBatch) -> None:
     if batch.count * _RECORD_BYTES_MIN > (len(batch.body) if batch.codec == NONE else OPENED_BYTES_MAX):
         raise Rejected(Code.INVALID_RECORD, f"{batch.count} records do not fit into {len(batch.body)} bytes")
     if batch.control:
-        raise Rejected(Code.INVALID_RECORD, "clients may not write control records")
+        raise Rejected(Code.INVALID_RECORD, "clients must not write control records")
     if batch.attributes & _LOG_APPEND_TIME:
-        raise Rejected(Code.INVALID_TIMESTAMP, "the timestamp type is the producer's (CreateTime)")
+        raise Rejected(Code.INVALID_TIMESTAMP, "the timestamp type must be CreateTime")
     if batch.codec > 4:
-        raise Rejected(Code.UNSUPPORTED_COMPRESSION, f"compression {batch.codec}")
+        raise Rejected(Code.UNSUPPORTED_COMPRESSION, f"compression {batch.codec} is not supported")
     if batch.producer_id != NO_PRODUCER and (batch.producer_epoch < 0 or batch.base_sequence < 0):
-        raise Rejected(Code.INVALID_RECORD, "a producer id without epoch and sequence")
+        raise Rejected(Code.INVALID_RECORD, "a producer id needs an epoch and a sequence")
     if batch.transactional and batch.producer_id == NO_PRODUCER:
-        raise Rejected(Code.INVALID_RECORD, "a transactional batch without a producer id")
+        raise Rejected(Code.INVALID_RECORD, "a transactional batch needs a producer id")
 
 
 def _pack(batch: RecordBatch, attributes: int, count: int, body: bytes) -> bytes:

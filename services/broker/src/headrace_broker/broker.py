@@ -1,4 +1,4 @@
-"""The parts that request handlers work with."""
+"""The parts of the broker that request handlers use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ NODE_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """`log`, `topics`, `offsets`, `transactions` and `upkeep` are used inside `writer.submit` alone."""
+    """All parts of one broker.
+
+    `log`, `topics`, `offsets`, `transactions` and `upkeep` may only be used in operations of `writer.submit`.
+    """
 
     settings: BrokerSettings
     cluster_id: str
@@ -43,21 +46,22 @@ class Broker:
     stats: Stats
     fetch_memory: MemoryBudget
     folder: str
-    """Where the file is."""
+    """The folder of the file."""
     port: int
-    """Where Kafka clients find us."""
+    """The port for Kafka clients."""
     credentials: Credentials
-    """What clients have to send before anything else."""
+    """The user name and password that clients must send first."""
     disk: DiskGuard | None = None
-    """Records are refused while the disk is short."""
+    """Guard that refuses records while the disk is short of space."""
     disk_of_tables: DiskGuard | None = None
-    """The same for compacted topics, whose size is bounded: they are what a stack recovers by, so they go on longer."""
+    """Guard for compacted topics. It permits more, because their size is bounded and a stack needs them to recover."""
 
     def now_ms(self) -> int:
+        """Return the current time in milliseconds since 1970."""
         return epoch_ms(self.clock.now())
 
     def view(self, topic: str, number: int) -> PartitionView:
-        """Raises `Rejected` (3) for a partition that does not exist."""
+        """Return a partition. Raises `Rejected` (3) if it does not exist."""
         view = self.catalog.view(topic, number)
         if view is None:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION)
@@ -66,7 +70,7 @@ class Broker:
 
 @dataclass(slots=True)
 class RequestContext:
-    """The context of one request. `response_bytes` is the response memory that it holds."""
+    """Context of one request. `response_bytes` is the response memory that it holds."""
 
     client_id: str
     client_host: str

@@ -1,4 +1,4 @@
-"""A bound on memory that many tasks share."""
+"""Bounded memory that many tasks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class MemoryBudget:
-    """`total` bytes, handed out first come, first served. A request for more than the total gets the total."""
+    """Budget of `total` bytes, granted in the order of the requests. A larger request gets the total."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -19,13 +19,13 @@ class MemoryBudget:
         return self._total - self._free
 
     async def take(self, size: int) -> int:
-        """Wait for `size` bytes and return how many were taken, which the caller gives back."""
+        """Wait for `size` bytes and return the number that was granted, which the caller must give back."""
         size = min(size, self._total)
         if self._waiting or size > self._free:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
             try:
-                await turn  # `_free` is already less by `size` then
+                await turn  # `give` has already subtracted `size` from `_free`
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.give(size)
@@ -35,15 +35,15 @@ class MemoryBudget:
         return size
 
     def give(self, size: int) -> None:
-        """Give back what was taken, or a part of it."""
+        """Give back bytes, and grant waiting requests."""
         self._free += size
         while self._waiting:
-            wanted, turn = self._waiting[0]
+            requested, turn = self._waiting[0]
             if turn.cancelled():
                 self._waiting.popleft()
-            elif wanted <= self._free:
+            elif requested <= self._free:
                 self._waiting.popleft()
-                self._free -= wanted
+                self._free -= requested
                 turn.set_result(None)
             else:
                 break

@@ -1,4 +1,4 @@
-"""What the event loop knows of topics and their logs: the committed state, and who waits for more records."""
+"""Committed state of topics and their logs for the event loop, with the readers that wait for more records."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from headrace_broker.log import Moved
+from headrace_broker.log import PartitionMoved
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.topics import Altered, Created, Deleted, Event, Grown
+from headrace_broker.topics import Event, TopicAltered, TopicCreated, TopicDeleted, TopicGrown
 
-Change = Moved | Event
+Change = PartitionMoved | Event
 
 
 @dataclass(eq=False, slots=True)
 class PartitionView:
-    """A partition as committed. `readers` are woken when it moves."""
+    """Committed state of a partition. Its changes set the events `readers`."""
 
     id: int
     topic: str
@@ -30,7 +30,7 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """A topic that exists. Its partitions by number."""
+    """An existing topic, with its partitions by number."""
 
     name: str
     config: TopicConfig
@@ -38,52 +38,55 @@ class TopicState:
 
 
 class TopicCatalog:
-    """Changed by `apply` alone, which the writer calls on the event loop after each commit."""
+    """All topics. Only `apply` changes it, which the writer calls in the event loop after each commit."""
 
     def __init__(self) -> None:
         self.topics: dict[str, TopicState] = {}
         self._views: dict[int, PartitionView] = {}
 
     def view(self, topic: str, number: int) -> PartitionView | None:
-        found = self.topics.get(topic)
-        return found.partitions[number] if found and 0 <= number < len(found.partitions) else None
+        """Return a partition, or None if it does not exist."""
+        state = self.topics.get(topic)
+        return state.partitions[number] if state and 0 <= number < len(state.partitions) else None
 
     def views(self) -> Iterable[PartitionView]:
+        """Return all partitions."""
         return self._views.values()
 
     def apply(self, changes: Iterable[Change]) -> None:
+        """Apply the changes of a commit, in order."""
         for change in changes:
             match change:
-                case Created():
+                case TopicCreated():
                     self._add(change)
-                case Altered():
+                case TopicAltered():
                     self.topics[change.name] = replace(self.topics[change.name], config=change.config)
-                case Grown():
+                case TopicGrown():
                     self._grow(change)
-                case Deleted():
+                case TopicDeleted():
                     self._remove(change)
-                case Moved():
+                case PartitionMoved():
                     self._move(change)
 
-    def _add(self, created: Created) -> None:
+    def _add(self, created: TopicCreated) -> None:
         views = tuple(PartitionView(key, created.name, number) for number, key in enumerate(created.partition_ids))
         self._views.update({view.id: view for view in views})
         self.topics[created.name] = TopicState(created.name, created.config, views)
 
-    def _grow(self, grown: Grown) -> None:
+    def _grow(self, grown: TopicGrown) -> None:
         topic = self.topics[grown.name]
         first = len(topic.partitions)
         views = tuple(PartitionView(key, topic.name, first + number) for number, key in enumerate(grown.partition_ids))
         self._views.update({view.id: view for view in views})
         self.topics[topic.name] = replace(topic, partitions=topic.partitions + views)
 
-    def _remove(self, deleted: Deleted) -> None:
+    def _remove(self, deleted: TopicDeleted) -> None:
         for view in self.topics.pop(deleted.name).partitions:
             del self._views[view.id]
             view.deleted = True
             _wake(view)
 
-    def _move(self, moved: Moved) -> None:
+    def _move(self, moved: PartitionMoved) -> None:
         view = self._views.get(moved.id)
         if view is not None:
             view.start, view.end, view.stable, view.bytes = moved.start, moved.end, moved.stable, moved.bytes

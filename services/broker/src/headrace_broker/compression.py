@@ -1,4 +1,4 @@
-"""Decompresses record bodies, with a bound on the result. Only compaction and checks need it."""
+"""Bounded decompression of record bodies, for compaction and validation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace_broker.errors import Malformed
 
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 OPENED_BYTES_MAX = 64 * 1024 * 1024
-"""Largest decompressed body: a malicious megabyte can expand to a gigabyte."""
+"""Maximum size of a decompressed body. A malicious megabyte can expand to a gigabyte."""
 _XERIAL = b"\x82SNAPPY\0"
 _XERIAL_HEADER_BYTES = 16
 
 
-def opened(codec: int, body: bytes | memoryview) -> memoryview:
-    """The records of a batch. Raises `Malformed` for what is no such data or too large."""
+def decompress(codec: int, body: bytes | memoryview) -> memoryview:
+    """Return the decompressed records of a batch. Raises `Malformed` for invalid or too large data."""
     if codec == NONE:
         return memoryview(body)
     import cramjam
@@ -28,22 +28,22 @@ def opened(codec: int, body: bytes | memoryview) -> memoryview:
         raise Malformed(f"compressed records (codec {codec}): {error}") from None
 
 
-def gzipped(body: bytes) -> bytes:
-    """For batches that are written again: every client reads gzip, whatever the producer chose."""
-    squeeze = zlib.compressobj(level=6, wbits=31)
-    return squeeze.compress(body) + squeeze.flush()
+def compress_gzip(body: bytes) -> bytes:
+    """Compress the records of a rewritten batch. All clients support gzip."""
+    compressor = zlib.compressobj(level=6, wbits=31)
+    return compressor.compress(body) + compressor.flush()
 
 
 def _gunzip(body: bytes | memoryview) -> memoryview:
-    inflate = zlib.decompressobj(wbits=31)
-    data = inflate.decompress(body, OPENED_BYTES_MAX)
-    if not inflate.eof:
-        raise ValueError("cut short, or too large when opened")
+    decompressor = zlib.decompressobj(wbits=31)
+    data = decompressor.decompress(body, OPENED_BYTES_MAX)
+    if not decompressor.eof:
+        raise ValueError("the data are truncated or too large when decompressed")
     return memoryview(data)
 
 
 def _snappy(body: bytes | memoryview) -> memoryview:
-    """Raw snappy, or the blocks with a header that Java writes."""
+    """Decompress raw snappy, or snappy blocks with the header that Java clients write."""
     from cramjam import snappy
 
     data = bytes(body)
@@ -55,7 +55,7 @@ def _snappy(body: bytes | memoryview) -> memoryview:
             blocks.append(data[at + 4 : at + 4 + size])
             at += 4 + size
     if sum(snappy.decompress_raw_len(block) for block in blocks) > OPENED_BYTES_MAX:
-        raise ValueError("too large when opened")
+        raise ValueError("the data are too large when decompressed")
     return memoryview(b"".join(bytes(snappy.decompress_raw(block)) for block in blocks))
 
 
@@ -72,7 +72,7 @@ def _zstd(body: bytes | memoryview) -> memoryview:
 
 
 def _into(decompress: Callable[[bytes, mmap.mmap], int], body: bytes) -> memoryview:
-    """Into memory of the largest allowed size, of which the system provides only what is written to."""
+    """Decompress into mapped memory of the maximum size, of which only written pages are allocated."""
     out = mmap.mmap(-1, OPENED_BYTES_MAX)
     return memoryview(out)[: decompress(body, out)]
 

@@ -1,4 +1,4 @@
-"""One client's connection: requests start in the order they came in, run side by side, are answered in order."""
+"""Connection of one client. Requests start in the order of arrival, run concurrently, and are answered in order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = get_logger(__name__)
 _SIZE = struct.Struct(">i")
 _RESPONSE_START = struct.Struct(">ii")
 _BEFORE_LOGIN_BYTES_MAX = 65_536
-"""Largest request of a connection that has not authenticated: a password is short."""
+"""Maximum size of a request before authentication, which is sufficient for a password."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request that is being worked on. It holds memory until its answer is sent."""
+    """A request in progress. It holds memory until its response is sent."""
 
     call: RequestContext
     request: DecodedRequest
@@ -33,9 +33,9 @@ class _Pending:
 
 
 class Connection:
-    """`run` serves the client until it leaves, sends nonsense, or is too slow. Raises nothing but cancellation.
+    """Connection of one client.
 
-    What the client has asked to be written is written even when it leaves: the writer has it then.
+    A submitted write is completed even if the client disconnects, because the writer already has it.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Connection:
         self._host = f"/{writer.get_extra_info('peername')[0]}"
 
     async def run(self) -> None:
+        """Serve the client until it disconnects, sends malformed data, or is too slow. Raises only cancellation."""
         receive = asyncio.create_task(self._receive())
         answer = asyncio.create_task(self._answer())
         try:
@@ -59,13 +60,13 @@ class Connection:
             for task in done:
                 task.result()
         except (OSError, EOFError, TimeoutError):
-            pass  # it left, or it was too slow to keep
+            pass  # the client has disconnected or is too slow
         except Malformed as error:
             self._broker.stats.malformed += 1
             log.warning("connection_closed", client=self._host, error=str(error))
         except Exception:
-            # A bug in a handler closes this connection only; the broker goes on. Nothing is half done: what
-            # changes the log runs on the writer, and a bug there does end the process.
+            # A bug in a handler closes only this connection, because operations on the log are atomic: they run in the
+            # writer, and a bug there ends the process.
             self._broker.stats.handler_failures += 1
             log.exception("handler_failed", client=self._host)
         finally:
@@ -94,11 +95,13 @@ class Connection:
             await self._pending.put(pending)
 
     async def _frame(self) -> tuple[bytes, int]:
-        """The next request and the memory taken for it. Raises `EOFError` at the end, `Malformed` for a wrong size."""
+        """Return the next request and the memory that it holds. Raises `EOFError` at the end, or `Malformed`."""
         (size,) = _SIZE.unpack(await self._start_of_frame())
         bytes_max = self._settings.request_bytes_max if self._login.done else _BEFORE_LOGIN_BYTES_MAX
         if not 8 <= size <= bytes_max:
-            raise Malformed(f"a request of {size} bytes; broker.request_bytes_max is {bytes_max}")
+            raise Malformed(
+                f"request of {size} bytes: must be between 8 and {bytes_max} bytes (broker.request_bytes_max)"
+            )
         held_bytes = await self._memory.take(size)
         try:
             async with asyncio.timeout(self._settings.transfer_timeout_s):
@@ -108,7 +111,7 @@ class Connection:
             raise
 
     async def _start_of_frame(self) -> bytes:
-        """Wait for the client; for ever while it waits for us."""
+        """Wait for the size of the next request, without a timeout while the client waits for responses."""
         while True:
             try:
                 idle_s = self._settings.connection_idle_s if self._login.done else self._settings.transfer_timeout_s

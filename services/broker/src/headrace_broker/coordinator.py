@@ -1,4 +1,4 @@
-"""All consumer groups: finds the group of a request, waits for its answer, saves what is worth saving."""
+"""Coordinator of all consumer groups: forwards requests to groups, waits for responses and saves states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
-from headrace_broker.group_state import restore, saved
+from headrace_broker.group_state import restore, serialize
 from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.groups import (
     HeartbeatRequest,
@@ -30,7 +30,7 @@ TICK_S = 0.2
 
 
 class Coordinator:
-    """Lives on the event loop. Methods raise `Rejected`; a storage error becomes COORDINATOR_NOT_AVAILABLE."""
+    """Coordinator in the event loop. Methods raise `Rejected`; storage errors become COORDINATOR_NOT_AVAILABLE."""
 
     def __init__(
         self, settings: BrokerSettings, writer: Writer, offsets: CommittedOffsets, clock: Clock, stats: Stats
@@ -44,21 +44,24 @@ class Coordinator:
         self._saves: dict[str, asyncio.Future[None]] = {}
 
     def load(self, rows: Iterable[tuple[str, bytes, int]]) -> None:
-        """Take over what is saved: id, state, last use."""
+        """Restore saved groups from rows of id, state and time of the last use."""
         for group_id, state, used_ms in rows:
             group = self._groups[group_id] = Group(group_id, self._settings.group_members_max, used_ms=used_ms)
             restore(group, state, self._clock.monotonic_s())
 
     def all(self) -> list[Group]:
+        """Return all groups."""
         return list(self._groups.values())
 
     def find(self, group_id: str) -> Group | None:
+        """Return a group, or None if it does not exist."""
         return self._groups.get(group_id)
 
     async def join(self, request: JoinGroupRequest, client_id: str, client_host: str) -> JoinGroupResponse:
+        """Handle JoinGroup: wait until the generation is complete."""
         low, high = self._settings.session_timeout_min_s, self._settings.session_timeout_max_s
         if not low <= request.session_timeout_ms / 1000 <= high:
-            raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"between {low} s and {high} s")
+            raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"the session timeout must be between {low} s and {high} s")
         now_s = self._clock.monotonic_s()
         member = GroupMember(
             id=request.member_id or f"{request.group_instance_id or client_id}-{uuid.uuid4()}",
@@ -77,12 +80,13 @@ class Coordinator:
             group.join(request, member, partial(_answer, answer), now_s)
         except Rejected as error:
             if unknown and error.code is not Code.MEMBER_ID_REQUIRED:
-                del self._groups[group.id]  # it was made for this request alone
+                del self._groups[group.id]  # it was created for this request
             return JoinGroupResponse(0, error.code, -1, "", "", member.id, ())
         self._save_if_changed(group)
         return await answer
 
     async def sync(self, request: SyncGroupRequest) -> SyncGroupResponse:
+        """Handle SyncGroup: wait for the assignment, which is durable then."""
         group = self._group(request.group_id)
         answer: asyncio.Future[SyncGroupResponse] = asyncio.get_running_loop().create_future()
         group.sync(request, partial(_answer, answer), self._clock.monotonic_s())
@@ -94,39 +98,41 @@ class Coordinator:
         return response
 
     def heartbeat(self, request: HeartbeatRequest) -> None:
+        """Handle Heartbeat."""
         group = self._group(request.group_id)
         group.heartbeat(request.member_id, request.generation_id, self._clock.monotonic_s())
 
     async def leave(self, request: LeaveGroupRequest) -> None:
+        """Handle LeaveGroup."""
         group = self._group(request.group_id)
         group.leave(request.member_id, self._clock.monotonic_s())
         self._save_if_changed(group)
 
     async def commit(self, request: OffsetCommitRequest, topics: tuple[CommitTopic, ...]) -> None:
-        """Store offsets of partitions that exist; the member and generation are checked first."""
+        """Check member and generation, and store the offsets of `topics`, whose partitions must exist."""
         group = self._group(request.group_id, create=request.generation_id < 0)
         group.check_commit(request.member_id, request.generation_id, self._clock.monotonic_s())
         group.used_ms = epoch_ms(self._clock.now())
         await self._stored(self._writer.submit(partial(self._offsets.commit, group.id, topics, group.used_ms)))
 
     def enlist(self, group_id: str) -> None:
-        """A transaction will commit offsets for the group."""
+        """Create the group, for which a transaction will commit offsets, if it does not exist."""
         self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
 
     def check_transactional_commit(self, request: TxnOffsetCommitRequest) -> None:
-        """Whether who commits inside a transaction still consumes in the group. Raises `Rejected` (22, 25, 82).
+        """Raise `Rejected` (22, 25, 82) if the sender of a transactional commit is no longer a member of the group.
 
-        A rebalance on its way refuses nothing: the successor waits until the transaction is decided.
+        A rebalance in progress is no reason, because the next owner of a partition waits for the transaction's end.
         """
         if request.generation_id < 0 and not request.member_id:
-            return  # it does not say that it is a member
+            return  # the sender does not claim to be a member
         group = self._groups.get(request.group_id)
         if group is None:
-            raise Rejected(Code.ILLEGAL_GENERATION, f"there is no group {request.group_id}")
+            raise Rejected(Code.ILLEGAL_GENERATION, f"group {request.group_id} does not exist")
         group.check_member(request.member_id, request.generation_id, request.group_instance_id)
 
     async def delete(self, group_id: str) -> None:
-        """The group and its offsets. Raises `Rejected` (68, 69)."""
+        """Delete a group and its offsets. Raises `Rejected` (68, 69)."""
         group = self._groups.get(group_id)
         if group is None:
             raise Rejected(Code.GROUP_ID_NOT_FOUND)
@@ -140,7 +146,7 @@ class Coordinator:
             raise
 
     def tick(self) -> None:
-        """Let time pass in all groups. Called every `TICK_S`."""
+        """Advance the time of all groups. Must be called every `TICK_S`."""
         now_s = self._clock.monotonic_s()
         for group in self._groups.values():
             group.tick(now_s)
@@ -155,7 +161,7 @@ class Coordinator:
 
     def _group(self, group_id: str, *, create: bool = False) -> Group:
         if not group_id:
-            raise Rejected(Code.INVALID_GROUP_ID, "a group needs a name")
+            raise Rejected(Code.INVALID_GROUP_ID, "the group id must not be empty")
         group = self._groups.get(group_id)
         if group is None:
             if not create:
@@ -172,7 +178,7 @@ class Coordinator:
         group.changed = False
         group.used_ms = epoch_ms(self._clock.now())
         self._stats.rebalances += group.phase is Phase.STABLE
-        save = self._writer.submit(partial(self._offsets.save_group, group.id, saved(group), group.used_ms))
+        save = self._writer.submit(partial(self._offsets.save_group, group.id, serialize(group), group.used_ms))
         self._saves[group.id] = save
         save.add_done_callback(partial(self._saved, group.id))
 
@@ -191,5 +197,5 @@ class Coordinator:
 
 
 def _answer(future: asyncio.Future[T], response: T) -> None:
-    if not future.done():  # its client may be gone
+    if not future.done():  # the client may have disconnected
         future.set_result(response)

@@ -1,6 +1,6 @@
 """CRC-32C (Castagnoli), the checksum of record batches, from aiokafka's C extension.
 
-aiokafka takes longer to import than the rest of the broker; `prepare` does it once the port is open.
+Importing aiokafka takes longer than the rest of the broker, so `prepare` imports it after the port is open.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from functools import cache
 
 
 def crc32c(data: bytes | memoryview) -> int:
+    """Return the CRC-32C of `data`."""
     return prepare()(data)
 
 
 @cache
 def prepare() -> Callable[[bytes | memoryview], int]:
-    """Import the implementation. Blocks for about 0.2 s the first time."""
+    """Import and return the implementation. The first call blocks for about 0.2 s."""
     from aiokafka.record.util import calc_crc32c
 
     implementation: Callable[[bytes | memoryview], int] = calc_crc32c

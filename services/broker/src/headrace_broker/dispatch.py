@@ -1,9 +1,9 @@
-"""The supported requests: the versions of each, its handler, and the form of a refusal.
+"""Supported requests with their versions, handlers and error responses.
 
-The announced range ends at the newest served version, which clients choose when they know it. Most APIs are served in
-this version alone; where clients need others, in all from `oldest` on. A few announced ranges begin below the oldest
-served version: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the
-range holds the version in which each first appeared, although it never sends that version.
+The announced range of versions ends at the newest supported one, which clients choose if they support it. Most APIs
+support only this version; some support all versions from `oldest` on. A few announced ranges begin below the oldest
+supported version, because librdkafka before 2.1 (Debian's kcat) disables record batches, consumer groups and lz4 unless
+the range includes the version in which each appeared first, although it never sends that version.
 """
 
 from __future__ import annotations
@@ -46,31 +46,34 @@ from headrace_broker.wire import PLAIN, Form, WireReader, codec, decode, encode,
 
 SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE = 17, 18, 36
 BEFORE_LOGIN = frozenset((SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE))
-"""What a connection may send before it has authenticated."""
+"""APIs that a connection may use before authentication."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSpec:
-    """One request type. `refuse` makes the response for a `Rejected`; handlers without it answer for themselves."""
+    """One API. `refuse` builds the response for `Rejected`; without it the handler must not raise `Rejected`."""
 
     name: str
     key: int
     version: int
-    """The newest that is served."""
+    """Newest supported version."""
     request: type[Any]
     handle: Callable[[Broker, RequestContext, Any], Awaitable[Any]]
     refuse: Callable[[Any, Code], Any] | None = None
     announced_from: int | None = None
-    """Low end of the announced range, when nothing so old is served."""
+    """Begin of the announced range, if it is below the oldest supported version."""
     oldest: int | None = None
-    """The oldest that is served, when it is not `version`."""
+    """Oldest supported version, if it is not `version`."""
     flexible_from: int = 1000
+    """First version with compact lengths and tagged fields."""
 
     @property
     def served(self) -> range:
+        """The supported versions."""
         return range(self.version if self.oldest is None else self.oldest, self.version + 1)
 
     def form(self, version: int) -> Form:
+        """Return the encoding of a version."""
         return Form(version, version >= self.flexible_from)
 
 
@@ -166,7 +169,7 @@ _BY_KEY = {api.key: api for api in APIS}
 
 
 class DecodedRequest(NamedTuple):
-    """A decoded request. `api` is None for an ApiVersions of another version, which gets the list and an error."""
+    """A decoded request. `api` is None for ApiVersions of an unsupported version, which gets an error with the list."""
 
     correlation_id: int
     client_id: str
@@ -176,7 +179,7 @@ class DecodedRequest(NamedTuple):
 
 
 def announced(code: Code) -> ApiVersionsResponse:
-    """What we serve. Kafka's clients read this form after UNSUPPORTED_VERSION too, and ask again."""
+    """Return the list of APIs. After UNSUPPORTED_VERSION Kafka's clients parse this version, too, and send again."""
     return ApiVersionsResponse(
         code,
         tuple(
@@ -187,13 +190,13 @@ def announced(code: Code) -> ApiVersionsResponse:
 
 
 def parse(frame: bytes) -> DecodedRequest:
-    """Raises `Malformed`, also for a version that is not served: the form of its answer is unknown, as in Kafka."""
+    """Decode a request. Raises `Malformed`, also for an unsupported version, whose response cannot be encoded."""
     start = codec(RequestStart).read(WireReader(frame))
     api = _BY_KEY.get(start.api_key)
     if api is None or start.api_version not in api.served:
         if start.api_key == API_VERSIONS:
             return DecodedRequest(start.correlation_id, "", None, None)
-        raise Malformed(f"API {start.api_key} version {start.api_version} is not served")
+        raise Malformed(f"API {start.api_key} version {start.api_version} is not supported")
     source = WireReader(frame)
     header = codec(RequestHeader).read(source)
     form = api.form(header.api_version)
@@ -204,14 +207,14 @@ def parse(frame: bytes) -> DecodedRequest:
 
 
 def encode_response(request: DecodedRequest, response: Any, sink: bytearray) -> None:
-    """Append the response in the version of its request."""
+    """Append the response to `sink`, in the version of its request."""
     if request.form.flexible:
         sink.append(0)  # the header's tagged fields
     encode(response, sink, request.form)
 
 
 async def respond(broker: Broker, call: RequestContext, request: DecodedRequest) -> Any:
-    """The response message, None when the client wants none."""
+    """Handle a request and return the response, or None if the client expects none."""
     api = request.api
     if api is None:
         return announced(Code.UNSUPPORTED_VERSION)

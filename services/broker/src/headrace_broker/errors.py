@@ -1,4 +1,4 @@
-"""Kafka's error codes, those that this broker answers with, and the exception that carries one to the response.
+"""Error codes of Kafka that this broker returns, and exceptions.
 
 https://kafka.apache.org/protocol#protocol_error_codes
 """
@@ -11,7 +11,7 @@ from headrace_schemas.errors import HeadraceError
 
 
 class Code(IntEnum):
-    """What a response says went wrong, by Kafka's numbers and names."""
+    """Error code of a response, with Kafka's number and name."""
 
     NONE = 0
     OFFSET_OUT_OF_RANGE = 1
@@ -61,7 +61,7 @@ class Code(IntEnum):
 
 
 class Rejected(HeadraceError):
-    """A client's request cannot be done; `code` goes into the response, the message where the response has room."""
+    """A request is refused. The response contains `code` and, if it has a field for it, the message."""
 
     def __init__(self, code: Code, message: str = "") -> None:
         super().__init__(message or code.name)
@@ -69,8 +69,8 @@ class Rejected(HeadraceError):
 
 
 class Malformed(HeadraceError):
-    """Bytes that are not what the protocol says. The connection that sent them is closed."""
+    """Bytes violate the protocol. The connection is closed."""
 
 
 class Damaged(HeadraceError):
-    """The stored bytes are not what was written. The process ends; its next start repairs or removes them."""
+    """Stored bytes differ from the written ones. The process ends, and its next start repairs or removes them."""

@@ -1,7 +1,7 @@
-"""One consumer group: the rebalance protocol as a state machine without I/O, clock or event loop of its own.
+"""Rebalance protocol of one consumer group as a state machine without I/O, clock and event loop.
 
-https://cwiki.apache.org/confluence/x/foynAw describes the protocol. Members join, the leader assigns, all learn their
-assignment (sync), and heartbeats keep it so. Answers that must wait are given through the `reply` of the request.
+https://cwiki.apache.org/confluence/x/foynAw describes the protocol. Members join, the leader assigns partitions, all
+members receive their assignments (sync) and keep them by heartbeats. Delayed responses go to the `reply` of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SyncReply = Callable[[SyncGroupResponse], None]
 
 
 class Phase(StrEnum):
-    """Where a group is in the protocol; the values are what DescribeGroups says."""
+    """Phase of a group in the protocol. The values are the states in DescribeGroups."""
 
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class GroupMember:
-    """One client of the group. `joining` and `syncing` are requests that wait for an answer."""
+    """One client of the group. `joining` and `syncing` reply to waiting requests."""
 
     id: str
     instance_id: str | None
@@ -50,14 +50,15 @@ class GroupMember:
     syncing: SyncReply | None = None
 
     def metadata(self, protocol: str) -> bytes:
+        """Return the member's metadata for an assignment protocol."""
         return next((offered.metadata for offered in self.protocols if offered.name == protocol), b"")
 
 
 @dataclass(slots=True)
 class Group:
-    """Every method takes the time (`now_s`, monotonic) and changes state at once.
+    """Consumer group. Methods get the monotonic time as `now_s`.
 
-    `changed` says that a state worth saving was reached: assignments made, or nobody left.
+    `changed` is set when the group reaches a state that must be saved: it has assignments or no members.
     """
 
     id: str
@@ -69,18 +70,18 @@ class Group:
     leader: str = ""
     members: dict[str, GroupMember] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
-    """Ids given to clients that have not joined with them yet, until when they may."""
+    """Member ids of clients that have not joined with them yet, with the time at which the ids expire."""
     rebalance_ends_s: float = 0.0
     changed: bool = False
     used_ms: int = 0
 
     def join(self, request: JoinGroupRequest, member: GroupMember, reply: JoinReply, now_s: float) -> None:
-        """Take the member in, or back. `member.id` is `request.member_id` or, when that is empty, a new one.
+        """Add a member, or let it rejoin. `member.id` is `request.member_id` or, if that is empty, a new id.
 
-        Raises `Rejected`; for MEMBER_ID_REQUIRED the client is to come again with `member.id`.
+        Raises `Rejected`. After MEMBER_ID_REQUIRED the client must join again with `member.id`.
         """
         self._check_protocols(request)
-        known = self.members.get(request.member_id)
+        present = self.members.get(request.member_id)
         if not request.member_id:
             if request.group_instance_id is None:
                 self._check_size()
@@ -90,30 +91,30 @@ class Group:
             if static is not None:
                 self._replace(static, member, reply, now_s)
                 return
-        elif known is None and self.awaited.pop(request.member_id, None) is None:
+        elif present is None and self.awaited.pop(request.member_id, None) is None:
             raise Rejected(Code.UNKNOWN_MEMBER_ID)
-        if known is None:
+        if present is None:
             self.protocol_type = request.protocol_type
             self._add(member, reply, now_s)
-        elif known.instance_id != request.group_instance_id:
+        elif present.instance_id != request.group_instance_id:
             raise Rejected(Code.FENCED_INSTANCE_ID)
         else:
-            self._rejoin(known, member, reply, now_s)
+            self._rejoin(present, member, reply, now_s)
 
     def sync(self, request: SyncGroupRequest, reply: SyncReply, now_s: float) -> None:
-        """Hand in (the leader) and wait for the assignments. Raises `Rejected`."""
-        member = self._checked(request.member_id, request.generation_id)
+        """Store the assignments of the leader, and reply to all members once they exist. Raises `Rejected`."""
+        member = self._member(request.member_id, request.generation_id)
         if request.group_instance_id is not None and member.instance_id != request.group_instance_id:
             raise Rejected(Code.FENCED_INSTANCE_ID)
         if self.phase is Phase.PREPARING:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
-        self._keep(member, now_s)
-        self._reply_sync(member, Code.REBALANCE_IN_PROGRESS, now_s)  # asked twice: only the last one waits
+        self._extend_session(member, now_s)
+        self._reply_sync(member, Code.REBALANCE_IN_PROGRESS, now_s)  # a repeated request replaces the waiting one
         member.syncing = reply
         if self.phase is Phase.COMPLETING and member.id == self.leader:
-            given = dict(request.assignments)
+            assignments = dict(request.assignments)
             for other in self.members.values():
-                other.assignment = given.get(other.id, b"")
+                other.assignment = assignments.get(other.id, b"")
             self.phase = Phase.STABLE
             self.changed = True
         if self.phase is Phase.STABLE:
@@ -121,14 +122,14 @@ class Group:
                 self._reply_sync(other, Code.NONE, now_s)
 
     def heartbeat(self, member_id: str, generation: int, now_s: float) -> None:
-        """Raises `Rejected`: rejoin (27), or start over (22, 25)."""
-        member = self._checked(member_id, generation)
-        self._keep(member, now_s)
+        """Extend the session of a member. Raises `Rejected`: it must rejoin (27) or join anew (22, 25)."""
+        member = self._member(member_id, generation)
+        self._extend_session(member, now_s)
         if self.phase is Phase.PREPARING:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def leave(self, member_id: str, now_s: float) -> None:
-        """Raises `Rejected` (25)."""
+        """Remove a member. Raises `Rejected` (25)."""
         if self.awaited.pop(member_id, None) is not None:
             return
         if member_id not in self.members:
@@ -136,24 +137,24 @@ class Group:
         self._remove(member_id, now_s)
 
     def check_commit(self, member_id: str, generation: int, now_s: float) -> None:
-        """Whether an offset commit may be taken. Raises `Rejected` (22, 25, 27)."""
+        """Raise `Rejected` (22, 25, 27) if an offset commit must be refused."""
         if generation < 0 and not self.members:
-            return  # a client that assigns partitions by itself
-        member = self._checked(member_id, generation)
-        self._keep(member, now_s)
+            return  # a client with manual assignment
+        member = self._member(member_id, generation)
+        self._extend_session(member, now_s)
         if self.phase is Phase.COMPLETING:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def check_member(self, member_id: str, generation: int, instance_id: str | None) -> None:
-        """Raises `Rejected` (22, 25, 82) unless it is a member of this generation."""
+        """Raise `Rejected` (22, 25, 82) unless `member_id` is a member of this generation."""
         if instance_id is not None:
             static = self._static(instance_id)
             if static is not None and static.id != member_id:
                 raise Rejected(Code.FENCED_INSTANCE_ID)
-        self._checked(member_id, generation)
+        self._member(member_id, generation)
 
     def tick(self, now_s: float) -> None:
-        """Remove members that went silent, and end a rebalance that a member delays. Called a few times a second."""
+        """Remove members with expired sessions, and end a delayed rebalance. Must be called a few times per second."""
         for member_id in [key for key, until in self.awaited.items() if until < now_s]:
             del self.awaited[member_id]
         silent = [m.id for m in self.members.values() if m.expires_s < now_s and not (m.joining or m.syncing)]
@@ -172,7 +173,7 @@ class Group:
         if not request.protocol_type or not common or (others and request.protocol_type != self.protocol_type):
             raise Rejected(Code.INCONSISTENT_GROUP_PROTOCOL)
 
-    def _checked(self, member_id: str, generation: int) -> GroupMember:
+    def _member(self, member_id: str, generation: int) -> GroupMember:
         member = self.members.get(member_id)
         if member is None:
             raise Rejected(Code.UNKNOWN_MEMBER_ID)
@@ -193,23 +194,26 @@ class Group:
         if len(self.members) + len(self.awaited) >= self.members_max:
             raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"broker.group_members_max = {self.members_max}")
 
-    def _rejoin(self, known: GroupMember, again: GroupMember, reply: JoinReply, now_s: float) -> None:
-        if known.joining:  # asked twice: only the last one waits
-            known.joining(self._refusal(Code.REBALANCE_IN_PROGRESS, known.id))
-        same = known.protocols == again.protocols
-        known.protocols = again.protocols
-        known.session_timeout_s = again.session_timeout_s
-        known.rebalance_timeout_s = again.rebalance_timeout_s
-        known.joining = reply
-        self._keep(known, now_s)
-        settled = self.phase is Phase.COMPLETING or (self.phase is Phase.STABLE and known.id != self.leader)
-        if same and settled:  # it missed our answer, or only checked for changes
-            self._reply_join(known, now_s)
+    def _rejoin(self, present: GroupMember, update: GroupMember, reply: JoinReply, now_s: float) -> None:
+        if present.joining:  # a repeated request replaces the waiting one
+            present.joining(self._refusal(Code.REBALANCE_IN_PROGRESS, present.id))
+        is_unchanged = present.protocols == update.protocols
+        present.protocols = update.protocols
+        present.session_timeout_s = update.session_timeout_s
+        present.rebalance_timeout_s = update.rebalance_timeout_s
+        present.joining = reply
+        self._extend_session(present, now_s)
+        is_settled = self.phase is Phase.COMPLETING or (self.phase is Phase.STABLE and present.id != self.leader)
+        if is_unchanged and is_settled:  # the member has missed the response, or only checks for changes
+            self._reply_join(present, now_s)
         else:
             self._rebalance(now_s)
 
     def _replace(self, old: GroupMember, new: GroupMember, reply: JoinReply, now_s: float) -> None:
-        """A static member came back under a new id: it keeps its place, and its assignment if nothing else changed."""
+        """Replace a static member that rejoins with a new id.
+
+        It keeps its assignment if its protocols are unchanged.
+        """
         if old.joining:
             old.joining(self._refusal(Code.FENCED_INSTANCE_ID, old.id))
         if old.syncing:
@@ -224,7 +228,7 @@ class Group:
         if self.phase is Phase.STABLE and old.protocols == new.protocols:
             self.changed = True
             new.joining = None
-            # Named after the old id, the leader does not recognize itself and does not assign anew.
+            # With the leader's old id, a replaced leader does not take itself for the leader and does not reassign.
             reply(JoinGroupResponse(0, Code.NONE, self.generation, self.protocol, leader, new.id, ()))
         else:
             self._rebalance(now_s)
@@ -232,7 +236,7 @@ class Group:
     def _remove(self, member_id: str, now_s: float) -> None:
         member = self.members.pop(member_id, None)
         if member is None:
-            return  # the rebalance that removing another one completed has dropped it
+            return  # the removal of another member has completed a rebalance that dropped this one
         if member.joining:
             member.joining(self._refusal(Code.UNKNOWN_MEMBER_ID, member_id))
         if member.syncing:
@@ -240,7 +244,7 @@ class Group:
         self._rebalance(now_s)
 
     def _rebalance(self, now_s: float) -> None:
-        """Ask all members to join again; complete at once if all have joined."""
+        """Request all members to join again, and complete the rebalance if all have joined."""
         if self.phase is not Phase.PREPARING:
             self.phase = Phase.PREPARING
             timeouts = [member.rebalance_timeout_s for member in self.members.values()]
@@ -252,10 +256,10 @@ class Group:
             self._complete(now_s)
 
     def _complete(self, now_s: float) -> None:
-        """Begin a generation with those who joined, and the static members, who may be late."""
+        """Begin a generation with the members that have joined and with all static members, which may join later."""
         self.members = {key: m for key, m in self.members.items() if m.joining or m.instance_id is not None}
         joined = [member for member in self.members.values() if member.joining]
-        if self.members and not joined:  # static members alone, all late: their sessions decide
+        if self.members and not joined:  # only static members remain, and none has joined: wait for their sessions
             self.rebalance_ends_s = now_s + max(member.rebalance_timeout_s for member in self.members.values())
             return
         self.generation += 1
@@ -276,26 +280,26 @@ class Group:
         self.changed = True
 
     def _elected(self) -> str:
-        """The protocol that most members prefer among those that all know."""
+        """Return the protocol that most members prefer among the common ones."""
         common = set.intersection(*({p.name for p in member.protocols} for member in self.members.values()))
         favourites = [next(p.name for p in m.protocols if p.name in common) for m in self.members.values()]
         return max(favourites, key=favourites.count)
 
     def _reply_join(self, member: GroupMember, now_s: float) -> None:
         assert member.joining is not None
-        everybody = tuple(JoinedMember(m.id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())
-        told = everybody if member.id == self.leader else ()
+        members = tuple(JoinedMember(m.id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())
+        listed = members if member.id == self.leader else ()
         reply, member.joining = member.joining, None
-        self._keep(member, now_s)
-        reply(JoinGroupResponse(0, Code.NONE, self.generation, self.protocol, self.leader, member.id, told))
+        self._extend_session(member, now_s)
+        reply(JoinGroupResponse(0, Code.NONE, self.generation, self.protocol, self.leader, member.id, listed))
 
     def _reply_sync(self, member: GroupMember, code: Code, now_s: float) -> None:
         if member.syncing:
             reply, member.syncing = member.syncing, None
-            self._keep(member, now_s)
+            self._extend_session(member, now_s)
             reply(SyncGroupResponse(0, code, member.assignment))
 
-    def _keep(self, member: GroupMember, now_s: float) -> None:
+    def _extend_session(self, member: GroupMember, now_s: float) -> None:
         member.expires_s = now_s + member.session_timeout_s
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A group as it is saved, so that a restart of the broker costs no rebalance. Written with the wire codec."""
+"""Serialized state of groups, so that a restart of the broker causes no rebalance. It uses the wire codec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SavedMember(NamedTuple):
 
 
 class SavedGroup(NamedTuple):
-    """A group at rest: stable, or without members."""
+    """A group that is stable or has no members."""
 
     generation: Int32
     protocol_type: String
@@ -32,8 +32,8 @@ class SavedGroup(NamedTuple):
     members: tuple[SavedMember, ...]
 
 
-def saved(group: Group) -> bytes:
-    """Valid for a group that is stable or empty."""
+def serialize(group: Group) -> bytes:
+    """Return the state of a group, which must be stable or empty."""
     members = tuple(
         SavedMember(
             member.id,
@@ -51,8 +51,8 @@ def saved(group: Group) -> bytes:
 
 
 def restore(group: Group, state: bytes, now_s: float) -> None:
-    """Put a saved state into a new group. Each member has its whole session timeout to be heard of again."""
-    if not state:  # it has offsets and never had members
+    """Restore a saved state into a new group. The session of each member begins again."""
+    if not state:  # the group has offsets but never had members
         return
     stored = decode(SavedGroup, WireReader(state))
     group.generation = stored.generation

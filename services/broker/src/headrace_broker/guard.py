@@ -1,8 +1,8 @@
-"""Keeps the checksums of the file and of its write-ahead log in step with SQLite, and uses them at the start.
+"""Checksums of the file and of its write-ahead log, which are updated with SQLite's writes and used at the start.
 
-SQLite writes pages to its log at a commit and from there to the file at a checkpoint. So a page's checksum is noted
-twice: with its frame, right after the commit, and with its place in the file, after the checkpoint and before the log
-begins anew. That order is why checkpoints are made here and not by SQLite on its own.
+SQLite writes pages to its log at a commit, and from there to the file at a checkpoint. So a page's checksum is stored
+twice: for its frame in the log right after the commit, and for the page in the file after the checkpoint, before the
+log is reset. To ensure this order, this module makes the checkpoints, and SQLite's automatic ones are disabled.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from headrace_broker.page_sums import PageSums, sums_of
 from headrace_broker.wal_sums import WalSums
 
 WAL_PAGES = 4_000
-"""The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
+"""Number of frames (16 MB) after which a checkpoint is due."""
 
 
 class RepairReport(NamedTuple):
-    """What the start repaired (bytes in pages and frames), and the pages that it could not repair."""
+    """Pages and frames in which the start repaired bytes, and pages that it could not repair."""
 
     healed_pages: list[int]
     healed_frames: list[int]
     damaged_pages: list[int]
     unguarded: bool
-    """A file without checksums: of an older broker, or put there from a backup."""
+    """Whether the file has no checksums, because an older broker wrote it or it comes from a backup."""
 
 
 class Guard:
-    """`mend` before SQLite opens the file; `committed` and `checkpoint` on the thread that writes."""
+    """Checksums of one file. Call `repair` before SQLite opens it, and the other methods in the writing thread."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -40,22 +40,22 @@ class Guard:
         self._pages.close()
         self._wal.close()
 
-    def mend(self) -> RepairReport:
-        """Repair what can be repaired. Raises `OSError`."""
+    def repair(self) -> RepairReport:
+        """Repair changed bytes as far as possible. Raises `OSError`."""
         if not self._database.exists() or not self._database.stat().st_size:
             return RepairReport([], [], [], unguarded=False)
         unguarded = not self._pages.any
-        log = self._wal.mend()
+        log = self._wal.repair()
         scrubbed = self._pages.scrub(self._database, log.pages)
         return RepairReport(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
 
     def adopt(self) -> None:
-        """Accept the file as it is. Call it after a checkpoint, before anything else is written."""
-        found = sums_of(self._database)
-        self._pages.put(found, len(found))
+        """Store the checksums of the present pages. Must be called after a checkpoint, before further writes."""
+        checksums = sums_of(self._database)
+        self._pages.put(checksums, len(checksums))
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Note what a commit wrote, and make a checkpoint when one is due. If it fails, the next call does it."""
+        """Store the checksums of a commit, and make a checkpoint if one is due. Failures are left to the next call."""
         try:
             self._wal.note()
         except OSError:
@@ -64,7 +64,7 @@ class Guard:
             self.checkpoint(db)
 
     def checkpoint(self, db: sqlite3.Connection) -> bool:
-        """Copy the log into the file. Returns whether all of it is there; readers may delay it."""
+        """Copy the log into the file. Return whether the copy is complete, which readers may delay."""
         try:
             self._wal.note()
             total = db.execute("PRAGMA page_count").fetchone()[0]
@@ -74,5 +74,5 @@ class Guard:
                 return False
             self._pages.put(self._wal.pages, total)
         except (OSError, sqlite3.OperationalError):
-            return False  # a full disk: the log grows until it has no room either, which producers are told
+            return False  # on a full disk the log grows until commits fail, too, which producers see
         return True

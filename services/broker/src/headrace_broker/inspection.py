@@ -1,7 +1,7 @@
-"""Finds damage that the checksums could not repair, row by row, and removes it. Each removed range is reported.
+"""Detection and removal of damaged rows that the checksums could not repair. Each removed range is reported.
 
-A damaged batch becomes a gap in its log, which clients skip like the gaps of compaction. No part of it is served: a
-record is delivered as it was produced, or it is reported in `Lost`.
+A damaged batch becomes a gap in its log, which clients skip like the gaps of compaction. A record is either delivered
+as it was produced or reported in `LostRange`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = get_logger(__name__)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class Lost(NamedTuple):
-    """A range of lost offsets, with the bytes that were left of it."""
+class LostRange(NamedTuple):
+    """A range of lost offsets, with the remaining bytes."""
 
     topic: str
     partition: int
@@ -37,23 +37,23 @@ class Lost(NamedTuple):
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite says that the file is broken, rather than full or busy."""
+    """Return whether an error of SQLite means that the file is damaged, in contrast to full or busy."""
     code: int = getattr(error, "sqlite_errorcode", 0) or 0
     return code & 0xFF in _DAMAGED
 
 
-def fault(offset: int, last_offset: int, payload: bytes) -> str | None:
-    """What is wrong with a stored batch."""
+def batch_problem(offset: int, last_offset: int, payload: bytes) -> str | None:
+    """Return the problem of a stored batch, or None if it is valid."""
     if len(payload) < HEADER_BYTES:
-        return f"only {len(payload)} bytes are left"
+        return f"it has only {len(payload)} bytes"
     batch = parse(payload)
     if batch.base_offset != offset or batch.last_offset != last_offset:
-        return f"it says that it has offsets {batch.base_offset} to {batch.last_offset}"
+        return f"its header has offsets {batch.base_offset} to {batch.last_offset}"
     return None if checksum_fits(payload) else "its checksum does not match"
 
 
-def sound(db: sqlite3.Connection) -> bool:
-    """Whether the file's structure is as SQLite wants it. Raises `sqlite3.DatabaseError` for what is no database."""
+def is_intact(db: sqlite3.Connection) -> bool:
+    """Return whether SQLite finds no damage in the file's structure. Raises `sqlite3.DatabaseError` for other files."""
     try:
         return [row[0] for row in db.execute("PRAGMA quick_check(1)")] == ["ok"]
     except sqlite3.DatabaseError as error:
@@ -62,30 +62,31 @@ def sound(db: sqlite3.Connection) -> bool:
         return False
 
 
-def take_out(db: sqlite3.Connection) -> list[Lost]:
-    """Delete the batches that are damaged. One transaction."""
-    places = {key: (topic, number) for key, topic, number in db.execute("SELECT id, topic, number FROM partitions")}
+def remove_damaged(db: sqlite3.Connection) -> list[LostRange]:
+    """Delete damaged batches and repair other damaged rows in one transaction. Return the lost ranges."""
+    partitions = {key: (topic, number) for key, topic, number in db.execute("SELECT id, topic, number FROM partitions")}
     lost = []
     db.execute("BEGIN IMMEDIATE")
     for row_id, last_offset, payload in db.execute("SELECT position, last_offset, payload FROM batches"):
-        error = fault(offset_of(row_id), last_offset, payload)
-        place = places.get(partition_of(row_id))
+        error = batch_problem(offset_of(row_id), last_offset, payload)
+        partition = partitions.get(partition_of(row_id))
         if error is not None:
             db.execute("DELETE FROM batches WHERE position = ?", (row_id,))
             statement = "UPDATE partitions SET bytes = max(bytes - ?, 0) WHERE id = ?"
             db.execute(statement, (len(payload), partition_of(row_id)))
-            if place is not None:
-                lost.append(Lost(*place, offset_of(row_id), max(last_offset, offset_of(row_id)), error, bytes(payload)))
-    for table, key, column, read, remedy in _SMALL:
-        for found, value in db.execute(f"SELECT {key}, {column} FROM {table}").fetchall():  # noqa: S608 (our names)
-            if not _readable(read, value):
-                db.execute(f"{remedy} WHERE {key} = ? AND {column} = ?", (found, value))
-                log.error("row_taken_out", table=table, key=found, remedy=remedy)
+            if partition is not None:
+                last = max(last_offset, offset_of(row_id))
+                lost.append(LostRange(*partition, offset_of(row_id), last, error, bytes(payload)))
+    for table, key, column, read, remedy in _DECODED_COLUMNS:
+        for row_key, value in db.execute(f"SELECT {key}, {column} FROM {table}").fetchall():  # noqa: S608 (our names)
+            if not _is_readable(read, value):
+                db.execute(f"{remedy} WHERE {key} = ? AND {column} = ?", (row_key, value))
+                log.error("row_taken_out", table=table, key=row_key, remedy=remedy)
     db.execute("COMMIT")
     return lost
 
 
-def _readable(read: Callable[[Any], object], value: object) -> bool:
+def _is_readable(read: Callable[[Any], object], value: object) -> bool:
     try:
         read(value)
     except (ValueError, TypeError, struct.error, Malformed):
@@ -101,25 +102,25 @@ def _sent(value: bytes) -> object:
     return ProducerState.unpacked(0, value, None, 0)
 
 
-_SMALL: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (
+_DECODED_COLUMNS: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (
     ("topics", "name", "config", TopicConfig.unpacked, "UPDATE topics SET config = '[]'"),
     ("transactions", "id", "partitions", json.loads, "DELETE FROM transactions"),
     ("groups", "id", "state", _state, "UPDATE groups SET state = x''"),
     ("producers", "producer_id", "recent", _sent, "DELETE FROM producers"),
 )
-"""Values that the broker decodes at its start, and the remedy for one that it cannot decode: members join again, a
-producer starts anew, a topic gets default settings."""
+"""Columns that the broker decodes at its start, each with the statement that removes a damaged value. Afterwards
+members join again, producers start again, and topics have default settings."""
 
 
-def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[Lost]:
-    """Bring what can be read of a broken file into a new one. Returns the offsets that are missing."""
+def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[LostRange]:
+    """Copy the readable rows of a damaged file into a new one. Return the missing ranges."""
     fresh.execute("BEGIN IMMEDIATE")
     for table in TABLE_NAMES:
         if table != "batches":
-            _insert(fresh, table, _both_ways(damaged, table, "", ()))
+            _insert(fresh, table, _readable_rows(damaged, table, "", ()))
     for (partition_id,) in fresh.execute("SELECT id FROM partitions").fetchall():
         span = (position(partition_id, 0), position(partition_id + 1, 0))
-        rows = _both_ways(damaged, "batches", "WHERE position >= ? AND position < ?", span)
+        rows = _readable_rows(damaged, "batches", "WHERE position >= ? AND position < ?", span)
         _insert(fresh, "batches", rows)
     fresh.execute(
         "INSERT OR IGNORE INTO topics SELECT DISTINCT topic, '[]' FROM partitions"  # with the settings of new topics
@@ -133,8 +134,10 @@ def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[Lost]:
     return lost
 
 
-def _both_ways(db: sqlite3.Connection, table: str, where: str, values: tuple[int, ...]) -> Iterator[tuple[object, ...]]:
-    """The rows from the front up to what cannot be read, and then those from the back."""
+def _readable_rows(
+    db: sqlite3.Connection, table: str, where: str, values: tuple[int, ...]
+) -> Iterator[tuple[object, ...]]:
+    """Yield rows from the begin up to the first unreadable one, and then rows from the end."""
     keys = [row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[5]]
     for direction in ("", " DESC"):
         order = ", ".join(f"{key}{direction}" for key in keys)
@@ -151,8 +154,8 @@ def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...
         db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608 (our names)
 
 
-def _gaps(db: sqlite3.Connection) -> Iterator[Lost]:
-    """Offsets without a batch, where compaction makes no gaps of its own."""
+def _gaps(db: sqlite3.Connection) -> Iterator[LostRange]:
+    """Yield ranges of offsets without a batch in topics that are not compacted."""
     query = (
         "SELECT id, topic, number, log_start, log_end FROM partitions JOIN topics ON topic = name"
         " WHERE config NOT LIKE '%compact%'"
@@ -163,5 +166,5 @@ def _gaps(db: sqlite3.Connection) -> Iterator[Lost]:
         rows = db.execute("SELECT position, last_offset FROM batches WHERE position >= ? AND position < ?", span)
         for row_id, last_offset in [*rows, (position(partition_id, end), end - 1)]:
             if offset_of(row_id) > expected:
-                yield Lost(topic, number, expected, offset_of(row_id) - 1, "the part of the file cannot be read")
+                yield LostRange(topic, number, expected, offset_of(row_id) - 1, "this part of the file cannot be read")
             expected = max(expected, last_offset + 1)

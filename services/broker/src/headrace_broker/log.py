@@ -1,7 +1,7 @@
-"""The log as it is written: offsets, idempotence, transactions' markers, retention's deletes.
+"""Writing side of the log: offsets, idempotence and markers of transactions.
 
-Everything here runs on the writer's thread, inside the writer's transaction. Memory holds a cache of the file:
-`flush` writes it back before the commit, `reload` reads it again after a rollback.
+All methods run in the writer's thread, inside the writer's transaction. The state in memory is a cache of the file:
+`flush` writes it before a commit, `reload` reads it after a rollback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRODUCERS_CACHED = 10_000
 
 @dataclass(slots=True)
 class PartitionLog:
-    """Where a partition's log begins and ends. `open` maps producers to the first offset of their open transaction."""
+    """State of a partition's log. `open` has the first offset of the open transaction by producer id."""
 
     id: int
     topic: str
@@ -39,15 +39,15 @@ class PartitionLog:
         return min(self.open.values(), default=self.end)
 
 
-class Appended(NamedTuple):
-    """Where a batch is stored, and where its log starts."""
+class AppendResult(NamedTuple):
+    """Offset at which a batch is stored, and the first offset of its log."""
 
     base_offset: int
     log_start: int
 
 
-class Moved(NamedTuple):
-    """How a commit changed a partition, for the event loop."""
+class PartitionMoved(NamedTuple):
+    """State of a partition after a commit, for the event loop."""
 
     id: int
     start: int
@@ -57,29 +57,29 @@ class Moved(NamedTuple):
 
 
 class Log:
-    """All partitions. `append` and `end_transaction` are the only ways to add to one."""
+    """Logs of all partitions. Only `append` and `end_transaction` add batches."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._partitions: dict[int, PartitionLog] = {}
         self._producers: OrderedDict[tuple[int, int], ProducerState] = OrderedDict()
         self._moved: set[int] = set()
-        self._noted: set[tuple[int, int]] = set()
+        self._changed_producers: set[tuple[int, int]] = set()
         self.reload()
 
     def reload(self) -> None:
-        """Read again what is committed."""
+        """Read the committed state."""
         query = "SELECT id, topic, number, log_start, log_end, bytes, max_timestamp FROM partitions"
         self._partitions = {row[0]: PartitionLog(*row) for row in self._db.execute(query)}
         self._producers.clear()
         self._moved.clear()
-        self._noted.clear()
+        self._changed_producers.clear()
         query = "SELECT partition, producer_id, open_from FROM producers WHERE open_from IS NOT NULL"
         for partition_id, producer_id, open_from in self._db.execute(query):
             self._partitions[partition_id].open[producer_id] = open_from
 
-    def flush(self) -> list[Moved]:
-        """Write what changed since the last commit."""
+    def flush(self) -> list[PartitionMoved]:
+        """Write the changes since the last commit, and return the changed partitions."""
         partitions = [self._partitions[key] for key in self._moved if key in self._partitions]
         self._db.executemany(
             "UPDATE partitions SET log_start = ?, log_end = ?, bytes = ?, max_timestamp = ? WHERE id = ?",
@@ -91,71 +91,76 @@ class Log:
             self._producers.popitem(last=False)
         return [_moved(partition) for partition in partitions]
 
-    def everything(self) -> list[Moved]:
-        """The state of every partition, for the start."""
+    def states(self) -> list[PartitionMoved]:
+        """Return the state of all partitions, for the start."""
         return [_moved(partition) for partition in self._partitions.values()]
 
     def partition(self, partition_id: int) -> PartitionLog:
-        """Raises `Rejected` (3) when its topic was deleted."""
+        """Return a partition. Raises `Rejected` (3) if its topic was deleted."""
         try:
             return self._partitions[partition_id]
         except KeyError:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, "the topic was deleted") from None
 
     def partitions(self) -> Iterable[PartitionLog]:
+        """Return all partitions."""
         return self._partitions.values()
 
     def add(self, topic: str, number: int) -> PartitionLog:
-        """A new, empty partition."""
+        """Create an empty partition."""
         row = self._db.execute("INSERT INTO partitions (topic, number) VALUES (?, ?)", (topic, number))
         assert row.lastrowid is not None
         partition = self._partitions[row.lastrowid] = PartitionLog(row.lastrowid, topic, number, 0, 0, 0, -1)
         return partition
 
     def drop(self, partition_id: int) -> None:
-        """Forget a partition; its batches are deleted by maintenance."""
+        """Remove a partition. Maintenance deletes its batches later."""
         self._partitions.pop(partition_id, None)
         for key in [key for key in self._producers if key[0] == partition_id]:
             del self._producers[key]
-            self._noted.discard(key)
+            self._changed_producers.discard(key)
         self._db.execute("DELETE FROM partitions WHERE id = ?", (partition_id,))
         self._db.execute("DELETE FROM producers WHERE partition = ?", (partition_id,))
         self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
 
-    def append(self, partition_id: int, batch: RecordBatch, now_ms: int) -> Appended:
-        """Store a batch at the end, or find where it is stored already. Raises `Rejected` and then wrote nothing."""
+    def append(self, partition_id: int, batch: RecordBatch, now_ms: int) -> AppendResult:
+        """Store a batch at the end of the log, or return the offset of an equal one that is already stored.
+
+        Raises:
+            Rejected: the batch is refused, and nothing was written.
+        """
         partition = self.partition(partition_id)
         if batch.producer_id == NO_PRODUCER:
-            return Appended(self._store(partition, batch, now_ms), partition.start)
+            return AppendResult(self._store(partition, batch, now_ms), partition.start)
         producer = self.producer(partition_id, batch.producer_id)
         if producer is not None:
-            known = producer.duplicate_of(batch)
-            if known is not None:
-                return Appended(known, partition.start)
+            stored_offset = producer.duplicate_of(batch)
+            if stored_offset is not None:
+                return AppendResult(stored_offset, partition.start)
         offset = self._store(partition, batch, now_ms)
         key = (partition_id, batch.producer_id)
         producer = self._producers.setdefault(key, producer or ProducerState(batch.producer_epoch))
         producer.note(batch, offset, now_ms)
-        self._noted.add(key)
+        self._changed_producers.add(key)
         if producer.open_from is not None:
             partition.open[batch.producer_id] = producer.open_from
-        return Appended(offset, partition.start)
+        return AppendResult(offset, partition.start)
 
     def producer(self, partition_id: int, producer_id: int) -> ProducerState | None:
-        """The state of a producer in the partition."""
+        """Return the state of a producer in a partition, or None."""
         key = (partition_id, producer_id)
-        found = self._producers.get(key)
-        if found is not None:
+        state = self._producers.get(key)
+        if state is not None:
             self._producers.move_to_end(key)
-            return found
+            return state
         query = "SELECT epoch, recent, open_from, seen_ms FROM producers WHERE partition = ? AND producer_id = ?"
         row = self._db.execute(query, key).fetchone()
         if row is not None:
-            self._producers[key] = found = ProducerState.unpacked(*row)
-        return found
+            self._producers[key] = state = ProducerState.unpacked(*row)
+        return state
 
     def end_transaction(self, partition_id: int, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
-        """Write the marker where the producer's open transaction has records; nothing where it has none."""
+        """Write the marker of a transaction's end, if the producer's open transaction has records in the partition."""
         partition = self._partitions.get(partition_id)
         if partition is None or producer_id not in partition.open:
             return
@@ -168,26 +173,29 @@ class Log:
         producer = self.producer(partition_id, producer_id)
         assert producer is not None
         producer.open_from = None
-        self._noted.add((partition_id, producer_id))
+        self._changed_producers.add((partition_id, producer_id))
 
     def touch(self, partition: PartitionLog) -> None:
-        """Have the next flush write the partition back and tell the event loop."""
+        """Mark the partition as changed for the next `flush`."""
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:
-        """Delete the state of producers that were not seen since then. A late duplicate of theirs is stored again."""
-        self._save_producers()  # one that comes back in the transaction that forgets the others is not forgotten
+        """Delete the state of producers that were inactive since `before_ms`.
+
+        Their late duplicates are stored again.
+        """
+        self._save_producers()  # so that a producer which becomes active in this transaction stays
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
         for key in self._db.execute(statement, (before_ms,)).fetchall():
             self._producers.pop(key, None)
 
     def _save_producers(self) -> None:
-        noted = [(key, self._producers[key]) for key in self._noted]
+        changed = [(key, self._producers[key]) for key in self._changed_producers]
         self._db.executemany(
             "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?)",
-            [(*key, kept.epoch, kept.packed(), kept.open_from, kept.seen_ms) for key, kept in noted],
+            [(*key, state.epoch, state.packed(), state.open_from, state.seen_ms) for key, state in changed],
         )
-        self._noted.clear()
+        self._changed_producers.clear()
 
     def _store(self, partition: PartitionLog, batch: RecordBatch, now_ms: int) -> int:
         offset = partition.end
@@ -212,5 +220,5 @@ class Log:
         return offset
 
 
-def _moved(partition: PartitionLog) -> Moved:
-    return Moved(partition.id, partition.start, partition.end, partition.stable, partition.bytes)
+def _moved(partition: PartitionLog) -> PartitionMoved:
+    return PartitionMoved(partition.id, partition.start, partition.end, partition.stable, partition.bytes)

@@ -1,4 +1,4 @@
-"""Who a connection is: nobody, until it has sent the user name and the password of the bus (SASL PLAIN, RFC 4616)."""
+"""Authentication of connections by the user name and the password of the bus (SASL PLAIN, RFC 4616)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MECHANISM = "PLAIN"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """User name and password that clients have to send; without a password anybody may do anything."""
+    """User name and password that clients must send. Without a password all clients are accepted."""
 
     username: str = ""
     password: str = ""
 
     def match(self, message: bytes) -> bool:
-        """Return whether a PLAIN message has them: `[identity] NUL username NUL password`."""
+        """Return whether a PLAIN message, `[identity] NUL username NUL password`, has these credentials."""
         parts = message.split(b"\0")
         if len(parts) != 3:
             return False
@@ -30,14 +30,14 @@ class Login:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self.done = not credentials.password
-        """The connection may send requests of every kind."""
+        """Whether the connection may send all requests."""
         self.refused = False
-        """The connection sent something wrong and is to be closed."""
+        """Whether the authentication failed, so that the connection must be closed."""
         self.agreed = False
-        """The mechanism was agreed on."""
+        """Whether the client has chosen the mechanism."""
 
     def authenticate(self, message: bytes) -> bool:
-        """Return whether the message is accepted. Where no password is asked for, any is."""
+        """Return whether the message is accepted. Without a password every message is."""
         self.done = self.done or self._credentials.match(message)
         self.refused = not self.done
         return self.done

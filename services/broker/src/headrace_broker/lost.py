@@ -1,4 +1,4 @@
-"""Writes a dead letter for each range that was lost to damage, so that it is seen with all other failures."""
+"""Writes a dead letter for each range that was lost by damage, so that it is listed with all other failures."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import base64
 from headrace_broker.batch import parse_produced
 from headrace_broker.broker import Broker
 from headrace_broker.errors import Rejected
-from headrace_broker.inspection import Lost
+from headrace_broker.inspection import LostRange
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
 _RAW_BYTES_MAX = 512 * 1024
-"""What is kept of the damaged bytes: base64 of it has to fit into a message."""
+"""Maximum number of damaged bytes in a dead letter, whose base64 has to fit into a message."""
 
 
-async def dead_letter(broker: Broker, found: list[Lost]) -> None:
-    """Append them to Headrace's topic of dead letters, when the broker has it. Others read of them in the log."""
+async def dead_letter(broker: Broker, lost_ranges: list[LostRange]) -> None:
+    """Append dead letters to Headrace's topic, if the broker has it. The ranges are logged in any case."""
     from headrace_schemas import DeadLetter
 
     topic = broker.catalog.topics.get(DeadLetter.topic)
     if topic is None:
         return
-    for lost in found:
+    for lost in lost_ranges:
         raw = _batch(broker, lost)
         now_ms = broker.now_ms()
         try:
@@ -33,7 +33,7 @@ async def dead_letter(broker: Broker, found: list[Lost]) -> None:
             log.error("dead_letter_refused", topic=lost.topic, first_offset=lost.first_offset, error=str(error))
 
 
-def _batch(broker: Broker, lost: Lost) -> bytes:
+def _batch(broker: Broker, lost: LostRange) -> bytes:
     from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
     from headrace_schemas import DeadLetter

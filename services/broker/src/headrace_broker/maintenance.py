@@ -1,7 +1,7 @@
-"""Keeps the file small while the broker runs: retention, compaction, deleted topics, unused producers and groups.
+"""Maintenance while the broker runs: retention, compaction, deleted topics, unused producers and groups.
 
-It reads and computes on its own thread with its own connection. It writes in small operations between those of
-clients, and pauses for as long as it ran, so that clients hardly notice.
+It reads in its own thread with its own connection, and writes in small operations between those of clients. After each
+read it pauses for as long as the read took, so that clients are hardly affected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """`run` until cancelled. After a full disk it tries again in the next round."""
+    """Maintenance of one broker. On a full disk it continues in the next round."""
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
         self._broker = broker
@@ -37,12 +37,13 @@ class Maintenance:
         self._settings = broker.settings
 
     async def run(self) -> None:
+        """Run rounds until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._every(self._settings.maintenance_interval_s, self.round))
             group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
 
     async def round(self) -> None:
-        """Everything once."""
+        """Run all maintenance once."""
         await self._purge_deleted()
         for topic in list(self._broker.catalog.topics.values()):
             for view in topic.partitions:
@@ -54,6 +55,7 @@ class Maintenance:
             pass
 
     async def expire_transactions(self) -> None:
+        """Abort transactions beyond their timeouts, and forget unused transactional ids."""
         now_ms = self._broker.now_ms()
         forget_before_ms = now_ms - round(self._settings.producer_retention_s * 1000)
         await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))
@@ -65,7 +67,7 @@ class Maintenance:
             if config.compacts:
                 await self._compact(view, config)
         except Rejected as error:
-            if error.code is not Code.UNKNOWN_TOPIC_OR_PARTITION:  # deleted meanwhile
+            if error.code is not Code.UNKNOWN_TOPIC_OR_PARTITION:  # the topic was deleted meanwhile
                 raise
 
     async def _expire(self, view: PartitionView, config: TopicConfig) -> None:
@@ -102,8 +104,8 @@ class Maintenance:
         while (changes := await self._read(compaction.rewrite, work)) is not None:
             saved = await self._broker.writer.submit(partial(self._broker.upkeep.replace, view.id, changes))
             self._broker.stats.compacted_bytes += saved
-        done = partial(self._broker.upkeep.note_cleaned, view.id, work.limit, work.kept_bytes)
-        await self._broker.writer.submit(done)
+        note_cleaned = partial(self._broker.upkeep.note_cleaned, view.id, work.limit, work.kept_bytes)
+        await self._broker.writer.submit(note_cleaned)
 
     async def _purge_deleted(self) -> None:
         while (partition_id := await self._read(retention.deleted_partition)) is not None:

@@ -1,4 +1,4 @@
-"""What the broker shows to Prometheus: read from `Stats`, the catalog and the groups at the moment of a scrape."""
+"""Prometheus metrics of the broker, read from `Stats`, the catalog and the groups at each scrape."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PREFIX = "headrace_broker"
 
 
 def register(broker: Broker, server: Server) -> None:
-    """Show this process's broker on `/metrics`."""
+    """Add the broker's metrics to `/metrics`."""
     REGISTRY.register(BrokerCollector(broker, server))
 
 
 class BrokerCollector(Collector):
-    """Asked by Prometheus' client at each scrape, on the event loop."""
+    """Collector that Prometheus' client calls in the event loop at each scrape."""
 
     def __init__(self, broker: Broker, server: Server) -> None:
         self._broker = broker
@@ -33,11 +33,15 @@ class BrokerCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         stats = self._broker.stats
-        requests = SummaryMetricFamily(f"{_PREFIX}_request_seconds", "Requests by API; a Fetch waits", labels=["api"])
+        requests = SummaryMetricFamily(
+            f"{_PREFIX}_request_seconds", "Requests by API; Fetch includes its wait", labels=["api"]
+        )
         for api, count in stats.requests.items():
             requests.add_metric([api], count, stats.request_seconds[api])
         yield requests
-        errors = CounterMetricFamily(f"{_PREFIX}_errors", "Refusals by Kafka error code", labels=["code"])
+        errors = CounterMetricFamily(
+            f"{_PREFIX}_errors", "Refused requests and partitions by Kafka error code", labels=["code"]
+        )
         for code, count in stats.errors.items():
             errors.add_metric([str(int(code))], count)
         yield errors
@@ -49,20 +53,20 @@ class BrokerCollector(Collector):
         stats = self._broker.stats
         for name, text, value in (
             ("commit_operations", "Operations in group commits", stats.commit_operations),
-            ("commit_failures", "Commits that the disk refused", stats.commit_failures),
-            ("malformed", "Connections closed for what they sent", stats.malformed),
+            ("commit_failures", "Failed commits", stats.commit_failures),
+            ("malformed", "Connections closed because of malformed data", stats.malformed),
             ("handler_failures", "Connections closed because of a bug", stats.handler_failures),
             ("connections_refused", "Connections beyond connections_max", stats.connections_refused),
-            ("produced_bytes", "Record batches taken", stats.produced_bytes),
-            ("fetched_bytes", "Record batches given out", stats.fetched_bytes),
+            ("produced_bytes", "Bytes of produced record batches", stats.produced_bytes),
+            ("fetched_bytes", "Bytes of fetched record batches", stats.fetched_bytes),
             ("rebalances", "Group generations with assignments", stats.rebalances),
-            ("expired_bytes", "Deleted by retention", stats.expired_bytes),
-            ("compacted_bytes", "Saved by compaction", stats.compacted_bytes),
+            ("expired_bytes", "Bytes deleted by retention", stats.expired_bytes),
+            ("compacted_bytes", "Bytes removed by compaction", stats.compacted_bytes),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
 
     def _log(self) -> Iterator[Metric]:
-        size = GaugeMetricFamily(f"{_PREFIX}_log_bytes", "Record batches stored", labels=["topic"])
+        size = GaugeMetricFamily(f"{_PREFIX}_log_bytes", "Bytes of stored record batches", labels=["topic"])
         offsets = GaugeMetricFamily(f"{_PREFIX}_log_offsets", "Offsets between start and end", labels=["topic"])
         for topic in self._broker.catalog.topics.values():
             size.add_metric([topic.name], sum(view.bytes for view in topic.partitions))
@@ -75,11 +79,15 @@ class BrokerCollector(Collector):
         yield members
 
     def _memory(self) -> Iterator[Metric]:
-        held = GaugeMetricFamily(f"{_PREFIX}_held_bytes", "Memory that requests and fetches hold", labels=["what"])
-        held.add_metric(["requests"], self._server.request_bytes)
-        held.add_metric(["fetches"], self._broker.fetch_memory.used)
-        yield held
+        memory = GaugeMetricFamily(f"{_PREFIX}_held_bytes", "Memory of requests and of fetches", labels=["what"])
+        memory.add_metric(["requests"], self._server.request_bytes)
+        memory.add_metric(["fetches"], self._broker.fetch_memory.used)
+        yield memory
         stats = self._broker.stats
-        yield GaugeMetricFamily(f"{_PREFIX}_mended", "Pages and log frames that the start repaired", stats.mended)
-        yield GaugeMetricFamily(f"{_PREFIX}_lost_batches", "Ranges that the start found lost", stats.lost_batches)
-        yield GaugeMetricFamily(f"{_PREFIX}_connections", "Clients connected", self._broker.stats.connections)
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_mended", "Pages and log frames that were repaired at the start", stats.repaired
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_lost_batches", "Ranges of offsets that were lost by damage", stats.lost_batches
+        )
+        yield GaugeMetricFamily(f"{_PREFIX}_connections", "Connected clients", self._broker.stats.connections)

@@ -1,4 +1,4 @@
-"""Committed offsets and saved groups, as they are written. Runs on the writer's thread; reads go through `reads`."""
+"""Writing side of committed offsets and saved groups, in the writer's thread. The module `reads` reads them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from headrace_broker.protocol.offsets import CommitTopic
 
 
 class CommittedOffsets:
-    """The tables `offsets`, `pending_offsets` and `groups`. Keeps nothing in memory."""
+    """The tables `offsets`, `pending_offsets` and `groups`, without a cache in memory."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
     def commit(self, group_id: str, topics: tuple[CommitTopic, ...], now_ms: int) -> None:
-        """Set the group's offsets and note that it is in use. The caller checked that the partitions exist."""
+        """Set offsets of a group and mark it as used. The partitions must exist."""
         self._db.executemany(
             "INSERT OR REPLACE INTO offsets VALUES (?, ?, ?, ?, ?)",
             [(group_id, topic.name, p.partition, p.offset, p.metadata) for topic in topics for p in topic.partitions],
@@ -22,7 +22,7 @@ class CommittedOffsets:
         self._use(group_id, now_ms)
 
     def hold(self, transaction_id: str, group_id: str, topics: tuple[CommitTopic, ...]) -> None:
-        """Keep offsets until the transaction ends."""
+        """Store offsets that take effect when the transaction commits."""
         self._db.executemany(
             "INSERT OR REPLACE INTO pending_offsets VALUES (?, ?, ?, ?, ?, ?)",
             [
@@ -33,7 +33,7 @@ class CommittedOffsets:
         )
 
     def release(self, transaction_id: str, *, commit: bool, now_ms: int) -> None:
-        """The transaction ended: its offsets become the groups', or are dropped."""
+        """Apply or drop the offsets of a transaction that has ended."""
         if commit:
             query = "SELECT DISTINCT group_id FROM pending_offsets WHERE transaction_id = ?"
             for (group_id,) in self._db.execute(query, (transaction_id,)).fetchall():
@@ -46,9 +46,11 @@ class CommittedOffsets:
         self._db.execute("DELETE FROM pending_offsets WHERE transaction_id = ?", (transaction_id,))
 
     def save_group(self, group_id: str, state: bytes, now_ms: int) -> None:
+        """Store the state of a group."""
         self._db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?)", (group_id, state, now_ms))
 
     def delete_group(self, group_id: str) -> None:
+        """Delete a group with its offsets."""
         self._db.execute("DELETE FROM groups WHERE id = ?", (group_id,))
         self._db.execute("DELETE FROM offsets WHERE group_id = ?", (group_id,))
         self._db.execute("DELETE FROM pending_offsets WHERE group_id = ?", (group_id,))

@@ -1,9 +1,9 @@
-"""Checksums of the file's pages, beside it, which find and repair a flipped byte.
+"""Checksums of the file's pages, which detect and repair a changed byte.
 
-Two checksums of a page (CRC-32 and Adler-32) are kept in `broker.sums`. The CRC says where a single byte was changed
-and into what: it is linear, so the difference between the CRC stored and the CRC found depends on the change alone. The
-other checksum confirms the correction. So one flipped byte in a page costs nothing, wherever it is: in a record, in an
-index, in the header of the file. Larger damage is detected and left to `inspection`.
+The file `broker.sums` has two checksums of each page (CRC-32 and Adler-32). The CRC is linear, so the difference
+between the stored and the computed CRC depends only on the change, and identifies the position and the value of a
+single changed byte. The other checksum confirms the correction. So one changed byte per page is repaired anywhere in
+the file: in records, indices and the header. Larger damage is detected and left to `inspection`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ENTRY = struct.Struct("<II")
 _POLYNOMIAL = 0xEDB88320
 
 
-class Scrubbed(NamedTuple):
-    """Numbers of pages, from 1 on: repaired, and damaged beyond repair. `unknown` pages have no checksum yet."""
+class ScrubResult(NamedTuple):
+    """Repaired pages and pages that cannot be repaired, by number from 1, and the count of pages without checksums."""
 
     healed: list[int]
     damaged: list[int]
@@ -31,45 +31,46 @@ class Scrubbed(NamedTuple):
 
 
 def sums(page: bytes | memoryview) -> tuple[int, int]:
+    """Return CRC-32 and Adler-32 of a page."""
     return zlib.crc32(page), zlib.adler32(page)
 
 
 class PageSums:
-    """The file of checksums: 8 bytes for each page, zeros where none is known."""
+    """File of checksums with 8 bytes for each page, which are zero for unknown checksums."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._known = array("Q", self._whole())
+        self._entries = array("Q", self._read_entries())
 
     def close(self) -> None:
         os.close(self._file)
 
     @property
     def any(self) -> bool:
-        """Whether a checksum is known."""
-        return any(self._known)
+        """Whether the file has at least one checksum."""
+        return any(self._entries)
 
     def reserve(self, pages: int) -> None:
-        """Have room for so many pages, so that `put` cannot fail for want of space. Raises `OSError`."""
-        missing = pages - len(self._known)
+        """Extend the file to `pages` pages, so that `put` cannot fail because of a full disk. Raises `OSError`."""
+        missing = pages - len(self._entries)
         if missing > 0:
-            _write(self._file, bytes(missing * _ENTRY.size), len(self._known) * _ENTRY.size)
-            self._known.extend([0] * missing)
+            _write(self._file, bytes(missing * _ENTRY.size), len(self._entries) * _ENTRY.size)
+            self._entries.extend([0] * missing)
 
     def put(self, pages: Mapping[int, tuple[int, int]], total: int) -> None:
-        """Note checksums of pages by number; the file has `total` pages now. Durable on return. Raises `OSError`."""
+        """Store checksums durably by page number, for a file of `total` pages. Raises `OSError`."""
         self.reserve(total)
-        for number, found in pages.items():
+        for number, checksums in pages.items():
             if number <= total:
-                self._set(number, _ENTRY.pack(*found))
-        if len(self._known) > total:  # the file was cut: what it grows by later is new
-            del self._known[total:]
+                self._set(number, _ENTRY.pack(*checksums))
+        if len(self._entries) > total:  # the database file was truncated
+            del self._entries[total:]
             os.ftruncate(self._file, total * _ENTRY.size)
         os.fsync(self._file)
 
-    def scrub(self, database: Path, passed_over: set[int]) -> Scrubbed:
-        """Check every page and repair what can be repaired. Pages in `passed_over` have a newer version in the log."""
-        result = Scrubbed([], [], 0)
+    def scrub(self, database: Path, superseded: set[int]) -> ScrubResult:
+        """Check all pages and repair changed bytes. Pages in `superseded` have a newer version in the log."""
+        result = ScrubResult([], [], 0)
         unknown = 0
         handle = os.open(database, os.O_RDWR)
         try:
@@ -79,9 +80,9 @@ class PageSums:
                     number += 1
                     page = memoryview(chunk)[at : at + PAGE_BYTES]
                     if not self._entry(number):
-                        unknown += number not in passed_over
+                        unknown += number not in superseded
                     elif _ENTRY.pack(*sums(page)) != self._entry(number).to_bytes(8, "little"):
-                        self._mend(handle, number, bytes(page), result, expected=number not in passed_over)
+                        self._repair(handle, number, bytes(page), result, is_current=number not in superseded)
                 if len(chunk) < _READ_BYTES:
                     break
             os.fsync(handle)
@@ -90,36 +91,35 @@ class PageSums:
             os.close(handle)
         return result._replace(unknown=unknown)
 
-    def _mend(self, database: int, number: int, page: bytes, result: Scrubbed, *, expected: bool) -> None:
+    def _repair(self, database: int, number: int, page: bytes, result: ScrubResult, *, is_current: bool) -> None:
         crc, adler = _ENTRY.unpack(self._entry(number).to_bytes(8, "little"))
-        found = sums(page)
-        if (
-            found[0] == crc or found[1] == adler
-        ):  # a changed byte in the page would change both checksums: so the entry is damaged
-            self._set(number, _ENTRY.pack(*found))
+        page_crc, page_adler = sums(page)
+        if page_crc == crc or page_adler == adler:
+            # A changed byte in the page would change both checksums, so the entry is damaged instead.
+            self._set(number, _ENTRY.pack(page_crc, page_adler))
             result.healed.append(number)
             return
-        mended = corrected(page, crc, adler)
-        if mended is not None:
-            _write(database, mended, (number - 1) * PAGE_BYTES)
+        repaired_page = corrected(page, crc, adler)
+        if repaired_page is not None:
+            _write(database, repaired_page, (number - 1) * PAGE_BYTES)
             result.healed.append(number)
-        elif expected:
+        elif is_current:
             result.damaged.append(number)
 
     def _entry(self, number: int) -> int:
-        return self._known[number - 1] if number <= len(self._known) else 0
+        return self._entries[number - 1] if number <= len(self._entries) else 0
 
     def _set(self, number: int, entry: bytes) -> None:
-        self._known[number - 1] = int.from_bytes(entry, "little")
+        self._entries[number - 1] = int.from_bytes(entry, "little")
         _write(self._file, entry, (number - 1) * _ENTRY.size)
 
-    def _whole(self) -> bytes:
+    def _read_entries(self) -> bytes:
         data = os.pread(self._file, os.fstat(self._file).st_size, 0)
         return data[: len(data) // _ENTRY.size * _ENTRY.size]
 
 
 def corrected(data: bytes, crc: int, adler: int) -> bytes | None:
-    """The data with the one byte changed that makes both checksums right; None when no such change does."""
+    """Return `data` with one byte changed so that both checksums match, or None if there is no such change."""
     difference = zlib.crc32(data) ^ crc
     for at in range(len(data) - 1, -1, -1):
         change = _CHANGE.get(difference)
@@ -127,29 +127,29 @@ def corrected(data: bytes, crc: int, adler: int) -> bytes | None:
             candidate = data[:at] + bytes([data[at] ^ change]) + data[at + 1 :]
             if sums(candidate) == (crc, adler):
                 return candidate
-        # One byte back: undo what the byte behind did to the difference.
+        # Go back by one byte: undo the effect of the following byte on the difference.
         index = _INDEX[difference >> 24]
         difference = ((difference ^ _TABLE[index]) << 8 | index) & 0xFFFFFFFF
     return None
 
 
-def differ(one: bytes, other: bytes) -> int:
-    """In how many places two byte strings of one length differ."""
-    return sum(map(int.__ne__, one, other))
+def count_differences(first: bytes, second: bytes) -> int:
+    """Return the number of positions at which two byte strings of equal length differ."""
+    return sum(map(int.__ne__, first, second))
 
 
 def sums_of(path: Path) -> dict[int, tuple[int, int]]:
-    """The checksums of all pages of a file as it is."""
-    found: dict[int, tuple[int, int]] = {}
+    """Return the checksums of all pages of a file by number."""
+    checksums: dict[int, tuple[int, int]] = {}
     with path.open("rb") as file:
         while len(page := file.read(PAGE_BYTES)) == PAGE_BYTES:
-            found[len(found) + 1] = sums(page)
-    return found
+            checksums[len(checksums) + 1] = sums(page)
+    return checksums
 
 
 def _write(handle: int, data: bytes, at: int) -> None:
     if os.pwrite(handle, data, at) != len(data):
-        raise OSError("the disk took only a part of a write")
+        raise OSError("the disk has written only a part of the data")
 
 
 def _table() -> list[int]:
@@ -162,6 +162,6 @@ def _table() -> list[int]:
 
 
 _TABLE = _table()
-"""What a byte adds to a CRC-32."""
+"""Contribution of each byte value to a CRC-32."""
 _CHANGE = {crc: change for change, crc in enumerate(_TABLE) if change}
 _INDEX = {crc >> 24: index for index, crc in enumerate(_TABLE)}

@@ -1,4 +1,4 @@
-"""Threads that read the file, so that a slow disk never holds up the event loop."""
+"""Threads that read the file, so that a slow disk does not block the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Readers:
-    """`count` threads and as many connections. A read that fails raises `Rejected` with STORAGE_ERROR."""
+    """Pool of `count` threads and connections. A failing read raises `Rejected` with STORAGE_ERROR."""
 
     def __init__(self, store: Store, count: int) -> None:
         self._connections: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
@@ -26,11 +26,11 @@ class Readers:
             self._connections.put(store.connect())
         self._count = count
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets `Damaged` when the file is; the process is to end then."""
+        """Fails with `Damaged` if the file is damaged. Then the process must end."""
         self._pool = ThreadPoolExecutor(count, "reader")
 
     async def run(self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `read` with a connection on a reader thread."""
+        """Call `read` with a connection in a reader thread, and return its result."""
 
         def work() -> T:
             db = self._connections.get_nowait()
@@ -42,17 +42,17 @@ class Readers:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except Damaged as error:
-            self._damaged(error)
+            self._report_damage(error)
             raise Rejected(Code.STORAGE_ERROR, str(error)) from error
         except sqlite3.Error as error:
             if is_damage(error):
-                self._damaged(Damaged(f"the broker's file: {error}"))
+                self._report_damage(Damaged(f"the broker's file: {error}"))
             raise Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}") from error
 
-    def _damaged(self, error: Damaged) -> None:
+    def _report_damage(self, error: Damaged) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # retrieved, so that asyncio does not warn about it
+            self.failed.exception()  # marks it as retrieved, so that asyncio does not warn
 
     def close(self) -> None:
         """Wait for running reads and close the connections."""

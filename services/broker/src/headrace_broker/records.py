@@ -1,4 +1,4 @@
-"""The records inside a batch, as far as the broker needs them: key, time, whether there is a value.
+"""Records inside a batch, with the fields that the broker needs: key, time and whether there is a value.
 
 https://kafka.apache.org/documentation/#record
 """
@@ -9,32 +9,32 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace_broker.batch import RecordBatch
-from headrace_broker.compression import opened
+from headrace_broker.compression import decompress
 from headrace_broker.errors import Malformed
 
 
 class RawRecord(NamedTuple):
-    """One record. Its fields are views into the batch: do not keep them longer than the batch."""
+    """One record. Its fields are views into the batch, and are valid only as long as the batch."""
 
     offset: int
     timestamp: int
     key: memoryview | None
     tombstone: bool
     raw: memoryview
-    """The record with its length in front, as it stands in the batch; valid in the same batch only."""
+    """The record with its length, as in the batch. It is only valid in the same batch."""
 
 
 def records(batch: RecordBatch) -> Iterator[RawRecord]:
-    """The batch's records in order. Raises `Malformed`, perhaps after some of them."""
-    body = opened(batch.codec, batch.body)
+    """Yield the batch's records in order. Raises `Malformed`, possibly after some records."""
+    body = decompress(batch.codec, batch.body)
     at = 0
     for _ in range(batch.count):
         start = at
         size, at = _varint(body, at)
         end = at + size
         if size < 0 or end > len(body):
-            raise Malformed(f"a record of {size} bytes, {len(body) - at} left")
-        time_delta, at = _varint(body, at + 1)  # after the attributes, which are unused
+            raise Malformed(f"a record has {size} bytes, but only {len(body) - at} are left")
+        time_delta, at = _varint(body, at + 1)  # skips the attributes, which are unused
         offset_delta, at = _varint(body, at)
         key_size, at = _varint(body, at)
         key = None if key_size < 0 else body[at : at + key_size]
@@ -47,11 +47,11 @@ def records(batch: RecordBatch) -> Iterator[RawRecord]:
         )
         at = end
     if at != len(body):
-        raise Malformed(f"{len(body) - at} bytes after the last record")
+        raise Malformed(f"there are {len(body) - at} bytes after the last record")
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A zigzag varint and where it ends."""
+    """Return a zigzag varint and the position after it."""
     try:
         byte = data[at]
         if byte < 0x80:  # nearly always
@@ -63,7 +63,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
             value |= (byte & 0x7F) << shift
             shift += 7
             if shift > 70:
-                raise Malformed("a varint of more than ten bytes")
+                raise Malformed("a varint has more than ten bytes")
     except IndexError:
-        raise Malformed("a record is cut short") from None
+        raise Malformed("a record is truncated") from None
     return (value >> 1) ^ -(value & 1), at + 1

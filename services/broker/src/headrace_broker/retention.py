@@ -1,4 +1,4 @@
-"""Which batches are too old or too many. Reads only; `Log.cut` deletes what is found."""
+"""Selection of batches that exceed the retention time or size. `Upkeep.cut` deletes them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headrace_broker.topic_config import TopicConfig
 
 _STEP_ROWS = 500
 _STEP_BYTES = 8 * 1024 * 1024
-"""What is deleted in one commit, so that producers hardly wait for it."""
+"""Maximum number of bytes that one commit deletes, so that producers hardly wait."""
 
 
 class Bounds(NamedTuple):
-    """A partition's log, from its first offset to where its decided part ends, and its size."""
+    """First offset, last stable offset and size of a partition's log."""
 
     partition_id: int
     start: int
@@ -23,9 +23,9 @@ class Bounds(NamedTuple):
 
 
 def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: int) -> int:
-    """Offset below which the log is to be cut now, `log.start` when nothing is; call again after cutting.
+    """Return the offset below which the log must be cut now, or `log.start`. Call it again after cutting.
 
-    As in Kafka the oldest go first: a batch is kept, however old, while one before it is kept.
+    As in Kafka only a prefix of the log is deleted: a batch stays as long as an earlier one stays, whatever its age.
     """
     oldest_ms = now_ms - config.retention_ms if config.retention_ms >= 0 else None
     excess = log.bytes - config.retention_bytes if config.retention_bytes >= 0 else 0
@@ -34,19 +34,19 @@ def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: in
         " ORDER BY position LIMIT ?",
         (position(log.partition_id, log.start), position(log.partition_id, log.stable), _STEP_ROWS),
     )
-    cut, taken = log.start, 0
+    cut, cut_bytes = log.start, 0
     for last_offset, timestamp, size in rows:
         too_old = oldest_ms is not None and timestamp < oldest_ms
-        if not (too_old or excess >= size) or taken > _STEP_BYTES:
+        if not (too_old or excess >= size) or cut_bytes > _STEP_BYTES:
             break
         cut = last_offset + 1
         excess -= size
-        taken += size
+        cut_bytes += size
     return cut
 
 
 def first_younger(db: sqlite3.Connection, partition_id: int, start: int, limit: int, timestamp: int) -> int:
-    """Base offset of the first batch in [start, limit) with a record younger than `timestamp`; `limit` without one."""
+    """Return the base offset of the first batch in [start, limit) with a record after `timestamp`, or `limit`."""
     row = db.execute(
         "SELECT position FROM batches WHERE position >= ? AND position < ? AND max_timestamp > ?"
         " ORDER BY position LIMIT 1",
@@ -56,20 +56,20 @@ def first_younger(db: sqlite3.Connection, partition_id: int, start: int, limit: 
 
 
 def deleted_partition(db: sqlite3.Connection) -> int | None:
-    """A partition of a deleted topic that still has batches."""
-    known = {row[0] for row in db.execute("SELECT id FROM partitions")}
+    """Return a partition of a deleted topic that still has batches, or None."""
+    existing = {row[0] for row in db.execute("SELECT id FROM partitions")}
     at = 0
     query = "SELECT position FROM batches WHERE position >= ? ORDER BY position LIMIT 1"
     while row := db.execute(query, (at,)).fetchone():
         partition_id = partition_of(row[0])
-        if partition_id not in known:
+        if partition_id not in existing:
             return partition_id
         at = position(partition_id + 1, 0)
     return None
 
 
 def last_batch(db: sqlite3.Connection, partition_id: int) -> int | None:
-    """Base offset of the last batch in a partition."""
+    """Return the base offset of the last batch in a partition, or None."""
     query = "SELECT max(position) FROM batches WHERE position >= ? AND position < ?"
-    (found,) = db.execute(query, (position(partition_id, 0), position(partition_id + 1, 0))).fetchone()
-    return None if found is None else offset_of(found)
+    (row_id,) = db.execute(query, (position(partition_id, 0), position(partition_id + 1, 0))).fetchone()
+    return None if row_id is None else offset_of(row_id)

@@ -1,4 +1,4 @@
-"""The Kafka port: accepts connections up to a bound and ends them with the server."""
+"""Server on the Kafka port, with a bounded number of connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 
 class Server:
-    """`serve` accepts on a bound socket; `close` drops all connections and returns when none is left."""
+    """Kafka server of one broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -24,13 +24,15 @@ class Server:
 
     @property
     def request_bytes(self) -> int:
-        """Memory that requests hold now."""
+        """Memory of requests in progress."""
         return self._memory.used
 
     async def serve(self, listener: socket.socket) -> None:
+        """Accept connections on a listening socket."""
         self._server = await asyncio.start_server(self._accept, sock=listener)
 
     async def close(self) -> None:
+        """Stop accepting, close all connections and wait for their ends."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -54,10 +56,10 @@ class Server:
         self._broker.stats.connections -= 1
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `OSError` when the address is taken."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Open a listening socket. Raises `OSError` if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # without its protocol asyncio would not know what it accepts for TCP, and small answers would wait for more (Nagle)
+    # With an explicit protocol asyncio disables Nagle's algorithm, which would delay small responses.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""Section `broker` of the settings."""
+"""Settings of the section `broker`."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ Bytes = Annotated[int, Field(ge=1024)]
 
 
 class BrokerSettings(ServiceSettings):
-    """The embedded broker: one machine, one process, one file under `data_dir/broker/`."""
+    """Settings of the embedded broker, which is one process with one file under `data_dir/broker/`."""
 
     port: Port = INFO.port
-    """HTTP port of health and metrics; clients of the bus use `kafka_port`."""
+    """HTTP port for health and metrics. Kafka clients use `kafka_port`."""
     kafka_host: str = "127.0.0.1"
-    """Loopback address that Kafka clients connect to."""
+    """Loopback address for Kafka clients."""
     kafka_port: Port = 9092
-    """Its port; 0 lets the system choose."""
+    """Port for Kafka clients; with 0 the system chooses one."""
     fsync: bool = True
-    """Acknowledge only what is on the disk. Off: what the system has; a crash of the machine may then lose it."""
+    """Whether records are synced to the disk before they are acknowledged. Without it a crash of the machine may lose
+    acknowledged records."""
     file_bytes_max: Annotated[int, Field(ge=0)] = 0
-    """Size at which the file takes no more records, 0 for the disk's own. Acknowledged records are kept."""
+    """Size of the file at which further records are refused; 0 for no limit except the disk."""
 
     connections_max: Count = 512
-    """Clients at a time; more are turned away."""
+    """Maximum number of connected clients. Further connections are refused."""
     connection_requests_max: Count = 32
-    """Requests of one connection that are worked on at a time; its next ones wait in the socket."""
+    """Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
     connection_idle_s: Seconds = 600.0
-    """A connection without requests for this long is closed."""
+    """Seconds without a request after which a connection is closed."""
     transfer_timeout_s: Seconds = 30.0
-    """How long a request may take to arrive, and a response to be taken, once begun."""
+    """Time limit in seconds for receiving one request, and for sending one response."""
     request_bytes_max: Bytes = 8 * 1024 * 1024
-    """Largest request; a larger one closes its connection."""
+    """Largest request in bytes. A larger one closes its connection."""
     requests_bytes_max: Bytes = 64 * 1024 * 1024
-    """Memory for all requests at a time; more wait."""
+    """Memory for all requests in progress. Further requests wait."""
     fetch_bytes_max: Bytes = 8 * 1024 * 1024
-    """Largest response to one Fetch, unless a single batch is larger."""
+    """Largest response to one Fetch in bytes, unless a single batch is larger."""
     fetches_bytes_max: Bytes = 128 * 1024 * 1024
-    """Memory for all Fetch responses at a time; more wait."""
+    """Memory for all Fetch responses in progress. Further ones wait."""
     fetch_wait_s: Seconds = 60.0
-    """Longest wait of a Fetch for new records, whatever the client asks for."""
+    """Longest wait of a Fetch for new records, even if the client requests a longer one."""
     reader_threads: Annotated[int, Field(ge=1, le=16)] = 2
-    """Threads that read the file."""
+    """Number of threads that read the file."""
 
     partitions_max: Count = 4_000
-    """Partitions of all topics together."""
+    """Maximum number of partitions of all topics together."""
     groups_max: Count = 2_000
-    """Consumer groups that are known at a time."""
+    """Maximum number of consumer groups."""
     group_members_max: Count = 250
-    """Members of one group."""
+    """Maximum number of members of one group."""
     session_timeout_min_s: Seconds = 6.0
-    """Shortest session timeout that a group member may ask for."""
+    """Shortest session timeout that a group member may choose."""
     session_timeout_max_s: Seconds = 1800.0
-    """Longest one."""
+    """Longest session timeout that a group member may choose."""
     group_retention_s: Seconds = 30 * 86_400.0
-    """Offsets of a group without members are forgotten this long after its last commit."""
+    """Seconds after the last commit at which the offsets of a group without members are deleted."""
     offset_metadata_bytes_max: Count = 4_096
-    """Longest text beside a committed offset."""
+    """Maximum length of the metadata of a committed offset."""
     transaction_timeout_max_s: Seconds = 900.0
-    """Longest transaction."""
+    """Longest timeout of a transaction that a producer may choose."""
     producer_retention_s: Seconds = 7 * 86_400.0
-    """Sequence numbers and transactional ids of a producer are forgotten this long after its last batch."""
+    """Seconds after the last batch of a producer at which its sequence numbers and transactional ids are deleted."""
     timestamp_ahead_max_s: Seconds = 3600.0
-    """How far in the future a record's time may be; retention goes by it."""
+    """Maximum time by which a record's timestamp may be in the future, because retention uses it."""
 
     maintenance_interval_s: Seconds = 30.0
     """Time between two rounds of retention and compaction."""
     compaction_keys_max: Annotated[int, Field(ge=1000)] = 200_000
-    """Distinct keys that one round of compaction holds in memory (about 150 bytes each)."""
+    """Maximum number of distinct keys of one compaction pass in memory (about 150 bytes each)."""
 
     @field_validator("kafka_host")
     @classmethod
     def _loopback(cls, value: str) -> str:
         if not is_loopback(value):
             raise ValueError(
-                "this broker is for one machine and listens on loopback only; past one machine, run Apache Kafka"
+                "the embedded broker listens on loopback only; for several machines run Apache Kafka"
                 " and set bus.address"
             )
         return value

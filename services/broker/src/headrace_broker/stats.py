@@ -1,4 +1,4 @@
-"""Counters of the broker's own work, as plain numbers: `metrics` shows them once Prometheus' client is imported."""
+"""Counters of the broker as plain numbers, which `metrics` exports once Prometheus' client is imported."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stats:
-    """Counted since the start. Written on the event loop and, for commits, by the writer's thread."""
+    """Counters since the start. The event loop and, for commits, the writer's thread update them."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """By API."""
+    """Number of requests by API."""
     request_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By API, from the decoded request to the encoded response; a Fetch includes its wait for records."""
+    """Seconds by API from the decoded request to the response. A Fetch includes its wait for records."""
     errors: Counter[int] = field(default_factory=Counter)
-    """Partitions and requests refused, by Kafka error code."""
+    """Number of refused partitions and requests by Kafka error code."""
     malformed: int = 0
-    """Connections closed because of what they sent."""
+    """Number of connections that were closed because of malformed data."""
     handler_failures: int = 0
-    """Connections closed because of a bug of ours."""
+    """Number of connections that were closed because of a bug."""
     connections: int = 0
     connections_refused: int = 0
     produced_bytes: int = 0
     fetched_bytes: int = 0
     commits: int = 0
     commit_operations: int = 0
-    """Operations in those commits: the ratio is how many shared one fsync."""
+    """Number of operations in the commits. The ratio is the mean number of operations per fsync."""
     commit_seconds: float = 0.0
     commit_failures: int = 0
     rebalances: int = 0
-    mended: int = 0
-    """Pages and log frames that the start repaired."""
+    repaired: int = 0
+    """Number of pages and log frames that were repaired at the start."""
     lost_batches: int = 0
-    """Batches, or runs of them, that the start found damaged beyond repair."""
+    """Number of ranges of batches that could not be repaired at the start."""
     expired_bytes: int = 0
-    """Deleted by retention."""
+    """Bytes that retention deleted."""
     compacted_bytes: int = 0
-    """Saved by compaction."""
+    """Bytes that compaction removed."""

@@ -1,4 +1,4 @@
-"""The broker's one file: a SQLite database in WAL mode, held by one process."""
+"""The broker's file, a SQLite database in WAL mode that one process opens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace_broker import inspection
 from headrace_broker.guard import Guard, RepairReport
-from headrace_broker.inspection import Lost
+from headrace_broker.inspection import LostRange
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
 from headrace_runtime import disk
 from headrace_runtime.errors import SettingError
@@ -21,44 +21,52 @@ log = get_logger(__name__)
 
 
 class Store:
-    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's, `DiskFull`.
-
-    `connect` may be called from any thread; `close` releases the file once all connections are closed.
-    """
+    """File of the broker, with a lock for this process. Close it after all connections are closed."""
 
     def __init__(self, folder: Path, *, fsync: bool = True, file_bytes_max: int = 0) -> None:
+        """Lock, repair and open the file.
+
+        Args:
+            folder: the folder of the file.
+            fsync: whether commits are synced to the disk.
+            file_bytes_max: maximum size of the file; 0 for no limit.
+
+        Raises:
+            SettingError: the folder or the file cannot be used by this broker.
+            DiskFull: the disk is full.
+        """
         self.path = folder / "broker.sqlite"
         self._fsync = fsync
         self._file_bytes_max = file_bytes_max
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked(folder)
+            self._lock = self._acquire_lock(folder)
         except OSError as error:
             if disk.is_full(error):
-                raise disk.no_room(folder) from error
+                raise disk.full_error(folder) from error
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
         self._guard = Guard(self.path)
         self._suspicion = folder / "broker.suspicion"
-        self.mended = 0
-        """Pages and frames that the start repaired."""
-        self.lost: list[Lost] = []
-        """What the start could not repair."""
+        self.repaired = 0
+        """Number of pages and frames that were repaired."""
+        self.lost: list[LostRange] = []
+        """Ranges that could not be repaired."""
         try:
-            self._keeper = self._opened()
+            self._base_connection = self._open()
         except BaseException:
             self._guard.close()
             os.close(self._lock)
             raise
 
     def connect(self) -> sqlite3.Connection:
-        """A connection in autocommit mode. It belongs to one thread at a time."""
+        """Open a connection in autocommit mode, for one thread at a time. Thread-safe."""
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
         try:
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # decides only for an empty file, and before WAL
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only effective for an empty file, before WAL
             db.execute("PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
-            db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
-            db.execute("PRAGMA wal_autocheckpoint = 0")  # the guard makes them
+            db.execute("PRAGMA fullfsync = 1")  # on macOS a plain fsync does not reach the disk
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # `Guard` makes the checkpoints
             db.execute("PRAGMA cache_size = -16000")
             if self._file_bytes_max:
                 page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
@@ -69,60 +77,62 @@ class Store:
         return db
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Called after each commit, before it is acknowledged."""
+        """Store the checksums of a commit. Must be called after each commit, before it is acknowledged."""
         self._guard.committed(db)
 
     def close(self) -> None:
+        """Make a checkpoint, close the file and release its lock."""
         with contextlib.suppress(sqlite3.Error):
-            self._guard.checkpoint(self._keeper)
-        self._keeper.close()
+            self._guard.checkpoint(self._base_connection)
+        self._base_connection.close()
         self._guard.close()
         os.close(self._lock)
 
     def note_damage(self) -> None:
-        """Make the next start check every row. Called when a reader finds damage, before the process ends."""
+        """Make the next start check all rows. Must be called after damage was detected, before the process ends."""
         self._suspicion.touch()
 
-    def _opened(self) -> sqlite3.Connection:
-        """A connection that stays: SQLite makes a checkpoint of its own when the last one is closed."""
-        found = self._mended()
+    def _open(self) -> sqlite3.Connection:
+        """Open the first connection. It stays open, because SQLite makes a checkpoint when the last one is closed."""
+        report = self._repair()
         try:
             db = self.connect()
             try:
-                if found.unguarded or found.damaged_pages or self._suspicion.exists():
-                    return self._inspected(db, found)
+                if report.unguarded or report.damaged_pages or self._suspicion.exists():
+                    return self._inspect(db, report)
                 self._prepare(db)
             except BaseException:
                 db.close()
                 raise
         except sqlite3.DatabaseError as error:
             if disk.is_full(error):
-                raise disk.no_room(self.path.parent) from error
-            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
+                raise disk.full_error(self.path.parent) from error
+            remedy = f"cannot be read: {error}; replace it by a backup, or move it away to begin with an empty file"
             raise SettingError("data_dir", str(self.path), remedy) from None
         self._guard.checkpoint(db)
         return db
 
-    def _mended(self) -> RepairReport:
+    def _repair(self) -> RepairReport:
         try:
-            found = self._guard.mend()
+            report = self._guard.repair()
         except OSError as error:
             if disk.is_full(error):
-                raise disk.no_room(self.path.parent) from error
+                raise disk.full_error(self.path.parent) from error
             raise SettingError("data_dir", str(self.path), f"cannot be read: {error.strerror}") from None
-        self.mended = len(found.healed_pages) + len(found.healed_frames)
-        if self.mended:
-            log.error("file_mended", file=str(self.path), pages=found.healed_pages, log_frames=found.healed_frames,
-                      remedy="nothing is lost, but bytes changed on the disk by themselves: check it")  # fmt: skip
-        return found
+        self.repaired = len(report.healed_pages) + len(report.healed_frames)
+        if self.repaired:
+            log.error("file_mended", file=str(self.path), pages=report.healed_pages, log_frames=report.healed_frames,
+                      remedy="no data are lost, but bytes have changed on the disk; check the disk")  # fmt: skip
+        return report
 
-    def _inspected(self, db: sqlite3.Connection, found: RepairReport) -> sqlite3.Connection:
-        """Remove damaged rows; if the structure is damaged, copy the rest into a new file. Then accept the file."""
-        if not inspection.sound(db):
-            log.error("file_broken", file=str(self.path), pages=found.damaged_pages, remedy="it is read into a new one")
-            db = self._copied(db)
+    def _inspect(self, db: sqlite3.Connection, report: RepairReport) -> sqlite3.Connection:
+        """Remove damaged rows, after copying a file with a damaged structure into a new one. Then store checksums."""
+        if not inspection.is_intact(db):
+            remedy = "readable rows are copied into a new file"
+            log.error("file_broken", file=str(self.path), pages=report.damaged_pages, remedy=remedy)
+            db = self._copy(db)
         self._prepare(db)
-        self.lost += inspection.take_out(db)
+        self.lost += inspection.remove_damaged(db)
         if self._guard.checkpoint(db):
             self._guard.adopt()
             self._suspicion.unlink(missing_ok=True)
@@ -130,8 +140,8 @@ class Store:
             log.error("records_lost", **lost._replace(raw=b"")._asdict())
         return db
 
-    def _copied(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """What can be read, in a new file of the same name; the damaged one stays beside it."""
+    def _copy(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """Copy the readable rows into a new file of the same name, and keep the damaged file under another name."""
         fresh = self.path.with_name("broker.sqlite.new")
         fresh.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as target:
@@ -139,34 +149,37 @@ class Store:
             self._prepare(target)
             self.lost += inspection.copy(db, target)
         db.close()
-        aside = self.path.with_name(f"broker.sqlite.damaged-{time.time_ns()}")
+        damaged = self.path.with_name(f"broker.sqlite.damaged-{time.time_ns()}")
         for suffix in ("-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # closing folded it into the file
-        self.path.rename(aside)
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # closing has copied the log into the file
+        self.path.rename(damaged)
         fresh.rename(self.path)
-        log.error("file_copied", damaged=str(aside), remedy="keep it until you know that nothing of it is missed")
+        log.error(
+            "file_copied", damaged=str(damaged), remedy="keep the damaged file until you are sure that it is not needed"
+        )
         return self.connect()
 
-    def _locked(self, folder: Path) -> int:
+    def _acquire_lock(self, folder: Path) -> int:
         handle = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             raise SettingError(
-                "data_dir", str(folder), "another broker has this file open; stop it, or give this one its own data_dir"
+                "data_dir", str(folder), "another broker has opened this file; stop it, or use another data_dir"
             ) from None
         return handle
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found == 0:
+        """Create the tables of an empty file, or migrate an older format."""
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
             db.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
-        elif found == 1:
+        elif version == 1:
             db.executescript(f"BEGIN; {FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
-        elif found != FORMAT:
+        elif version != FORMAT:
             raise SettingError(
                 "data_dir",
                 str(self.path),
-                f"has format {found}, this broker reads {FORMAT}; use the broker that wrote it",
+                f"has format {version}, but this broker supports {FORMAT}; use the broker that wrote it",
             )

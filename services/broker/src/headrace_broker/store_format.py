@@ -1,7 +1,7 @@
-"""The tables of the broker's file, and how a batch's place becomes its row id.
+"""Tables of the broker's file, and row ids of batches.
 
-A batch's row id is `position(partition, base offset)`, so the table itself is the index: a partition's batches lie side
-by side in offset order, and retention frees whole runs of pages.
+A batch's row id is `position(partition, base offset)`, so the table itself is the index: the batches of a partition are
+stored contiguously in the order of their offsets, and retention frees contiguous pages.
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ TABLE_NAMES = (
 
 
 def position(partition_id: int, offset: int) -> int:
-    """The row id of a batch. Offsets have 44 bits: five years at 100,000 records a second."""
+    """Return the row id of a batch. Offsets have 44 bits, which suffice for five years at 100,000 records a second."""
     return partition_id << _OFFSET_BITS | offset
 
 
 def partition_of(row_id: int) -> int:
+    """Return the partition id in a row id."""
     return row_id >> _OFFSET_BITS
 
 
 def offset_of(row_id: int) -> int:
+    """Return the base offset in a row id."""
     return row_id & OFFSET_MAX

@@ -1,6 +1,6 @@
-"""The topic settings that this broker honours, and those that it accepts because they have no effect here.
+"""Topic settings that this broker implements, and settings that it accepts because they have no effect here.
 
-Any other name or value is refused, never ignored.
+All other names and values are refused.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ ONLY = {
     "min.insync.replicas": "1",
     "remote.storage.enable": "false",
 }
-"""The only value that this broker supports; another value is refused."""
+"""Settings with a single supported value."""
 
 
 class TopicConfig(NamedTuple):
-    """Values as Kafka has them: -1 is "no limit". `others` are `INERT` and `ONLY` ones, as they were given."""
+    """Settings of a topic with Kafka's values, where -1 means no limit. `inert` has the accepted settings without
+    effect (`INERT` and `ONLY`)."""
 
     cleanup_policy: str = "delete"
     retention_ms: int = 7 * 24 * 3600 * 1000
@@ -53,36 +54,40 @@ class TopicConfig(NamedTuple):
     max_message_bytes: int = 1_048_588
     delete_retention_ms: int = 24 * 3600 * 1000
     min_compaction_lag_ms: int = 0
-    others: tuple[tuple[str, str], ...] = ()
+    inert: tuple[tuple[str, str], ...] = ()
 
     @property
     def deletes(self) -> bool:
+        """Whether retention deletes records."""
         return "delete" in self.cleanup_policy
 
     @property
     def compacts(self) -> bool:
+        """Whether the topic is compacted."""
         return "compact" in self.cleanup_policy
 
     def entries(self) -> dict[str, str]:
-        """All settings by their Kafka names."""
-        return {wire_name(field): str(getattr(self, field)) for field in _HONOURED} | dict(self.others)
+        """Return all settings by their Kafka names."""
+        return {wire_name(field): str(getattr(self, field)) for field in _HONOURED} | dict(self.inert)
 
-    def given(self) -> dict[str, str]:
-        """Those that differ from the default."""
+    def non_default(self) -> dict[str, str]:
+        """Return the settings that differ from their defaults."""
         default = TopicConfig().entries()
         return {name: value for name, value in self.entries().items() if default.get(name) != value}
 
     def packed(self) -> str:
+        """Return the stored form of the settings."""
         return json.dumps(self)
 
     @classmethod
     def unpacked(cls, text: str) -> TopicConfig:
-        values = json.loads(text)  # fewer of them when an older broker wrote it
-        found = cls(*values)
-        return found._replace(others=tuple((name, value) for name, value in found.others))
+        """Restore settings from their stored form."""
+        values = json.loads(text)  # an older broker has stored fewer values
+        config = cls(*values)
+        return config._replace(inert=tuple((name, value) for name, value in config.inert))
 
 
-_HONOURED = tuple(field for field in TopicConfig._fields if field != "others")
+_HONOURED = tuple(field for field in TopicConfig._fields if field != "inert")
 _LOWEST = {
     "retention_ms": -1,
     "retention_bytes": -1,
@@ -93,37 +98,38 @@ _LOWEST = {
 
 
 def wire_name(field: str) -> str:
+    """Return Kafka's name of a field."""
     return field.replace("_", ".")
 
 
 def parse(entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Raises `Rejected` (40) that names the setting, its value and what is possible."""
+    """Parse settings by their Kafka names. Raises `Rejected` (40) for unsupported names and values."""
     values: dict[str, str | int] = {}
-    others: dict[str, str] = {}
+    inert: dict[str, str] = {}
     for name, text in entries:
         field = name.replace(".", "_")
         if name in INERT or name in ONLY:
             _check_only(name, text)
             if text is not None:
-                others[name] = text
+                inert[name] = text
         elif wire_name(field) != name or field not in _HONOURED:
-            known = ", ".join([*TopicConfig().entries(), *sorted(INERT), *sorted(ONLY)])
-            raise Rejected(Code.INVALID_CONFIG, f"topic setting {name} is not supported here; known: {known}")
+            names = ", ".join([*TopicConfig().entries(), *sorted(INERT), *sorted(ONLY)])
+            raise Rejected(Code.INVALID_CONFIG, f"topic setting {name} is not supported; supported: {names}")
         elif text is not None:
             values[field] = _policy(text) if field == "cleanup_policy" else _number(name, field, text)
-    return TopicConfig(**values, others=tuple(sorted(others.items())))  # type: ignore[arg-type]
+    return TopicConfig(**values, inert=tuple(sorted(inert.items())))  # type: ignore[arg-type]
 
 
 def _check_only(name: str, text: str | None) -> None:
-    wanted = ONLY.get(name)
-    if wanted is not None and text is not None and text != wanted:
-        raise Rejected(Code.INVALID_CONFIG, f"{name} {text!r}: here it is {wanted} and nothing else")
+    supported = ONLY.get(name)
+    if supported is not None and text is not None and text != supported:
+        raise Rejected(Code.INVALID_CONFIG, f"{name} = {text!r}: must be {supported}")
 
 
 def _policy(text: str) -> str:
     chosen = {part.strip() for part in text.split(",")}
     if not chosen or not chosen <= POLICIES:
-        raise Rejected(Code.INVALID_CONFIG, f"cleanup.policy {text!r}: delete, compact or both, with a comma")
+        raise Rejected(Code.INVALID_CONFIG, f"cleanup.policy = {text!r}: must be delete, compact or delete,compact")
     return ",".join(sorted(chosen))
 
 
@@ -131,7 +137,7 @@ def _number(name: str, field: str, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise Rejected(Code.INVALID_CONFIG, f"{name} {text!r} is not a number") from None
+        raise Rejected(Code.INVALID_CONFIG, f"{name} = {text!r}: must be a number") from None
     if not _LOWEST[field] <= value <= _INT64_MAX:
-        raise Rejected(Code.INVALID_CONFIG, f"{name} {value} is below {_LOWEST[field]} or too large")
+        raise Rejected(Code.INVALID_CONFIG, f"{name} = {value}: must be between {_LOWEST[field]} and {_INT64_MAX}")
     return value

@@ -1,4 +1,4 @@
-"""Topics as they are written: created and deleted on the writer's thread."""
+"""Writing side of topics, in the writer's thread."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from headrace_broker.topic_config import TopicConfig
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
-class Created(NamedTuple):
-    """A new topic, for the event loop: partition ids by partition number."""
+class TopicCreated(NamedTuple):
+    """A new topic, for the event loop, with partition ids by partition number."""
 
     name: str
     config: TopicConfig
     partition_ids: tuple[int, ...]
 
 
-class Altered(NamedTuple):
-    """A topic whose settings are other ones, for the event loop."""
+class TopicAltered(NamedTuple):
+    """A topic with changed settings, for the event loop."""
 
     name: str
     config: TopicConfig
 
 
-class Grown(NamedTuple):
-    """A topic that got more partitions, for the event loop: the ids of the new ones, in order."""
+class TopicGrown(NamedTuple):
+    """A topic with new partitions, for the event loop, with the ids of the new partitions in order."""
 
     name: str
     partition_ids: tuple[int, ...]
 
 
-class Deleted(NamedTuple):
-    """A topic that is gone, for the event loop."""
+class TopicDeleted(NamedTuple):
+    """A deleted topic, for the event loop."""
 
     name: str
 
 
-Event = Created | Altered | Grown | Deleted
+Event = TopicCreated | TopicAltered | TopicGrown | TopicDeleted
 
 
 class TopicStore:
-    """The table `topics`. `flush` tells of what was created and deleted."""
+    """The table `topics`. `flush` returns the changes."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, partitions_max: int) -> None:
         self._db = db
@@ -56,77 +56,86 @@ class TopicStore:
         self._events: list[Event] = []
 
     def reload(self) -> None:
+        """Forget the changes of a rolled-back transaction."""
         self._events.clear()
 
     def flush(self) -> list[Event]:
+        """Return the changes of the transaction."""
         events, self._events = self._events, []
         return events
 
-    def all(self) -> list[Created]:
-        """Every topic that is stored."""
+    def all(self) -> list[TopicCreated]:
+        """Return all stored topics."""
         ids: dict[str, list[tuple[int, int]]] = {}
         for partition in self._log.partitions():
             ids.setdefault(partition.topic, []).append((partition.number, partition.id))
         rows = self._db.execute("SELECT name, config FROM topics ORDER BY name").fetchall()
         return [
-            Created(name, TopicConfig.unpacked(config), tuple(key for _, key in sorted(ids[name])))
+            TopicCreated(name, TopicConfig.unpacked(config), tuple(key for _, key in sorted(ids[name])))
             for name, config in rows
         ]
 
     def create(self, name: str, partitions: int, config: TopicConfig, *, validate_only: bool) -> None:
-        """Raises `Rejected`: a bad name (17), it exists (36), too many partitions (37, 44)."""
+        """Create a topic.
+
+        Raises `Rejected` for an invalid name (17), an existing topic (36), or partitions (37, 44).
+        """
         check_name(name)
         if partitions < 1:
-            raise Rejected(Code.INVALID_PARTITIONS, f"{partitions} partitions; at least one")
+            raise Rejected(Code.INVALID_PARTITIONS, f"{partitions} partitions: must be at least 1")
         if self._db.execute("SELECT 1 FROM topics WHERE name = ?", (name,)).fetchone():
-            raise Rejected(Code.TOPIC_ALREADY_EXISTS, f"topic {name} exists already")
-        self._check_room(partitions)
+            raise Rejected(Code.TOPIC_ALREADY_EXISTS, f"topic {name} already exists")
+        self._check_limit(partitions)
         if validate_only:
             return
         self._db.execute("INSERT INTO topics VALUES (?, ?)", (name, config.packed()))
         ids = tuple(self._log.add(name, number).id for number in range(partitions))
-        self._events.append(Created(name, config, ids))
+        self._events.append(TopicCreated(name, config, ids))
 
     def alter(self, name: str, change: Callable[[TopicConfig], TopicConfig], *, validate_only: bool) -> None:
-        """Give the topic the settings that `change` makes of its present ones. Raises `Rejected` (3, 40)."""
+        """Replace the settings of a topic by the result of `change`. Raises `Rejected` (3, 40)."""
         row = self._db.execute("SELECT config FROM topics WHERE name = ?", (name,)).fetchone()
         if row is None:
-            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
         config = change(TopicConfig.unpacked(row[0]))
         if not validate_only:
             self._db.execute("UPDATE topics SET config = ? WHERE name = ?", (config.packed(), name))
-            self._events.append(Altered(name, config))
+            self._events.append(TopicAltered(name, config))
 
     def grow(self, name: str, partitions: int, *, validate_only: bool) -> None:
-        """Add partitions until there are so many. Raises `Rejected` (3, 37, 44)."""
+        """Add partitions up to the total `partitions`. Raises `Rejected` (3, 37, 44)."""
         present = self._db.execute("SELECT count(*) FROM partitions WHERE topic = ?", (name,)).fetchone()[0]
         if not present:
-            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
         if partitions <= present:
-            raise Rejected(Code.INVALID_PARTITIONS, f"{name} has {present} partitions; more can be asked for, not less")
-        self._check_room(partitions - present)
+            raise Rejected(
+                Code.INVALID_PARTITIONS, f"topic {name} has {present} partitions; their number can only be increased"
+            )
+        self._check_limit(partitions - present)
         if not validate_only:
             ids = tuple(self._log.add(name, number).id for number in range(present, partitions))
-            self._events.append(Grown(name, ids))
+            self._events.append(TopicGrown(name, ids))
 
     def delete(self, name: str) -> None:
-        """The topic, its offsets in all groups, and later its records. Raises `Rejected` (3)."""
+        """Delete a topic and its offsets in all groups. Maintenance deletes its records. Raises `Rejected` (3)."""
         if not self._db.execute("DELETE FROM topics WHERE name = ?", (name,)).rowcount:
-            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
         for (partition_id,) in self._db.execute("SELECT id FROM partitions WHERE topic = ?", (name,)).fetchall():
             self._log.drop(partition_id)
         self._db.execute("DELETE FROM offsets WHERE topic = ?", (name,))
         self._db.execute("DELETE FROM pending_offsets WHERE topic = ?", (name,))
-        self._events.append(Deleted(name))
+        self._events.append(TopicDeleted(name))
 
-    def _check_room(self, partitions: int) -> None:
+    def _check_limit(self, partitions: int) -> None:
         total, newest = self._db.execute("SELECT count(*), coalesce(max(id), 0) FROM partitions").fetchone()
         if total + partitions > self._partitions_max or newest + partitions > PARTITION_ID_MAX:
             limit = f"broker.partitions_max = {self._partitions_max}"
-            raise Rejected(Code.POLICY_VIOLATION, f"{partitions} more partitions than {total} pass {limit}")
+            raise Rejected(Code.POLICY_VIOLATION, f"{partitions} more partitions than {total} exceed {limit}")
 
 
 def check_name(name: str) -> None:
-    """Raises `Rejected` (17) for a name that Kafka would not take."""
+    """Raise `Rejected` (17) for a name that Kafka refuses."""
     if not _NAME.fullmatch(name) or name in {".", ".."}:
-        raise Rejected(Code.INVALID_TOPIC, f"topic name {name[:60]!r}: letters, digits, . _ - and at most 249 of them")
+        raise Rejected(
+            Code.INVALID_TOPIC, f"topic name {name[:60]!r}: must have at most 249 letters, digits, `.`, `_` and `-`"
+        )

@@ -1,6 +1,7 @@
-"""Transactions. One file and one writer make them short: a transaction ends in the SQLite transaction that ends it.
+"""Transactions of producers, in the writer's thread.
 
-There is no prepared state to recover: after a crash a transaction is open or over. Runs on the writer's thread.
+With one file and one writer a Kafka transaction ends within one SQLite transaction. So there is no prepared state:
+after a crash a transaction is either open or ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _EPOCH_MAX = 32_767
 
 
 class Owner(NamedTuple):
-    """A producer that says it has the transactional id."""
+    """A producer that claims to own a transactional id."""
 
     producer_id: int
     epoch: int
@@ -27,9 +28,9 @@ class Owner(NamedTuple):
 
 @dataclass(slots=True)
 class Transaction:
-    """One transactional id. `started_ms` is None while nothing is open.
+    """State of one transactional id. `started_ms` is None without an open transaction.
 
-    `bumped_from` is the epoch that its owner gave up for the present one: it may ask again when it missed the answer.
+    `bumped_from` is the previous epoch of the same owner, which may repeat its request if it has missed the response.
     """
 
     id: str
@@ -43,27 +44,29 @@ class Transaction:
 
 
 class Transactions:
-    """All transactional ids. Methods take the producer's id and epoch, which must be the newest."""
+    """All transactional ids. Producer id and epoch in calls must be the newest ones of the transactional id."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, offsets: CommittedOffsets) -> None:
         self._db = db
         self._log = log
         self._offsets = offsets
-        self._known: dict[str, Transaction] = {}
+        self._transactions: dict[str, Transaction] = {}
         self._changed: set[str] = set()
         self.reload()
 
     def reload(self) -> None:
+        """Read the committed state."""
         rows = self._db.execute(
             "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
-        self._known = {
+        self._transactions = {
             name: Transaction(name, producer_id, epoch, timeout_ms, started_ms, seen_ms, set(json.loads(parts)), bumped)
             for name, producer_id, epoch, timeout_ms, started_ms, seen_ms, parts, bumped in rows
         }
         self._changed.clear()
 
     def flush(self) -> tuple[()]:
+        """Write the changes since the last commit."""
         self._db.executemany(
             "INSERT OR REPLACE INTO transactions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             [
@@ -78,115 +81,126 @@ class Transactions:
                     t.bumped_from,
                 )
                 for name in self._changed
-                if (t := self._known.get(name))
+                if (t := self._transactions.get(name))
             ],
         )
         self._changed.clear()
         return ()
 
     def new_producer_id(self) -> int:
+        """Return an unused producer id."""
         row = self._db.execute(
             "UPDATE meta SET value = value + 1 WHERE name = 'next_producer_id' RETURNING value - 1"
         ).fetchone()
         return int(row[0])
 
     def all(self) -> list[Transaction]:
-        """Every transactional id that is known, as it is now."""
-        return [replace(found, partitions=set(found.partitions)) for found in self._known.values()]
+        """Return copies of the states of all transactional ids."""
+        return [replace(state, partitions=set(state.partitions)) for state in self._transactions.values()]
 
     def begin_session(self, name: str, timeout_ms: int, now_ms: int, owner: Owner | None = None) -> tuple[int, int]:
-        """A producer took `name` over: abort what its predecessor left open, fence it, return producer id and epoch.
+        """Let a producer take over the transactional id `name`, and return its producer id and epoch.
 
-        An `owner` asks for its next epoch, after an error of its own. Raises `Rejected` (90) when it no longer is one.
+        The open transaction of the predecessor is aborted, and the predecessor is fenced. An `owner` gets its next
+        epoch after an error.
+
+        Raises:
+            Rejected: `owner` no longer owns the id (90).
         """
-        found = self._known.get(name)
-        if found is None:
-            found = Transaction(name, self.new_producer_id(), 0, timeout_ms, None, now_ms, set())
-            self._known[name] = found
-        elif owner is None or owner == (found.producer_id, found.epoch):
-            self._fence(found, now_ms)
-            found.timeout_ms = timeout_ms
-            found.bumped_from = owner.epoch if owner else None
-        elif owner != (found.producer_id, found.bumped_from) or found.started_ms is not None:
-            raise Rejected(Code.PRODUCER_FENCED, f"epoch {owner.epoch} of {name}, now {found.epoch}")
-        self._touch(found, now_ms)
-        return found.producer_id, found.epoch
+        transaction = self._transactions.get(name)
+        if transaction is None:
+            transaction = Transaction(name, self.new_producer_id(), 0, timeout_ms, None, now_ms, set())
+            self._transactions[name] = transaction
+        elif owner is None or owner == (transaction.producer_id, transaction.epoch):
+            self._fence(transaction, now_ms)
+            transaction.timeout_ms = timeout_ms
+            transaction.bumped_from = owner.epoch if owner else None
+        elif owner != (transaction.producer_id, transaction.bumped_from) or transaction.started_ms is not None:
+            raise Rejected(
+                Code.PRODUCER_FENCED, f"epoch {owner.epoch} of {name} is fenced by epoch {transaction.epoch}"
+            )
+        self._touch(transaction, now_ms)
+        return transaction.producer_id, transaction.epoch
 
     def add_partitions(self, name: str, producer_id: int, epoch: int, partition_ids: set[int], now_ms: int) -> None:
-        """Raises `Rejected` (47, 49)."""
-        found = self._checked(name, producer_id, epoch)
-        found.partitions |= partition_ids
-        self._open(found, now_ms)
+        """Add partitions to the open transaction, or begin one. Raises `Rejected` (47, 49)."""
+        transaction = self._owned(name, producer_id, epoch)
+        transaction.partitions |= partition_ids
+        self._open(transaction, now_ms)
 
     def add_group(self, name: str, producer_id: int, epoch: int, now_ms: int) -> None:
-        """Raises `Rejected` (47, 49)."""
-        self._open(self._checked(name, producer_id, epoch), now_ms)
+        """Begin a transaction, if none is open, in which offsets of a group will be committed.
+
+        Raises `Rejected` (47, 49).
+        """
+        self._open(self._owned(name, producer_id, epoch), now_ms)
 
     def check_append(self, name: str | None, partition_id: int, producer_id: int, epoch: int) -> None:
-        """Raises `Rejected` unless the partition was added to the producer's open transaction."""
+        """Raise `Rejected` unless the partition was added to the producer's open transaction."""
         if name is None:
-            raise Rejected(Code.INVALID_REQUEST, "a transactional batch in a request without transactional id")
-        found = self._checked(name, producer_id, epoch)
-        if found.started_ms is None or partition_id not in found.partitions:
+            raise Rejected(Code.INVALID_REQUEST, "a transactional batch needs a request with a transactional id")
+        transaction = self._owned(name, producer_id, epoch)
+        if transaction.started_ms is None or partition_id not in transaction.partitions:
             raise Rejected(Code.INVALID_TXN_STATE, "the partition is not part of an open transaction")
 
     def commit_offsets(
         self, name: str, producer_id: int, epoch: int, group_id: str, topics: tuple[CommitTopic, ...]
     ) -> None:
-        """Keep offsets that become the group's when the transaction commits. Raises `Rejected` (47, 48, 49)."""
-        found = self._checked(name, producer_id, epoch)
-        if found.started_ms is None:
+        """Store offsets that take effect when the transaction commits. Raises `Rejected` (47, 48, 49)."""
+        if self._owned(name, producer_id, epoch).started_ms is None:
             raise Rejected(Code.INVALID_TXN_STATE, "no transaction is open")
         self._offsets.hold(name, group_id, topics)
 
     def end(self, name: str, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
-        """Raises `Rejected` (47, 48, 49)."""
-        found = self._checked(name, producer_id, epoch)
-        if found.started_ms is None:
+        """Commit or abort the open transaction. Raises `Rejected` (47, 48, 49)."""
+        transaction = self._owned(name, producer_id, epoch)
+        if transaction.started_ms is None:
             raise Rejected(Code.INVALID_TXN_STATE, "no transaction is open")
-        self._finish(found, commit=commit, now_ms=now_ms)
+        self._finish(transaction, commit=commit, now_ms=now_ms)
 
     def expire(self, now_ms: int, forget_before_ms: int) -> None:
-        """Abort and fence what is open longer than its timeout; forget ids that were not seen for long."""
-        for found in list(self._known.values()):
-            if found.started_ms is not None and now_ms - found.started_ms > found.timeout_ms:
-                self._fence(found, now_ms)
-            elif found.started_ms is None and found.seen_ms < forget_before_ms:
-                del self._known[found.id]
-                self._db.execute("DELETE FROM transactions WHERE id = ?", (found.id,))
+        """Abort and fence transactions beyond their timeouts, and forget ids that were last used before a time."""
+        for transaction in list(self._transactions.values()):
+            if transaction.started_ms is not None and now_ms - transaction.started_ms > transaction.timeout_ms:
+                self._fence(transaction, now_ms)
+            elif transaction.started_ms is None and transaction.seen_ms < forget_before_ms:
+                del self._transactions[transaction.id]
+                self._db.execute("DELETE FROM transactions WHERE id = ?", (transaction.id,))
 
-    def _checked(self, name: str, producer_id: int, epoch: int) -> Transaction:
-        found = self._known.get(name)
-        if found is None or found.producer_id != producer_id:
+    def _owned(self, name: str, producer_id: int, epoch: int) -> Transaction:
+        """Return the state of a transactional id. Raises `Rejected` unless the producer owns it (49, 47)."""
+        transaction = self._transactions.get(name)
+        if transaction is None or transaction.producer_id != producer_id:
             raise Rejected(Code.INVALID_PRODUCER_ID_MAPPING, f"producer {producer_id} does not own {name}")
-        if found.epoch != epoch:
-            raise Rejected(Code.INVALID_PRODUCER_EPOCH, f"epoch {epoch}, now {found.epoch}")
-        return found
+        if transaction.epoch != epoch:
+            raise Rejected(Code.INVALID_PRODUCER_EPOCH, f"epoch {epoch} is fenced by epoch {transaction.epoch}")
+        return transaction
 
-    def _fence(self, found: Transaction, now_ms: int) -> None:
+    def _fence(self, transaction: Transaction, now_ms: int) -> None:
         """Abort the open transaction, and fence producers with the old epoch."""
-        if found.started_ms is not None:
-            self._finish(found, commit=False, now_ms=now_ms)
-        if found.epoch < _EPOCH_MAX:
-            found.epoch += 1
+        if transaction.started_ms is not None:
+            self._finish(transaction, commit=False, now_ms=now_ms)
+        if transaction.epoch < _EPOCH_MAX:
+            transaction.epoch += 1
         else:
-            found.producer_id, found.epoch = self.new_producer_id(), 0
-        found.bumped_from = None
-        self._changed.add(found.id)
+            transaction.producer_id, transaction.epoch = self.new_producer_id(), 0
+        transaction.bumped_from = None
+        self._changed.add(transaction.id)
 
-    def _finish(self, found: Transaction, *, commit: bool, now_ms: int) -> None:
-        for partition_id in sorted(found.partitions):
-            self._log.end_transaction(partition_id, found.producer_id, found.epoch, commit=commit, now_ms=now_ms)
-        self._offsets.release(found.id, commit=commit, now_ms=now_ms)
-        found.partitions.clear()
-        found.started_ms = None
-        self._touch(found, now_ms)
+    def _finish(self, transaction: Transaction, *, commit: bool, now_ms: int) -> None:
+        producer_id, epoch = transaction.producer_id, transaction.epoch
+        for partition_id in sorted(transaction.partitions):
+            self._log.end_transaction(partition_id, producer_id, epoch, commit=commit, now_ms=now_ms)
+        self._offsets.release(transaction.id, commit=commit, now_ms=now_ms)
+        transaction.partitions.clear()
+        transaction.started_ms = None
+        self._touch(transaction, now_ms)
 
-    def _open(self, found: Transaction, now_ms: int) -> None:
-        if found.started_ms is None:
-            found.started_ms = now_ms
-        self._touch(found, now_ms)
+    def _open(self, transaction: Transaction, now_ms: int) -> None:
+        if transaction.started_ms is None:
+            transaction.started_ms = now_ms
+        self._touch(transaction, now_ms)
 
-    def _touch(self, found: Transaction, now_ms: int) -> None:
-        found.seen_ms = now_ms
-        self._changed.add(found.id)
+    def _touch(self, transaction: Transaction, now_ms: int) -> None:
+        transaction.seen_ms = now_ms
+        self._changed.add(transaction.id)

@@ -1,4 +1,4 @@
-"""What maintenance writes: deletes of retention, batches of compaction. Runs on the writer's thread."""
+"""Writing side of maintenance: deletes of retention and compacted batches, in the writer's thread."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from headrace_broker.log import Log
 from headrace_broker.store_format import position
 
 _FREE_PAGES_KEPT = 4_000
-"""Free pages are reused. If there are more than this, and more than a quarter of the file, the file is shrunk."""
+"""Number of free pages that are kept for reuse. With more, and more than a quarter of the file, the file is shrunk."""
 
 
 class Upkeep:
-    """Each method is one short operation; the caller submits it to the writer."""
+    """Operations of maintenance. Each is short, and the caller must submit it to the writer."""
 
     def __init__(self, db: sqlite3.Connection, log: Log) -> None:
         self._db = db
         self._log = log
 
     def cut(self, partition_id: int, before: int) -> int:
-        """Delete the batches below an offset, which becomes the log's start. Returns the bytes freed.
+        """Delete the batches before an offset, which becomes the start of the log. Return the freed bytes.
 
-        A batch around the offset stays. Raises `Rejected` (3).
+        A batch that contains the offset stays. Raises `Rejected` (3).
         """
         partition = self._log.partition(partition_id)
         if before <= partition.start:
@@ -44,17 +44,17 @@ class Upkeep:
         return freed
 
     def replace(self, partition_id: int, changes: Iterable[Replacement]) -> int:
-        """Put compacted batches in the place of those they were made of. Returns the bytes saved."""
+        """Replace batches by compacted ones. Return the saved bytes."""
         partition = self._log.partition(partition_id)
         saved = 0
         for base_offset, payload in changes:
             at = position(partition_id, base_offset)
             row = self._db.execute("SELECT length(payload) FROM batches WHERE position = ?", (at,)).fetchone()
             if row is None:
-                continue  # retention was faster
+                continue  # retention has deleted the batch
             if payload is None:
                 self._db.execute("DELETE FROM batches WHERE position = ?", (at,))
-                # An aborted transaction is forgotten with its marker: never is one there without the other.
+                # The entry of an aborted transaction is deleted together with its marker.
                 self._db.execute(
                     "DELETE FROM aborted WHERE partition = ? AND last_offset = ?", (partition_id, base_offset)
                 )
@@ -66,16 +66,16 @@ class Upkeep:
         return saved
 
     def note_cleaned(self, partition_id: int, upto: int, kept_bytes: int) -> None:
-        """A compaction pass is through."""
+        """Store the end of a compaction pass."""
         statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
         self._db.execute(statement, (upto, kept_bytes, partition_id))
 
     def touch(self) -> None:
-        """Write something that changes nothing."""
+        """Write without a change, to test whether commits succeed."""
         self._db.execute("UPDATE meta SET value = value WHERE name = 'cluster_id'")
 
     def purge(self, partition_id: int) -> int:
-        """Delete some batches of a deleted topic. Returns how many; 0 when none are left."""
+        """Delete up to 500 batches of a deleted topic. Return their number."""
         statement = (
             "DELETE FROM batches WHERE position IN"
             " (SELECT position FROM batches WHERE position >= ? AND position < ? LIMIT 500)"
@@ -83,7 +83,7 @@ class Upkeep:
         return self._db.execute(statement, (position(partition_id, 0), position(partition_id + 1, 0))).rowcount
 
     def shrink(self) -> bool:
-        """Give a piece of the file back to the system when much of it is free; whether there is more to give."""
+        """Return a part of the file's free pages to the system if there are many. Return whether there may be more."""
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         if free < max(pages // 4, _FREE_PAGES_KEPT):

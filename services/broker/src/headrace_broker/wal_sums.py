@@ -1,11 +1,11 @@
-"""Checksums of the frames in SQLite's write-ahead log: a flipped byte is repaired before SQLite reads it.
+"""Checksums of the frames in SQLite's write-ahead log, by which a changed byte is repaired before SQLite reads it.
 
-SQLite treats the first frame with a wrong checksum as the end of the log, as it must after a power cut. Acknowledged
-frames behind it would be lost silently. Its checksum cannot tell which byte is wrong (the highest bytes of
-many words look alike to it). So `broker.frames` has, for each frame, its header and both checksums of its page. It is
-written before an acknowledgement and not synced: after a power cut a part may be missing, and is then not used.
+SQLite treats the first frame with a wrong checksum as the end of the log, as it must after a power failure.
+Acknowledged frames after it would be lost silently. SQLite's checksum cannot identify the changed byte. So the file
+`broker.frames` has, for each frame, its header and both checksums of its page. It is written before an acknowledgement
+but not synced. Entries that are missing after a power failure are not used.
 
-https://www.sqlite.org/walformat.html describes both files that are read here.
+https://www.sqlite.org/walformat.html describes the log and its index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace_broker.page_sums import PAGE_BYTES, corrected, differ, sums
+from headrace_broker.page_sums import PAGE_BYTES, corrected, count_differences, sums
 
 _HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
@@ -25,9 +25,9 @@ _FRAME_BYTES = _FRAME_HEADER_BYTES + PAGE_BYTES
 _ENTRY = struct.Struct("<24s3I")
 _TOP = struct.Struct("<32sI")
 _LAST_FRAME_AT = 16
-"""Where SQLite's index of the log says how many frames are committed."""
+"""Position of the number of committed frames in SQLite's index of the log."""
 _SALT_AT = 16
-"""Where the log's header has the eight bytes that its frames repeat."""
+"""Position of the eight bytes in the log's header that all its frames repeat."""
 _READ_FRAMES = 64
 
 
@@ -42,8 +42,8 @@ class _Entry(NamedTuple):
         return self.check == _check(self.header, self.crc, self.adler)
 
 
-class Mended(NamedTuple):
-    """How many frames were repaired, the pages in the log, and the pages that could not be repaired."""
+class LogRepair(NamedTuple):
+    """Numbers of repaired frames, pages in the log, and pages that could not be repaired."""
 
     healed: list[int]
     pages: set[int]
@@ -51,7 +51,7 @@ class Mended(NamedTuple):
 
 
 class WalSums:
-    """`mend` before the file is opened, `note` after each commit, on the writer's thread."""
+    """Checksums of one log. Call `repair` before SQLite opens it, and `note` in the writer's thread after commits."""
 
     def __init__(self, database: Path, path: Path) -> None:
         self._wal = Path(f"{database}-wal")
@@ -61,40 +61,40 @@ class WalSums:
         self._shared = -1
         self._top = b""
         self.frames = 0
-        """Committed frames that are noted."""
+        """Number of committed frames with stored checksums."""
         self.pages: dict[int, tuple[int, int]] = {}
-        """The checksums of the pages in the log, by number: of each one the newest."""
+        """Checksums of the newest version of each page in the log by page number."""
 
     def close(self) -> None:
         for handle in (self._file, self._log, self._shared):
             if handle >= 0:
                 os.close(handle)
 
-    def mend(self) -> Mended:
-        """Repair one flipped byte in each frame.
+    def repair(self) -> LogRepair:
+        """Repair one changed byte in each frame.
 
-        A frame that cannot be repaired gets the checksum of its present bytes, so that later frames stay readable; its
+        A frame that cannot be repaired gets the checksum of its present bytes, so that later frames stay readable. Its
         page is reported as damaged.
         """
-        result = Mended([], set(), set())
+        result = LogRepair([], set(), set())
         try:
             handle = os.open(self._wal, os.O_RDWR)
         except FileNotFoundError:
             return result
         try:
-            if self._mend_header(handle, result.healed):
-                self._mend_frames(handle, result)
+            if self._repair_header(handle, result.healed):
+                self._repair_frames(handle, result)
             os.fsync(handle)
         finally:
             os.close(handle)
         return result
 
     def note(self) -> None:
-        """Take in the frames of the last commit. Raises `OSError`."""
+        """Store the checksums of the frames of the last commit. Raises `OSError`."""
         if self._log < 0:
             self._log, self._shared = os.open(self._wal, os.O_RDONLY), os.open(self._index, os.O_RDONLY)
         top = os.pread(self._log, _HEADER_BYTES, 0)
-        if top != self._top:  # SQLite began the log anew
+        if top != self._top:  # SQLite has reset the log
             self.frames, self._top = 0, top
             self.pages.clear()
             os.pwrite(self._file, _TOP.pack(top, zlib.crc32(top)), 0)
@@ -110,30 +110,30 @@ class WalSums:
                 bytes(data[at : at + _FRAME_HEADER_BYTES]),
                 data[at + _FRAME_HEADER_BYTES : at + _FRAME_BYTES],
             )
-            found = sums(page)
-            entries.append(_ENTRY.pack(header, *found, _check(header, *found)))
-            self.pages[int.from_bytes(header[:4], "big")] = found
+            checksums = sums(page)
+            entries.append(_ENTRY.pack(header, *checksums, _check(header, *checksums)))
+            self.pages[int.from_bytes(header[:4], "big")] = checksums
         os.pwrite(self._file, b"".join(entries), _TOP.size + self.frames * _ENTRY.size)
         self.frames += count
 
-    def _mend_header(self, handle: int, healed: list[int]) -> bool:
-        """Whether the checksums are of this log."""
+    def _repair_header(self, handle: int, healed: list[int]) -> bool:
+        """Repair the log's header. Return whether the checksums belong to this log."""
         top = os.pread(self._file, _TOP.size, 0)
-        found = os.pread(handle, _HEADER_BYTES, 0)
-        if len(top) != _TOP.size or len(found) != _HEADER_BYTES:
+        log_header = os.pread(handle, _HEADER_BYTES, 0)
+        if len(top) != _TOP.size or len(log_header) != _HEADER_BYTES:
             return False
         header, check = _TOP.unpack(top)
         if zlib.crc32(header) != check:
-            return differ(header, found) <= 1 or zlib.crc32(found) == check
-        if header != found:
-            if differ(header, found) != 1:
+            return count_differences(header, log_header) <= 1 or zlib.crc32(log_header) == check
+        if header != log_header:
+            if count_differences(header, log_header) != 1:
                 return False
             os.pwrite(handle, header, 0)
             healed.append(0)
         return True
 
-    def _mend_frames(self, handle: int, result: Mended) -> None:
-        broken: int | None = None
+    def _repair_frames(self, handle: int, result: LogRepair) -> None:
+        first_damaged: int | None = None
         salt = os.pread(handle, 8, _SALT_AT)
         number, at = 0, _HEADER_BYTES
         while len(frame := os.pread(handle, _FRAME_BYTES, at)) == _FRAME_BYTES:
@@ -141,28 +141,28 @@ class WalSums:
             if len(raw) != _ENTRY.size:
                 break
             entry = _Entry(*_ENTRY.unpack(raw))
-            mended = _mended(frame, entry) if entry.intact else frame
-            if mended is None and frame[:_FRAME_HEADER_BYTES] == entry.header:
-                mended = frame
-                broken = number if broken is None else broken
+            repaired = _repaired_frame(frame, entry) if entry.intact else frame
+            if repaired is None and frame[:_FRAME_HEADER_BYTES] == entry.header:
+                repaired = frame
+                first_damaged = number if first_damaged is None else first_damaged
                 result.damaged.add(int.from_bytes(frame[:4], "big"))
-            if mended is None or mended[8:16] != salt:
+            if repaired is None or repaired[8:16] != salt:
                 break
             number += 1
-            if mended != frame:
-                os.pwrite(handle, mended, at)
+            if repaired != frame:
+                os.pwrite(handle, repaired, at)
                 result.healed.append(number)
-            result.pages.add(int.from_bytes(mended[:4], "big"))
+            result.pages.add(int.from_bytes(repaired[:4], "big"))
             at += _FRAME_BYTES
-        if broken is not None:
-            _chain_anew(handle, broken, number)
+        if first_damaged is not None:
+            _rewrite_checksums(handle, first_damaged, number)
 
 
-def _mended(frame: bytes, entry: _Entry) -> bytes | None:
-    """The repaired frame. None: the entry belongs to another frame, or the damage is too large."""
+def _repaired_frame(frame: bytes, entry: _Entry) -> bytes | None:
+    """Return the repaired frame, or None if the entry belongs to another frame or the damage is too large."""
     header, page = frame[:_FRAME_HEADER_BYTES], frame[_FRAME_HEADER_BYTES:]
     if sums(page) == (entry.crc, entry.adler):
-        return entry.header + page if differ(header, entry.header) <= 1 else None
+        return entry.header + page if count_differences(header, entry.header) <= 1 else None
     restored = corrected(page, entry.crc, entry.adler) if header == entry.header else None
     return None if restored is None else header + restored
 
@@ -171,8 +171,8 @@ def _check(header: bytes, crc: int, adler: int) -> int:
     return zlib.crc32(struct.pack("<2I", crc, adler), zlib.crc32(header))
 
 
-def _chain_anew(log: int, first: int, end: int) -> None:
-    """Set the checksums of the frames from `first` to before `end` anew, each based on the one before it."""
+def _rewrite_checksums(log: int, first: int, end: int) -> None:
+    """Recompute SQLite's checksums of the frames in [first, end), each from that of the previous frame."""
     order = ">" if os.pread(log, 4, 0)[3] & 1 else "<"
     start = _HEADER_BYTES + first * _FRAME_BYTES
     seed = struct.unpack(">2I", os.pread(log, 8, start - _FRAME_BYTES + 16 if first else 24))
@@ -184,7 +184,7 @@ def _chain_anew(log: int, first: int, end: int) -> None:
 
 
 def _sqlite_sums(words: tuple[int, ...], first: int, second: int) -> tuple[int, int]:
-    """https://www.sqlite.org/fileformat2.html#checksum_algorithm"""
+    """Return SQLite's checksums (https://www.sqlite.org/fileformat2.html#checksum_algorithm)."""
     for even, odd in zip(words[::2], words[1::2], strict=True):
         first = (first + even + second) & 0xFFFFFFFF
         second = (second + odd + first) & 0xFFFFFFFF

@@ -1,8 +1,8 @@
-"""Kafka's wire format: big-endian numbers, length-prefixed strings, bytes and arrays.
+"""Kafka's wire format: big-endian numbers, and strings, bytes and arrays with a length.
 
-A message is a `NamedTuple` whose annotations are the wire types below, so that its definition reads like the protocol
+A message is a `NamedTuple` with the wire types below as annotations, so that its definition resembles the protocol
 guide (https://kafka.apache.org/protocol). `codec(Message, form)` compiles the annotations once for each form: fields
-marked `Since` a later version are left out, and in a flexible version lengths are varints and tagged fields follow.
+with `Since` a later version are left out, and in a flexible version lengths are varints and tagged fields follow.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headrace_broker.errors import Malformed
 T = TypeVar("T")
 M = TypeVar("M", bound=NamedTuple)
 ITEMS_MAX = 20_000
-"""Array items in one message: a few bytes on the wire are a hundred in memory."""
+"""Maximum number of array items in one message. A few bytes on the wire become a hundred in memory."""
 
 
 class WireReader:
-    """Bytes being decoded. Reading past the end raises `Malformed`."""
+    """Cursor over bytes. Reading past the end raises `Malformed`."""
 
     __slots__ = ("_at", "_data", "_items_left")
 
@@ -32,26 +32,28 @@ class WireReader:
 
     @property
     def left(self) -> int:
+        """Number of bytes that were not read yet."""
         return len(self._data) - self._at
 
     def take(self, size: int) -> memoryview:
+        """Read `size` bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
-            raise Malformed(f"{size} bytes wanted at {self._at}, {self.left} left")
-        taken = self._data[self._at : end]
+            raise Malformed(f"a field of {size} bytes at {self._at}, but {self.left} bytes are left")
+        data = self._data[self._at : end]
         self._at = end
-        return taken
+        return data
 
     def count(self, items: int) -> int:
-        """Check the length of an array before anything is made for it."""
-        if not 0 <= items <= min(self.left, self._items_left):  # every item takes a byte at least
-            raise Malformed(f"an array of {items} items, {self.left} bytes left")
+        """Check the length of an array before memory is allocated for it, and return it."""
+        if not 0 <= items <= min(self.left, self._items_left):  # every item takes at least one byte
+            raise Malformed(f"an array of {items} items, but {self.left} bytes are left")
         self._items_left -= items
         return items
 
 
 class Form(NamedTuple):
-    """How a version of a message is written."""
+    """Encoding of one version of a message."""
 
     version: int = 0
     flexible: bool = False
@@ -61,14 +63,14 @@ PLAIN = Form()
 
 
 class Since(NamedTuple):
-    """Marks a field that is there from a version on; before it has the default."""
+    """Annotation of a field that exists from a version on. In earlier versions it has the default."""
 
     version: int
     default: Any
 
 
 class Codec(Generic[T]):
-    """Reads and writes one wire type."""
+    """Encoder and decoder of one wire type."""
 
     def read(self, source: WireReader) -> T:
         raise NotImplementedError
@@ -99,7 +101,7 @@ class _Varint(Codec[int]):
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise Malformed("a varint of more than five bytes")
+        raise Malformed("a varint has more than five bytes")
 
     def write(self, sink: bytearray, value: int) -> None:
         while value >= 0x80:
@@ -112,7 +114,7 @@ _VARINT = _Varint()
 
 
 class _CompactLength(Codec[int]):
-    """A length in a flexible version: one more than it is, so that null is 0."""
+    """Length in a flexible version, stored plus one, so that null is 0."""
 
     def read(self, source: WireReader) -> int:
         return _VARINT.read(source) - 1
@@ -127,7 +129,7 @@ _COMPACT = _CompactLength()
 
 
 class _Nullable(Codec[T | None]):
-    """A length, -1 for null, and that many bytes. With `required`, null is malformed."""
+    """Length and bytes, with the length -1 for null. With `required`, null is malformed."""
 
     def __init__(self, length: Codec[int], *, required: bool) -> None:
         self._length = length
@@ -174,7 +176,7 @@ class _Blob(_Nullable[bytes]):
 
 
 class _View(_Nullable[memoryview | bytes]):
-    """Bytes that stay in the frame that they came in."""
+    """View of bytes in the received frame, without a copy."""
 
     def _value(self, data: memoryview) -> memoryview:
         return data
@@ -203,7 +205,7 @@ class _Array(Codec[tuple[Any, ...] | None]):
 
 
 class _Absent(Codec[Any]):
-    """A field that this version does not have yet."""
+    """Field that this version does not have."""
 
     def __init__(self, default: Any) -> None:
         self._default = default
@@ -247,7 +249,7 @@ Records = Annotated[memoryview | bytes | None, _View(_INT32, required=False), _V
 
 
 def codec(message: type[M], form: Form = PLAIN) -> Codec[M]:
-    """The codec of a message class in one of its forms."""
+    """Return the codec of a message class in one of its forms."""
     return _compiled(message, form)
 
 
@@ -257,22 +259,22 @@ def _compiled(message: type[Any], form: Form) -> _Struct[Any]:
 
 
 def decode(message: type[M], source: WireReader, form: Form = PLAIN) -> M:
-    """Raises `Malformed`, also when bytes are left over."""
+    """Decode a message. Raises `Malformed`, also if bytes remain."""
     value = codec(message, form).read(source)
     if source.left:
-        raise Malformed(f"{source.left} bytes after {message.__name__}")
+        raise Malformed(f"{source.left} bytes remain after {message.__name__}")
     return value
 
 
 def encode(value: M, sink: bytearray | None = None, form: Form = PLAIN) -> bytearray:
-    """Append the message to `sink` (default: a new one) and return it."""
+    """Append the message to `sink`, by default a new one, and return it."""
     sink = bytearray() if sink is None else sink
     codec(type(value), form).write(sink, value)
     return sink
 
 
 def skip_tagged(source: WireReader) -> None:
-    """Read over tagged fields: what a flexible version may add without being a new one."""
+    """Skip tagged fields, which may be added to a flexible version without a new version."""
     for _ in range(source.count(_VARINT.read(source))):
         _VARINT.read(source)
         source.take(_VARINT.read(source))
@@ -284,8 +286,8 @@ def _codec_of(annotation: Any, form: Form) -> Codec[Any]:
         since = next((mark for mark in arguments[1:] if isinstance(mark, Since)), None)
         if since is not None and form.version < since.version:
             return _Absent(since.default)
-        found = [mark for mark in arguments[1:] if isinstance(mark, Codec)]
-        return found[-1 if form.flexible else 0] if found else _codec_of(arguments[0], form)
+        codecs = [mark for mark in arguments[1:] if isinstance(mark, Codec)]
+        return codecs[-1 if form.flexible else 0] if codecs else _codec_of(arguments[0], form)
     length: Codec[int] = _COMPACT if form.flexible else _INT32
     if origin is tuple:
         return _Array(_codec_of(arguments[0], form), length, required=True)

@@ -1,4 +1,4 @@
-"""Group commit: one thread that owns the writing connection, and one fsync for all that waited for it."""
+"""Group commit: one thread with the writing connection, and one fsync for all waiting operations."""
 
 from __future__ import annotations
 
@@ -21,41 +21,47 @@ log = get_logger(__name__)
 _FULL_INTERVAL_S = 0.5
 
 
-class Stored(Protocol):
-    """In-memory state that belongs to the file."""
+class CachedState(Protocol):
+    """State in memory that caches a part of the file."""
 
     def flush(self) -> Sequence[Any]:
-        """Write it back before a commit; return what the event loop is to know after it."""
+        """Write changes before a commit, and return the changes to publish in the event loop after it."""
         ...
 
     def reload(self) -> None:
-        """Forget what a rollback undid."""
+        """Read the state from the file after a rollback."""
         ...
 
 
 class _Job(NamedTuple):
     operation: Callable[[], Any]
-    done: asyncio.Future[Any]
+    future: asyncio.Future[Any]
 
 
 class _Outcome(NamedTuple):
-    done: asyncio.Future[Any]
+    future: asyncio.Future[Any]
     result: Any
     error: Exception | None
 
 
 class Writer:
-    """Runs operations in the order of `submit`, many to a transaction.
+    """Writer that runs operations in the order of `submit`, many in one transaction.
 
-    An operation may raise `Rejected`, before its first write, and then only its own caller hears of it. When the commit
-    fails (a full disk), all of its operations fail with STORAGE_ERROR, nothing of them is stored, and the next ones are
-    tried anew. Anything else an operation raises is a bug: `failed` gets it and the process is to end.
+    An operation may raise `Rejected` before its first write, which affects only its own caller. If the commit fails (a
+    full disk), all its operations fail with STORAGE_ERROR and have no effect, and the writer continues with the next
+    ones. Other exceptions of operations are bugs: `failed` gets the exception, and the process must end.
     """
 
     def __init__(
-        self, db: sqlite3.Connection, state: Sequence[Stored], publish: Callable[[Sequence[Any]], None], stats: Stats,
-        *, committed: Callable[[sqlite3.Connection], None] = lambda db: None, batch_max: int = 1000,
-    ) -> None:  # fmt: skip
+        self,
+        db: sqlite3.Connection,
+        state: Sequence[CachedState],
+        publish: Callable[[Sequence[Any]], None],
+        stats: Stats,
+        *,
+        committed: Callable[[sqlite3.Connection], None] = lambda db: None,
+        batch_max: int = 1000,
+    ) -> None:
         self._db = db
         self._state = state
         self._publish = publish
@@ -67,25 +73,26 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.trouble: str | None = None
-        """Why the last commit that had something to write failed; None when it did not."""
+        """The reason why the last commit with changes failed, or None if it succeeded."""
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """Commit what was submitted, then end the thread."""
+        """Commit all submitted operations, and end the thread."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
         self.failed.cancel()
 
     def submit(self, operation: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `operation` on the writer's thread; the future is done once it is durable.
+        """Run `operation` in the writer's thread. The future completes once its changes are durable.
 
-        Called on the event loop. A caller that is cancelled gives up the answer, never the operation.
+        Must be called in the event loop. Cancelling the caller does not cancel the operation.
         """
-        done: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(operation, done))
-        return done
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(_Job(operation, future))
+        return future
 
     def _run(self) -> None:
         try:
@@ -122,16 +129,16 @@ class Writer:
                 raise Damaged(f"the broker's file: {error}") from error
             self._roll_back(error)
             failure = Rejected(Code.STORAGE_ERROR, self.trouble or "")
-            outcomes = [_Outcome(job.done, None, failure) for job in jobs]
+            outcomes = [_Outcome(job.future, None, failure) for job in jobs]
             changes = []
         self._loop.call_soon_threadsafe(self._deliver, changes, outcomes)
 
     @staticmethod
     def _outcome(job: _Job) -> _Outcome:
         try:
-            return _Outcome(job.done, job.operation(), None)
+            return _Outcome(job.future, job.operation(), None)
         except Rejected as error:
-            return _Outcome(job.done, None, error)
+            return _Outcome(job.future, None, error)
 
     def _count(self, operations: int, seconds: float) -> None:
         self.trouble = None
@@ -141,7 +148,7 @@ class Writer:
 
     def _roll_back(self, error: sqlite3.Error) -> None:
         path = self._db.execute("PRAGMA database_list").fetchone()[2]
-        trouble = str(disk.no_room(path)) if disk.is_full(error) else f"the broker's file: {error}"
+        trouble = str(disk.full_error(path)) if disk.is_full(error) else f"the broker's file: {error}"
         if self.trouble is None:
             log.error("commit_failed", error=trouble, remedy="free disk space; acknowledged records are safe")
         self.trouble = trouble
@@ -149,7 +156,7 @@ class Writer:
         self._stats.commit_failures += 1
 
     def _forget(self) -> None:
-        """Read the state again from the file. That may need memory, too, if the index grows."""
+        """Roll back, and read the state again from the file. On a full disk this may fail, too, and is retried."""
         while True:
             try:
                 if self._db.in_transaction:
@@ -165,14 +172,14 @@ class Writer:
 
     def _deliver(self, changes: Sequence[Any], outcomes: list[_Outcome]) -> None:
         self._publish(changes)
-        for done, result, error in outcomes:
-            if done.done():
-                continue  # its caller gave up
+        for future, result, error in outcomes:
+            if future.done():
+                continue  # the caller was cancelled
             if error is None:
-                done.set_result(result)
+                future.set_result(result)
             else:
-                done.set_exception(error)
-                done.exception()  # retrieved, so that asyncio does not warn about it
+                future.set_exception(error)
+                future.exception()  # marks it as retrieved, so that asyncio does not warn
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

@@ -1,5 +1,5 @@
-"""What the broker does for each request: `async def name(broker, call, request) -> response`.
+"""Request handlers: `async def name(broker, call, request) -> response`.
 
-A handler that writes must submit to the writer before it awaits anything: requests of one connection start in order,
-and so their effects have that order too.
+A handler that writes must submit to the writer before its first await. The requests of a connection start in order, so
+their effects then have the same order.
 """

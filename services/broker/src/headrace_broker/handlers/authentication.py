@@ -1,4 +1,4 @@
-"""SASL: a client agrees on PLAIN, and then sends the user name and the password of the bus."""
+"""Handlers of SASL: a client chooses PLAIN, and then sends the user name and the password of the bus."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ log = get_logger(__name__)
 
 
 async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshakeRequest) -> SaslHandshakeResponse:
+    """Handle SaslHandshake."""
     call.login.agreed = request.mechanism == MECHANISM
     code = Code.NONE if call.login.agreed else Code.UNSUPPORTED_SASL_MECHANISM
     return SaslHandshakeResponse(code, (MECHANISM,))
@@ -25,6 +26,7 @@ async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshak
 async def authenticate(
     broker: Broker, call: RequestContext, request: SaslAuthenticateRequest
 ) -> SaslAuthenticateResponse:
+    """Handle SaslAuthenticate."""
     if not call.login.agreed:
         call.login.refused = True
         return SaslAuthenticateResponse(Code.ILLEGAL_SASL_STATE, "send SaslHandshake with PLAIN first", b"", 0)

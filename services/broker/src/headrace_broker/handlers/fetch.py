@@ -1,4 +1,4 @@
-"""Fetch: read what is there, or wait for it."""
+"""Handler of Fetch, which reads records or waits for new ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headrace_broker.protocol.fetch import (
 )
 from headrace_broker.reads import ReadRequest, ReadResult
 
-_NOTHING = ReadResult(b"", None)
+_EMPTY = ReadResult(b"", None)
 
 
 @dataclass(slots=True)
 class _Part:
-    """One partition of the request: where its log was when we looked, and what was read."""
+    """One partition of the request, with the state of its log and the result of the read."""
 
     topic: str
     request: FetchPartition
@@ -36,26 +36,27 @@ class _Part:
     start: int = -1
     end: int = -1
     stable: int = -1
-    got: ReadResult = _NOTHING
+    result: ReadResult = _EMPTY
 
-    def answer(self) -> FetchedPartition:
-        number, records = self.request.partition, self.got.records
-        return FetchedPartition(number, self.code, self.end, self.stable, self.start, self.got.aborted, -1, records)
+    def response(self) -> FetchedPartition:
+        """Return the partition's part of the response."""
+        number, records = self.request.partition, self.result.records
+        return FetchedPartition(number, self.code, self.end, self.stable, self.start, self.result.aborted, -1, records)
 
 
 async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> FetchResponse:
-    """Answer at once with an error or `min_bytes`, else when they are there or the wait is over.
+    """Return at once with an error or with `min_bytes`, otherwise once there are so many bytes or the wait is over.
 
-    Kafka's fetch sessions are not used: session id 0 tells clients to send the whole request every time.
+    Kafka's fetch sessions are not supported: with session id 0 clients send the complete request every time.
     """
     wait_s = min(request.max_wait_ms / 1000, broker.settings.fetch_wait_s)
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
-        parts = [_look(broker, topic.name, p) for topic in request.topics for p in topic.partitions]
-        with _watched(parts) as moved:
+        parts = [_part(broker, topic.name, p) for topic in request.topics for p in topic.partitions]
+        with _change_event(parts) as changed:
             size = await _read(broker, call, request, parts)
             failed = [part.code for part in parts if part.code is not Code.NONE]
-            if failed or size >= request.min_bytes or not await _happens(moved, deadline):
+            if failed or size >= request.min_bytes or not await _wait(changed, deadline):
                 broker.stats.fetched_bytes += size
                 broker.stats.errors.update(failed)
                 return _response(parts)
@@ -63,31 +64,31 @@ async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> 
         call.response_bytes = 0
 
 
-def _look(broker: Broker, topic: str, partition: FetchPartition) -> _Part:
+def _part(broker: Broker, topic: str, partition: FetchPartition) -> _Part:
     view = broker.catalog.view(topic, partition.partition)
     if view is None:
         return _Part(topic, partition)
-    inside = view.start <= partition.fetch_offset <= view.end
-    code = Code.NONE if inside else Code.OFFSET_OUT_OF_RANGE
+    is_inside = view.start <= partition.fetch_offset <= view.end
+    code = Code.NONE if is_inside else Code.OFFSET_OUT_OF_RANGE
     return _Part(topic, partition, view, code, view.start, view.end, view.stable)
 
 
 @contextlib.contextmanager
-def _watched(parts: Sequence[_Part]) -> Iterator[asyncio.Event]:
-    """An event that is set when one of the partitions moves or is deleted."""
-    moved = asyncio.Event()
+def _change_event(parts: Sequence[_Part]) -> Iterator[asyncio.Event]:
+    """Yield an event that is set when one of the partitions changes or is deleted."""
+    changed = asyncio.Event()
     views = [part.view for part in parts if part.view]
     for view in views:
-        view.readers.add(moved)
+        view.readers.add(changed)
     try:
-        yield moved
+        yield changed
     finally:
         for view in views:
-            view.readers.discard(moved)
+            view.readers.discard(changed)
 
 
-async def _happens(event: asyncio.Event, deadline: float) -> bool:
-    """Wait for the event; False when the deadline came first."""
+async def _wait(event: asyncio.Event, deadline: float) -> bool:
+    """Wait for the event, and return False if the deadline is earlier."""
     try:
         async with asyncio.timeout_at(deadline):
             await event.wait()
@@ -97,28 +98,28 @@ async def _happens(event: asyncio.Event, deadline: float) -> bool:
 
 
 async def _read(broker: Broker, call: RequestContext, request: FetchRequest, parts: Sequence[_Part]) -> int:
-    """Fill in what there is. Returns its size, for which `call` holds the memory."""
+    """Read available records into `parts`. Return their size, for which `call` holds the memory."""
     committed = request.isolation_level == READ_COMMITTED
-    wants: list[tuple[_Part, ReadRequest]] = []
+    reading: list[tuple[_Part, ReadRequest]] = []
     for part in parts:
         before = part.stable if committed else part.end
         if part.view and part.code is Code.NONE and part.request.fetch_offset < before:
-            want = ReadRequest(part.view.id, part.request.fetch_offset, before, part.request.max_bytes, committed)
-            wants.append((part, want))
-    if not wants:
+            read = ReadRequest(part.view.id, part.request.fetch_offset, before, part.request.max_bytes, committed)
+            reading.append((part, read))
+    if not reading:
         return 0
     bytes_max = max(min(request.max_bytes, broker.settings.fetch_bytes_max), 1)
     call.response_bytes = await broker.fetch_memory.take(bytes_max)
     try:
-        got = await broker.readers.run(reads.batches, [want for _, want in wants], bytes_max)
+        results = await broker.readers.run(reads.batches, [read for _, read in reading], bytes_max)
     except Rejected as error:
-        for part, _ in wants:
+        for part, _ in reading:
             part.code = error.code
         return 0
-    for (part, _), found in zip(wants, got, strict=True):
-        part.got = found
-    size = sum(len(found.records) for found in got)
-    spare = max(call.response_bytes - size, 0)  # a lone batch may be larger than what was asked for
+    for (part, _), result in zip(reading, results, strict=True):
+        part.result = result
+    size = sum(len(result.records) for result in results)
+    spare = max(call.response_bytes - size, 0)  # a single batch may exceed `bytes_max`
     broker.fetch_memory.give(spare)
     call.response_bytes -= spare
     return size
@@ -126,5 +127,5 @@ async def _read(broker: Broker, call: RequestContext, request: FetchRequest, par
 
 def _response(parts: Sequence[_Part]) -> FetchResponse:
     by_topic = groupby(parts, key=lambda part: part.topic)
-    topics = tuple(FetchedTopic(name, tuple(part.answer() for part in found)) for name, found in by_topic)
+    topics = tuple(FetchedTopic(name, tuple(part.response() for part in group)) for name, group in by_topic)
     return FetchResponse(0, Code.NONE, 0, topics)

@@ -1,4 +1,4 @@
-"""Metadata and FindCoordinator. (ApiVersions is answered by `dispatch`, which knows the versions.)"""
+"""Handlers of Metadata and FindCoordinator. The module `dispatch` handles ApiVersions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUP, _TRANSACTION = 0, 1
 
 
 async def metadata(broker: Broker, call: RequestContext, request: MetadataRequest) -> MetadataResponse:
-    """Topics are never created by asking for them."""
+    """Handle Metadata. A request never creates topics."""
     topics = broker.catalog.topics
     names = list(topics) if request.topics is None else request.topics
     return MetadataResponse(
@@ -35,8 +35,9 @@ async def metadata(broker: Broker, call: RequestContext, request: MetadataReques
 async def find_coordinator(
     broker: Broker, call: RequestContext, request: FindCoordinatorRequest
 ) -> FindCoordinatorResponse:
+    """Handle FindCoordinator. The coordinator is always this broker."""
     if request.key_type not in (_GROUP, _TRANSACTION):
-        raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type}")
+        raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type} is not supported")
     return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, broker.settings.kafka_host, broker.port)
 
 

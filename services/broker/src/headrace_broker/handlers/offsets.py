@@ -1,4 +1,4 @@
-"""OffsetCommit and OffsetFetch."""
+"""Handlers of OffsetCommit and OffsetFetch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from headrace_broker.protocol.offsets import (
 
 
 async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCommitRequest) -> OffsetCommitResponse:
+    """Handle OffsetCommit."""
     codes = {
         (topic.name, p.partition): check(broker, topic.name, p) for topic in request.topics for p in topic.partitions
     }
@@ -36,37 +37,37 @@ async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCom
 
 
 async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetchRequest) -> OffsetFetchResponse:
-    """Partitions without an offset have -1, as in Kafka."""
+    """Handle OffsetFetch. As in Kafka, partitions without an offset have the offset -1."""
     if request.require_stable:
-        await broker.writer.submit(_nothing)  # what a predecessor sent before us is to be seen
-    found, unstable = await broker.readers.run(reads.committed, request.group_id)
+        await broker.writer.submit(_do_nothing)  # waits for earlier commits of other clients
+    offsets, unstable = await broker.readers.run(reads.committed, request.group_id)
     if not request.require_stable:
         unstable = frozenset()
     topics = request.topics
     if topics is None:
-        by_topic = groupby(found, key=lambda key: key[0])
+        by_topic = groupby(offsets, key=lambda key: key[0])
         topics = tuple(OffsetFetchTopic(name, tuple(number for _, number in keys)) for name, keys in by_topic)
     answers = tuple(
-        FetchedOffsets(t.name, tuple(_fetched(found, unstable, t.name, n) for n in t.partitions)) for t in topics
+        FetchedOffsets(t.name, tuple(_fetched(offsets, unstable, t.name, n) for n in t.partitions)) for t in topics
     )
     return OffsetFetchResponse(0, answers, Code.NONE)
 
 
-def _nothing() -> None:
-    """An operation that only waits for its turn."""
+def _do_nothing() -> None:
+    """Operation without effect, whose future completes after all earlier operations."""
 
 
 def _fetched(
-    found: dict[tuple[str, int], tuple[int, str | None]], unstable: Set[tuple[str, int]], topic: str, number: int
+    offsets: dict[tuple[str, int], tuple[int, str | None]], unstable: Set[tuple[str, int]], topic: str, number: int
 ) -> FetchedOffset:
     if (topic, number) in unstable:
         return FetchedOffset(number, -1, -1, "", Code.UNSTABLE_OFFSET_COMMIT)
-    offset, metadata = found.get((topic, number), (-1, ""))
+    offset, metadata = offsets.get((topic, number), (-1, ""))
     return FetchedOffset(number, offset, -1, metadata, Code.NONE)
 
 
 def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
-    """Whether an offset can be committed for a partition."""
+    """Return the error code of a partition's commit, or NONE if the offset can be committed."""
     if broker.catalog.view(topic, partition.partition) is None:
         return Code.UNKNOWN_TOPIC_OR_PARTITION
     if len(partition.metadata or "") > broker.settings.offset_metadata_bytes_max:
@@ -75,7 +76,7 @@ def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
 
 
 def valid(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -> tuple[CommitTopic, ...]:
-    """The request's topics without the partitions that were refused."""
+    """Return the topics without refused partitions."""
     return tuple(
         CommitTopic(topic.name, tuple(p for p in topic.partitions if codes[topic.name, p.partition] is Code.NONE))
         for topic in topics
@@ -85,7 +86,7 @@ def valid(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -
 def answers(
     topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code], failure: Code
 ) -> tuple[CommittedTopic, ...]:
-    """One code for each partition; `failure` for those that were valid."""
+    """Return the response for each partition: its own code, or `failure` if its code is NONE."""
     return tuple(
         CommittedTopic(
             topic.name,

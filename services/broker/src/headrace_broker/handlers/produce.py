@@ -1,4 +1,4 @@
-"""Produce and InitProducerId."""
+"""Handlers of Produce and InitProducerId."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace_broker.batch import NO_PRODUCER, RecordBatch, parse_produced
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.log import Appended
+from headrace_broker.log import AppendResult
 from headrace_broker.protocol.produce import (
     InitProducerIdRequest,
     InitProducerIdResponse,
@@ -23,30 +23,30 @@ from headrace_broker.records import records
 from headrace_broker.transactions import Owner
 
 _WRITTEN_PER_BYTE = 2
-"""Bytes that the disk takes for one of a record: the write-ahead log, then the file."""
+"""Bytes on the disk per byte of a record, which is written to the write-ahead log and then to the file."""
 _FENCED_SINCE = 4
-"""The version of InitProducerId in which PRODUCER_FENCED is known."""
+"""First version of InitProducerId with the error PRODUCER_FENCED."""
 
 
 class _Item(NamedTuple):
-    """One partition's batch on its way in."""
+    """The batch of one partition in a request."""
 
     topic: str
     number: int
     partition_id: int
     batch: RecordBatch
     keyed: bool
-    """Whether every record needs a key: the topic is compacted."""
+    """Whether all records need a key, because the topic is compacted."""
 
 
 async def produce(broker: Broker, call: RequestContext, request: ProduceRequest) -> ProduceResponse | None:
-    """Store each partition's batch, all of them in one commit. With acks 0 the client gets no answer."""
-    results: dict[tuple[str, int], Appended | Rejected] = {}
+    """Store the batches of all partitions in one commit. With acks 0 the client gets no response."""
+    results: dict[tuple[str, int], AppendResult | Rejected] = {}
     items: list[_Item] = []
     for topic in request.topics:
         for partition in topic.partitions:
             try:
-                items.append(_checked(broker, request, topic.name, partition))
+                items.append(_checked_item(broker, request, topic.name, partition))
             except Rejected as error:
                 results[topic.name, partition.partition] = error
     if items:
@@ -59,12 +59,12 @@ async def produce(broker: Broker, call: RequestContext, request: ProduceRequest)
     broker.stats.errors.update(error.code for error in refused)
     if request.acks == 0:
         if refused:
-            raise Malformed(f"produced without acknowledgement, and refused: {refused[0]}")
+            raise Malformed(f"a batch with acks 0 was refused: {refused[0]}")
         return None
     ordered = [(topic.name, p.partition) for topic in request.topics for p in topic.partitions]
     return ProduceResponse(
         tuple(
-            ProducedTopic(name, tuple(_answer(number, results[name, number]) for _, number in keys))
+            ProducedTopic(name, tuple(_response(number, results[name, number]) for _, number in keys))
             for name, keys in groupby(ordered, key=lambda key: key[0])
         ),
         throttle_time_ms=0,
@@ -74,14 +74,15 @@ async def produce(broker: Broker, call: RequestContext, request: ProduceRequest)
 async def init_producer_id(
     broker: Broker, call: RequestContext, request: InitProducerIdRequest
 ) -> InitProducerIdResponse:
+    """Handle InitProducerId."""
     name, timeout_ms = request.transactional_id, request.transaction_timeout_ms
     if name is None:
         producer_id = await broker.writer.submit(broker.transactions.new_producer_id)
         return InitProducerIdResponse(0, Code.NONE, producer_id, 0)
     if not name:
-        raise Rejected(Code.INVALID_REQUEST, "an empty transactional id")
+        raise Rejected(Code.INVALID_REQUEST, "the transactional id must not be empty")
     if not 0 < timeout_ms <= broker.settings.transaction_timeout_max_s * 1000:
-        raise Rejected(Code.INVALID_TRANSACTION_TIMEOUT, f"{timeout_ms} ms")
+        raise Rejected(Code.INVALID_TRANSACTION_TIMEOUT, f"the timeout {timeout_ms} ms is outside of its range")
     owner = Owner(request.producer_id, request.producer_epoch) if request.producer_id != NO_PRODUCER else None
     begin = partial(broker.transactions.begin_session, name, timeout_ms, broker.now_ms(), owner)
     try:
@@ -92,9 +93,9 @@ async def init_producer_id(
         raise
 
 
-def _checked(broker: Broker, request: ProduceRequest, topic: str, partition: ProducePartition) -> _Item:
+def _checked_item(broker: Broker, request: ProduceRequest, topic: str, partition: ProducePartition) -> _Item:
     if request.acks not in (-1, 0, 1):
-        raise Rejected(Code.INVALID_REQUIRED_ACKS, f"acks {request.acks}")
+        raise Rejected(Code.INVALID_REQUIRED_ACKS, f"acks = {request.acks}: must be -1, 0 or 1")
     view = broker.view(topic, partition.partition)
     config = broker.catalog.topics[topic].config
     raw = partition.records or b""
@@ -111,10 +112,10 @@ def _checked(broker: Broker, request: ProduceRequest, topic: str, partition: Pro
     return _Item(topic, partition.partition, view.id, batch, config.compacts)
 
 
-def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> list[Appended | Rejected]:
-    """On the writer's thread."""
+def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> list[AppendResult | Rejected]:
+    """Append batches. Runs in the writer's thread."""
     now_ms = broker.now_ms()
-    results: list[Appended | Rejected] = []
+    results: list[AppendResult | Rejected] = []
     for item in items:
         batch = item.batch
         try:
@@ -133,12 +134,12 @@ def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> 
 def _check_keys(batch: RecordBatch) -> None:
     try:
         if any(record.key is None for record in records(batch)):
-            raise Rejected(Code.INVALID_RECORD, "a record without key in a compacted topic")
+            raise Rejected(Code.INVALID_RECORD, "records of a compacted topic need a key")
     except Malformed as error:
         raise Rejected(Code.INVALID_RECORD, str(error)) from error
 
 
-def _answer(number: int, result: Appended | Rejected) -> ProducedPartition:
+def _response(number: int, result: AppendResult | Rejected) -> ProducedPartition:
     if isinstance(result, Rejected):
         return ProducedPartition(number, result.code, -1, -1, -1)
     return ProducedPartition(number, Code.NONE, result.base_offset, -1, result.log_start)

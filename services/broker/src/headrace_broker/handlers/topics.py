@@ -1,4 +1,4 @@
-"""CreateTopics, DeleteTopics and DescribeConfigs."""
+"""Handlers of CreateTopics, DeleteTopics and DescribeConfigs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
 
 
 async def create_topics(broker: Broker, call: RequestContext, request: CreateTopicsRequest) -> CreateTopicsResponse:
-    """Each topic in an operation of its own: one that is refused does not hold up the others."""
+    """Create topics. Each is a separate operation, so a refused topic does not affect the others."""
     waits = {}
-    named = collections.Counter(topic.name for topic in request.topics)
+    occurrences = collections.Counter(topic.name for topic in request.topics)
     for topic in {topic.name: topic for topic in request.topics}.values():
-        create = partial(_create, broker, topic, named[topic.name], request.validate_only)
+        create = partial(_create, broker, topic, occurrences[topic.name], request.validate_only)
         waits[topic.name] = broker.writer.submit(create)
     created = []
     for name, wait in waits.items():
@@ -47,6 +47,7 @@ async def create_topics(broker: Broker, call: RequestContext, request: CreateTop
 
 
 async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
+    """Delete topics. Each is a separate operation."""
     waits = {name: broker.writer.submit(partial(broker.topics.delete, name)) for name in request.names}
     deleted = []
     for name, wait in waits.items():
@@ -61,36 +62,45 @@ async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTop
 async def describe_configs(
     broker: Broker, call: RequestContext, request: DescribeConfigsRequest
 ) -> DescribeConfigsResponse:
+    """Handle DescribeConfigs."""
     return DescribeConfigsResponse(0, tuple(_described(broker, resource) for resource in request.resources))
 
 
 def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) -> None:
-    """On the writer's thread."""
+    """Create a topic that occurs `times` times in the request. Runs in the writer's thread."""
     if times > 1:
-        raise Rejected(Code.INVALID_REQUEST, f"topic {topic.name} is named {times} times in one request")
-    config = parsed(broker, ((entry.name, entry.value) for entry in topic.configs))
+        raise Rejected(Code.INVALID_REQUEST, f"topic {topic.name} occurs {times} times in one request")
+    config = topic_config_of(broker, ((entry.name, entry.value) for entry in topic.configs))
     broker.topics.create(topic.name, _partition_count(topic), config, validate_only=validate_only)
 
 
-def parsed(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Settings of a topic that this broker can keep. Raises `Rejected` (40)."""
+def topic_config_of(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
+    """Parse the settings of a topic. Raises `Rejected` (40) for settings that this broker does not support."""
     config = topic_config.parse(entries)
     if config.max_message_bytes > broker.settings.request_bytes_max:
         limit = f"broker.request_bytes_max = {broker.settings.request_bytes_max}"
-        raise Rejected(Code.INVALID_CONFIG, f"max.message.bytes {config.max_message_bytes} passes {limit}")
+        raise Rejected(Code.INVALID_CONFIG, f"max.message.bytes = {config.max_message_bytes}: exceeds {limit}")
     return config
 
 
 def _partition_count(topic: NewTopic) -> int:
-    """By number, or by naming the replicas of each partition; the only replica there can be is this broker."""
+    """Return the number of partitions, which the request states directly or by the replicas of each partition."""
     if topic.assignments:
         numbers = sorted(assignment.partition for assignment in topic.assignments)
-        here = all(assignment.broker_ids == (NODE_ID,) for assignment in topic.assignments)
-        if not here or numbers != list(range(len(numbers))) or topic.partitions != -1 or topic.replication_factor != -1:
-            raise Rejected(Code.INVALID_REPLICA_ASSIGNMENT, f"each partition can be on broker {NODE_ID} alone")
+        is_here = all(assignment.broker_ids == (NODE_ID,) for assignment in topic.assignments)
+        if (
+            not is_here
+            or numbers != list(range(len(numbers)))
+            or topic.partitions != -1
+            or topic.replication_factor != -1
+        ):
+            raise Rejected(Code.INVALID_REPLICA_ASSIGNMENT, f"each partition must be on broker {NODE_ID} alone")
         return len(numbers)
     if topic.replication_factor not in (1, -1):
-        raise Rejected(Code.INVALID_REPLICATION_FACTOR, f"{topic.replication_factor} replicas; there is one broker")
+        raise Rejected(
+            Code.INVALID_REPLICATION_FACTOR,
+            f"{topic.replication_factor} replicas: must be 1, because there is one broker",
+        )
     return 1 if topic.partitions == -1 else topic.partitions
 
 
@@ -99,15 +109,15 @@ def _described(broker: Broker, resource: ConfigResource) -> DescribedResource:
         configs = _configs(broker, resource)
     except Rejected as error:
         return DescribedResource(error.code, str(error), resource.type, resource.name, ())
-    wanted = tuple(config for config in configs if resource.keys is None or config.name in resource.keys)
-    return DescribedResource(Code.NONE, None, resource.type, resource.name, wanted)
+    requested = tuple(config for config in configs if resource.keys is None or config.name in resource.keys)
+    return DescribedResource(Code.NONE, None, resource.type, resource.name, requested)
 
 
 def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
     if resource.type == _TOPIC:
         topic = broker.catalog.topics.get(resource.name)
         if topic is None:
-            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {resource.name}")
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {resource.name} does not exist")
         default = topic_config.TopicConfig().entries()
         entries = topic.config.entries().items()
         return [
@@ -117,4 +127,4 @@ def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
     if resource.type == _BROKER and resource.name == str(NODE_ID):
         values = {"auto.create.topics.enable": "false", "default.replication.factor": "1", "broker.id": str(NODE_ID)}
         return [DescribedConfig(name, value, True, _FROM_BROKER_FILE, False, ()) for name, value in values.items()]
-    raise Rejected(Code.INVALID_REQUEST, f"no configuration of type {resource.type} and name {resource.name!r}")
+    raise Rejected(Code.INVALID_REQUEST, f"there is no resource of type {resource.type} and name {resource.name!r}")

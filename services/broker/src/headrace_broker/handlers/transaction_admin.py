@@ -1,4 +1,4 @@
-"""What administrators ask about transactions and producers."""
+"""Handlers of ListTransactions, DescribeTransactions and DescribeProducers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _STATES = (_ONGOING, _EMPTY)
 async def list_transactions(
     broker: Broker, call: RequestContext, request: ListTransactionsRequest
 ) -> ListTransactionsResponse:
-    """A transaction ends in one step here, so that of Kafka's states there are two."""
+    """Handle ListTransactions. Only two of Kafka's states occur, because a transaction ends in one step."""
     now_ms = broker.now_ms()
-    found = [
+    listed = [
         ListedTransaction(t.id, t.producer_id, _state(t))
         for t in await broker.writer.submit(broker.transactions.all)
         if (not request.states or _state(t) in request.states)
@@ -39,24 +39,26 @@ async def list_transactions(
         and (request.duration_ms < 0 or (t.started_ms is not None and now_ms - t.started_ms >= request.duration_ms))
     ]
     unknown = tuple(state for state in request.states if state not in _STATES)
-    return ListTransactionsResponse(0, Code.NONE, unknown, tuple(found))
+    return ListTransactionsResponse(0, Code.NONE, unknown, tuple(listed))
 
 
 async def describe_transactions(
     broker: Broker, call: RequestContext, request: DescribeTransactionsRequest
 ) -> DescribeTransactionsResponse:
-    known = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
+    """Handle DescribeTransactions."""
+    by_id = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
     missing = DescribedTransaction(Code.TRANSACTIONAL_ID_NOT_FOUND, "", "", 0, -1, -1, -1, ())
-    found = [
-        _described(broker, known[name]) if name in known else missing._replace(transactional_id=name)
+    descriptions = [
+        _described(broker, by_id[name]) if name in by_id else missing._replace(transactional_id=name)
         for name in request.transactional_ids
     ]
-    return DescribeTransactionsResponse(0, tuple(found))
+    return DescribeTransactionsResponse(0, tuple(descriptions))
 
 
 async def describe_producers(
     broker: Broker, call: RequestContext, request: DescribeProducersRequest
 ) -> DescribeProducersResponse:
+    """Handle DescribeProducers."""
     topics = []
     for topic in request.topics:
         partitions = [await _partition(broker, topic.name, number) for number in topic.partitions]
@@ -66,29 +68,29 @@ async def describe_producers(
 
 async def _partition(broker: Broker, topic: str, number: int) -> DescribedPartition:
     try:
-        found = await broker.readers.run(reads.producers, broker.view(topic, number).id)
+        producers = await broker.readers.run(reads.producers, broker.view(topic, number).id)
     except Rejected as error:
         broker.stats.errors[error.code] += 1
         return DescribedPartition(number, error.code, str(error), ())
-    return DescribedPartition(number, Code.NONE, None, found)
+    return DescribedPartition(number, Code.NONE, None, producers)
 
 
 def _state(transaction: Transaction) -> str:
     return _EMPTY if transaction.started_ms is None else _ONGOING
 
 
-def _described(broker: Broker, found: Transaction) -> DescribedTransaction:
-    views = sorted((v.topic, v.number) for v in broker.catalog.views() if v.id in found.partitions)
+def _described(broker: Broker, transaction: Transaction) -> DescribedTransaction:
+    views = sorted((v.topic, v.number) for v in broker.catalog.views() if v.id in transaction.partitions)
     topics = tuple(
         TransactionTopic(name, tuple(number for _, number in keys)) for name, keys in groupby(views, lambda key: key[0])
     )
     return DescribedTransaction(
         Code.NONE,
-        found.id,
-        _state(found),
-        found.timeout_ms,
-        -1 if found.started_ms is None else found.started_ms,
-        found.producer_id,
-        found.epoch,
+        transaction.id,
+        _state(transaction),
+        transaction.timeout_ms,
+        -1 if transaction.started_ms is None else transaction.started_ms,
+        transaction.producer_id,
+        transaction.epoch,
         topics,
     )

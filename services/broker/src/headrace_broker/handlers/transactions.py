@@ -1,4 +1,4 @@
-"""Transactions: add partitions and groups, commit offsets inside, end."""
+"""Handlers of transactions: AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_broker.protocol.transactions import (
 async def add_partitions(
     broker: Broker, call: RequestContext, request: AddPartitionsToTxnRequest
 ) -> AddPartitionsToTxnResponse:
-    """All or none: one unknown partition keeps the others out."""
+    """Add all partitions, or none if one does not exist."""
     views = {(topic.name, n): broker.catalog.view(topic.name, n) for topic in request.topics for n in topic.partitions}
     codes = {
         key: Code.OPERATION_NOT_ATTEMPTED if view else Code.UNKNOWN_TOPIC_OR_PARTITION for key, view in views.items()
@@ -54,6 +54,7 @@ async def add_partitions(
 
 
 async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
+    """Handle AddOffsetsToTxn."""
     broker.coordinator.enlist(request.group_id)
     add = partial(
         broker.transactions.add_group,
@@ -69,6 +70,7 @@ async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsT
 async def txn_offset_commit(
     broker: Broker, call: RequestContext, request: TxnOffsetCommitRequest
 ) -> TxnOffsetCommitResponse:
+    """Handle TxnOffsetCommit."""
     topics = tuple(
         CommitTopic(topic.name, tuple(CommitPartition(p.partition, p.offset, p.metadata) for p in topic.partitions))
         for topic in request.topics
@@ -92,6 +94,7 @@ async def txn_offset_commit(
 
 
 async def end_txn(broker: Broker, call: RequestContext, request: EndTxnRequest) -> EndTxnResponse:
+    """Handle EndTxn."""
     end = partial(
         broker.transactions.end,
         request.transactional_id,

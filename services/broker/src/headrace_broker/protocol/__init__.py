@@ -1,1 +1,1 @@
-"""Requests and responses, one file per family, field for field as in the protocol guide, at the one version served."""
+"""Requests and responses as in the protocol guide, one module per family of APIs."""

@@ -8,26 +8,26 @@ from headrace_broker.wire import Bytes, Int16, Int64, NullableString, Since, Str
 
 
 class SaslHandshakeRequest(NamedTuple):
-    """Key 17."""
+    """Request with API key 17."""
 
     mechanism: String
 
 
 class SaslHandshakeResponse(NamedTuple):
-    """Answers key 17."""
+    """Response for API key 17."""
 
     error_code: Int16
     mechanisms: tuple[String, ...]
 
 
 class SaslAuthenticateRequest(NamedTuple):
-    """Key 36."""
+    """Request with API key 36."""
 
     auth_bytes: Bytes
 
 
 class SaslAuthenticateResponse(NamedTuple):
-    """Answers key 36. A session without a lifetime lasts as long as its connection."""
+    """Response for API key 36. With the lifetime 0 a session ends with its connection."""
 
     error_code: Int16
     error_message: NullableString

@@ -12,7 +12,7 @@ EARLIEST = -2
 
 
 class FetchPartition(NamedTuple):
-    """Where to read from. `current_leader_epoch` and `log_start_offset` are between brokers and unused."""
+    """Offset to read from. `current_leader_epoch` and `log_start_offset` are for brokers and unused."""
 
     partition: Int32
     current_leader_epoch: Int32
@@ -29,14 +29,14 @@ class FetchTopic(NamedTuple):
 
 
 class ForgottenTopic(NamedTuple):
-    """Part of fetch sessions, which are not used."""
+    """Topic to remove from a fetch session. Sessions are not supported."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class FetchRequest(NamedTuple):
-    """Key 1. Wait at most `max_wait_ms` for `min_bytes`; `isolation_level` 1 is read_committed."""
+    """Request with API key 1. Wait at most `max_wait_ms` for `min_bytes`; `isolation_level` 1 is read_committed."""
 
     replica_id: Int32
     max_wait_ms: Int32
@@ -51,14 +51,14 @@ class FetchRequest(NamedTuple):
 
 
 class AbortedTransaction(NamedTuple):
-    """Readers skip this producer's records from `first_offset` to its next abort marker."""
+    """Aborted transaction. Consumers skip the producer's records from `first_offset` to its next abort marker."""
 
     producer_id: Int64
     first_offset: Int64
 
 
 class FetchedPartition(NamedTuple):
-    """Whole batches, the first of which may begin before the offset that was asked for."""
+    """Complete batches of a partition. The first one may begin before the requested offset."""
 
     partition: Int32
     error_code: Int16
@@ -71,14 +71,14 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchedTopic(NamedTuple):
-    """The partitions of a topic, as read."""
+    """Read partitions of a topic."""
 
     name: String
     partitions: tuple[FetchedPartition, ...]
 
 
 class FetchResponse(NamedTuple):
-    """Answers key 1. Session id 0: no session, send everything again next time."""
+    """Response for API key 1. With session id 0 there is no session, and clients send complete requests."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -87,21 +87,21 @@ class FetchResponse(NamedTuple):
 
 
 class ListOffsetsPartition(NamedTuple):
-    """`timestamp` is a time in milliseconds, `LATEST` or `EARLIEST`."""
+    """Partition to look up. `timestamp` is a time in milliseconds, `LATEST` or `EARLIEST`."""
 
     partition: Int32
     timestamp: Int64
 
 
 class ListOffsetsTopic(NamedTuple):
-    """The partitions of a topic to look at."""
+    """Partitions of a topic to look up."""
 
     name: String
     partitions: tuple[ListOffsetsPartition, ...]
 
 
 class ListOffsetsRequest(NamedTuple):
-    """Key 2."""
+    """Request with API key 2."""
 
     replica_id: Int32
     isolation_level: Int8
@@ -109,7 +109,7 @@ class ListOffsetsRequest(NamedTuple):
 
 
 class ListedPartition(NamedTuple):
-    """The first record not older than the time asked for; offset -1 when there is none."""
+    """Offset of the first record at or after the requested time, -1 without one."""
 
     partition: Int32
     error_code: Int16
@@ -118,14 +118,14 @@ class ListedPartition(NamedTuple):
 
 
 class ListedTopic(NamedTuple):
-    """The partitions of a topic, as looked up."""
+    """Results for the partitions of a topic."""
 
     name: String
     partitions: tuple[ListedPartition, ...]
 
 
 class ListOffsetsResponse(NamedTuple):
-    """Answers key 2."""
+    """Response for API key 2."""
 
     throttle_time_ms: Int32
     topics: tuple[ListedTopic, ...]

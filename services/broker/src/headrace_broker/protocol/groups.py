@@ -1,7 +1,6 @@
 """JoinGroup 5, SyncGroup 3, Heartbeat 1, LeaveGroup 1, ListGroups 1, DescribeGroups 2 and DeleteGroups 1.
 
-ConsumerGroupHeartbeat is known as far as it takes to refuse it: a client of the newer group protocol would otherwise
-wait for ever.
+ConsumerGroupHeartbeat is only refused. Without it a client with the newer group protocol would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ from headrace_broker.wire import Bytes, Int8, Int16, Int32, Int64, NullableStrin
 
 
 class Protocol(NamedTuple):
-    """A way to assign partitions that a member offers; the metadata is between the clients."""
+    """Assignment protocol that a member supports. The broker does not interpret the metadata."""
 
     name: String
     metadata: Bytes
 
 
 class JoinGroupRequest(NamedTuple):
-    """Key 11. An empty member id asks for one; a group instance id makes the member static."""
+    """Request with API key 11.
+
+    With an empty member id the broker assigns one. A group instance id makes the member static.
+    """
 
     group_id: String
     session_timeout_ms: Int32
@@ -31,7 +33,7 @@ class JoinGroupRequest(NamedTuple):
 
 
 class JoinedMember(NamedTuple):
-    """What the leader learns of each member, to assign by."""
+    """Member of the group, for the leader's assignment."""
 
     member_id: String
     group_instance_id: NullableString
@@ -39,7 +41,7 @@ class JoinedMember(NamedTuple):
 
 
 class JoinGroupResponse(NamedTuple):
-    """Answers key 11 once the generation is complete. `members` is for the leader alone."""
+    """Response for API key 11 once the generation is complete. Only the leader gets `members`."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -51,14 +53,14 @@ class JoinGroupResponse(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What the leader gives a member; the bytes are between the clients."""
+    """Assignment of a member. The broker does not interpret the bytes."""
 
     member_id: String
     assignment: Bytes
 
 
 class SyncGroupRequest(NamedTuple):
-    """Key 14. The leader brings the assignments, the others nothing."""
+    """Request with API key 14. The leader sends the assignments, other members send an empty list."""
 
     group_id: String
     generation_id: Int32
@@ -68,7 +70,7 @@ class SyncGroupRequest(NamedTuple):
 
 
 class SyncGroupResponse(NamedTuple):
-    """Answers key 14 once the leader has assigned."""
+    """Response for API key 14 once the leader has assigned."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -76,7 +78,7 @@ class SyncGroupResponse(NamedTuple):
 
 
 class HeartbeatRequest(NamedTuple):
-    """Key 12."""
+    """Request with API key 12."""
 
     group_id: String
     generation_id: Int32
@@ -84,39 +86,39 @@ class HeartbeatRequest(NamedTuple):
 
 
 class HeartbeatResponse(NamedTuple):
-    """Answers key 12: all is well, rejoin (27), or start over (22, 25)."""
+    """Answers key 12: NONE, rejoin (27), or join anew (22, 25)."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class LeaveGroupRequest(NamedTuple):
-    """Key 13."""
+    """Request with API key 13."""
 
     group_id: String
     member_id: String
 
 
 class LeaveGroupResponse(NamedTuple):
-    """Answers key 13."""
+    """Response for API key 13."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ListGroupsRequest(NamedTuple):
-    """Key 16."""
+    """Request with API key 16."""
 
 
 class ListedGroup(NamedTuple):
-    """`protocol_type` is `consumer` for consumers, empty for a group that only has offsets."""
+    """Group in a list. `protocol_type` is `consumer` for consumers, and empty for a group that only has offsets."""
 
     group_id: String
     protocol_type: String
 
 
 class ListGroupsResponse(NamedTuple):
-    """Answers key 16."""
+    """Response for API key 16."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -124,13 +126,13 @@ class ListGroupsResponse(NamedTuple):
 
 
 class DescribeGroupsRequest(NamedTuple):
-    """Key 15."""
+    """Request with API key 15."""
 
     groups: tuple[String, ...]
 
 
 class DescribedMember(NamedTuple):
-    """A member; the host has a slash in front, as Java prints addresses."""
+    """Member of a group. The host begins with a slash, as Java prints addresses."""
 
     member_id: String
     client_id: String
@@ -140,7 +142,7 @@ class DescribedMember(NamedTuple):
 
 
 class DescribedGroup(NamedTuple):
-    """A group; `state` is a `Phase`, or `Dead` for one that does not exist."""
+    """Description of a group. `state` is a `Phase`, or `Dead` for a group that does not exist."""
 
     error_code: Int16
     group_id: String
@@ -151,34 +153,34 @@ class DescribedGroup(NamedTuple):
 
 
 class DescribeGroupsResponse(NamedTuple):
-    """Answers key 15."""
+    """Response for API key 15."""
 
     throttle_time_ms: Int32
     groups: tuple[DescribedGroup, ...]
 
 
 class DeleteGroupsRequest(NamedTuple):
-    """Key 42."""
+    """Request with API key 42."""
 
     groups: tuple[String, ...]
 
 
 class DeletedGroup(NamedTuple):
-    """What became of a group."""
+    """Result of deleting a group."""
 
     group_id: String
     error_code: Int16
 
 
 class DeleteGroupsResponse(NamedTuple):
-    """Answers key 42."""
+    """Response for API key 42."""
 
     throttle_time_ms: Int32
     results: tuple[DeletedGroup, ...]
 
 
 class OwnedTopic(NamedTuple):
-    """Part of the newer group protocol: a topic by its id, two halves of a UUID."""
+    """Topic in the newer group protocol, by the two halves of its UUID."""
 
     id_high: Int64
     id_low: Int64
@@ -186,7 +188,7 @@ class OwnedTopic(NamedTuple):
 
 
 class ConsumerGroupHeartbeatRequest(NamedTuple):
-    """Key 68 (KIP-848)."""
+    """Request with API key 68 (KIP-848)."""
 
     group_id: String
     member_id: String
@@ -201,7 +203,7 @@ class ConsumerGroupHeartbeatRequest(NamedTuple):
 
 
 class ConsumerGroupHeartbeatResponse(NamedTuple):
-    """Answers key 68; here always with an error. -1 says that no assignment follows."""
+    """Response for API key 68. It always contains an error. -1 means that no assignment follows."""
 
     throttle_time_ms: Int32
     error_code: Int16

@@ -8,14 +8,14 @@ from headrace_broker.wire import Bool, Int8, Int16, Int32, NullableString, Strin
 
 
 class MetadataRequest(NamedTuple):
-    """Key 3. No list asks for all topics, an empty one for none."""
+    """Request with API key 3. None requests all topics, an empty list none."""
 
     topics: tuple[String, ...] | None
     allow_auto_topic_creation: Bool
 
 
 class BrokerMetadata(NamedTuple):
-    """Where to connect."""
+    """Address of a broker."""
 
     node_id: Int32
     host: String
@@ -24,7 +24,7 @@ class BrokerMetadata(NamedTuple):
 
 
 class PartitionMetadata(NamedTuple):
-    """Leader and replicas; here always the one broker."""
+    """Leader and replicas of a partition, which are always this broker."""
 
     error_code: Int16
     partition: Int32
@@ -34,7 +34,7 @@ class PartitionMetadata(NamedTuple):
 
 
 class TopicMetadata(NamedTuple):
-    """A topic, or why there is none of that name."""
+    """Description of a topic, or the error of its name."""
 
     error_code: Int16
     name: String
@@ -43,7 +43,7 @@ class TopicMetadata(NamedTuple):
 
 
 class MetadataResponse(NamedTuple):
-    """Answers key 3."""
+    """Response for API key 3."""
 
     throttle_time_ms: Int32
     brokers: tuple[BrokerMetadata, ...]
@@ -53,14 +53,14 @@ class MetadataResponse(NamedTuple):
 
 
 class FindCoordinatorRequest(NamedTuple):
-    """Key 10. `key_type` 0 is a consumer group, 1 a transactional id."""
+    """Request with API key 10. `key_type` 0 is a consumer group, 1 a transactional id."""
 
     key: String
     key_type: Int8
 
 
 class FindCoordinatorResponse(NamedTuple):
-    """Answers key 10; here always with the one broker."""
+    """Response for API key 10. The coordinator is always this broker."""
 
     throttle_time_ms: Int32
     error_code: Int16

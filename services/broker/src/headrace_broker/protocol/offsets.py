@@ -8,7 +8,7 @@ from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Sinc
 
 
 class CommitPartition(NamedTuple):
-    """The offset to go on from, and a text that the group keeps with it."""
+    """Offset of the next record of a partition, and metadata that the group stores with it."""
 
     partition: Int32
     offset: Int64
@@ -16,14 +16,14 @@ class CommitPartition(NamedTuple):
 
 
 class CommitTopic(NamedTuple):
-    """The partitions of a topic to commit."""
+    """Offsets to commit for a topic."""
 
     name: String
     partitions: tuple[CommitPartition, ...]
 
 
 class OffsetCommitRequest(NamedTuple):
-    """Key 8. Generation -1 and no member is somebody who assigns partitions by hand."""
+    """Request with API key 8. Generation -1 without a member is a client with manual assignment."""
 
     group_id: String
     generation_id: Int32
@@ -33,35 +33,35 @@ class OffsetCommitRequest(NamedTuple):
 
 
 class CommittedPartition(NamedTuple):
-    """Whether a partition's offset was taken."""
+    """Result for one partition."""
 
     partition: Int32
     error_code: Int16
 
 
 class CommittedTopic(NamedTuple):
-    """The partitions of a topic, as committed."""
+    """Results for the partitions of a topic."""
 
     name: String
     partitions: tuple[CommittedPartition, ...]
 
 
 class OffsetCommitResponse(NamedTuple):
-    """Answers key 8."""
+    """Response for API key 8."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class OffsetFetchTopic(NamedTuple):
-    """The partitions of a topic to look up."""
+    """Partitions of a topic to look up."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class OffsetFetchRequest(NamedTuple):
-    """Key 9. No list asks for all that the group has (from version 2 on).
+    """Request with API key 9. None requests all offsets of the group (since version 2).
 
     With `require_stable`, an offset that an open transaction may still replace is refused (88).
     """
@@ -72,7 +72,7 @@ class OffsetFetchRequest(NamedTuple):
 
 
 class FetchedOffset(NamedTuple):
-    """A committed offset; -1 when there is none. Leader epochs are between brokers and always -1."""
+    """Committed offset of a partition, -1 without one. The leader epoch is always -1."""
 
     partition: Int32
     offset: Int64
@@ -82,14 +82,14 @@ class FetchedOffset(NamedTuple):
 
 
 class FetchedOffsets(NamedTuple):
-    """The partitions of a topic, as looked up."""
+    """Results for the partitions of a topic."""
 
     name: String
     partitions: tuple[FetchedOffset, ...]
 
 
 class OffsetFetchResponse(NamedTuple):
-    """Answers key 9."""
+    """Response for API key 9."""
 
     throttle_time_ms: Annotated[Int32, Since(3, 0)]
     topics: tuple[FetchedOffsets, ...]

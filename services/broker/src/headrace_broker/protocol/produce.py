@@ -22,7 +22,7 @@ class ProduceTopic(NamedTuple):
 
 
 class ProduceRequest(NamedTuple):
-    """Key 0. With `acks` 0 there is no response; 1 and -1 are the same here."""
+    """Request with API key 0. With `acks` 0 there is no response; 1 and -1 are the same here."""
 
     transactional_id: NullableString
     acks: Int16
@@ -31,7 +31,7 @@ class ProduceRequest(NamedTuple):
 
 
 class ProducedPartition(NamedTuple):
-    """Where a batch is stored; `base_offset` is -1 when it is not."""
+    """Offset at which a batch is stored. `base_offset` is -1 if it was refused."""
 
     partition: Int32
     error_code: Int16
@@ -41,23 +41,23 @@ class ProducedPartition(NamedTuple):
 
 
 class ProducedTopic(NamedTuple):
-    """The partitions of a topic, as stored."""
+    """Results for the partitions of a topic."""
 
     name: String
     partitions: tuple[ProducedPartition, ...]
 
 
 class ProduceResponse(NamedTuple):
-    """Answers key 0 once everything in it is durable."""
+    """Response for API key 0 once all batches are durable."""
 
     topics: tuple[ProducedTopic, ...]
     throttle_time_ms: Int32
 
 
 class InitProducerIdRequest(NamedTuple):
-    """Key 22. A transactional id takes over from, and fences, whoever had it.
+    """Request with API key 22. With a transactional id the caller becomes its owner, and the previous owner is fenced.
 
-    With producer id and epoch it is the owner, who asks for its next epoch (KIP-360).
+    An owner sends its producer id and epoch to get its next epoch (KIP-360).
     """
 
     transactional_id: NullableString
@@ -67,7 +67,7 @@ class InitProducerIdRequest(NamedTuple):
 
 
 class InitProducerIdResponse(NamedTuple):
-    """Answers key 22."""
+    """Response for API key 22."""
 
     throttle_time_ms: Int32
     error_code: Int16

@@ -9,23 +9,23 @@ from headrace_broker.wire import Bool, Int8, Int16, Int32, Int64, NullableString
 
 
 class ReplicaAssignment(NamedTuple):
-    """A partition's replicas, named by hand."""
+    """Explicit replicas of a partition."""
 
     partition: Int32
     broker_ids: tuple[Int32, ...]
 
 
 class ConfigEntry(NamedTuple):
-    """A setting of a topic by Kafka's name."""
+    """Setting of a topic by Kafka's name."""
 
     name: String
     value: NullableString
 
 
 class NewTopic(NamedTuple):
-    """A topic to create, with a number of partitions or with assignments (and then -1).
+    """Topic to create, with a number of partitions, or with assignments and -1.
 
-    Without either, -1 is the broker's default for partitions as for replicas: one.
+    Without assignments -1 is the broker's default of partitions and of replicas, which is 1.
     """
 
     name: String
@@ -36,7 +36,7 @@ class NewTopic(NamedTuple):
 
 
 class CreateTopicsRequest(NamedTuple):
-    """Key 19."""
+    """Request with API key 19."""
 
     topics: tuple[NewTopic, ...]
     timeout_ms: Int32
@@ -44,7 +44,7 @@ class CreateTopicsRequest(NamedTuple):
 
 
 class CreatedTopic(NamedTuple):
-    """What became of a topic; the message says what to change."""
+    """Result of creating a topic. The message contains the remedy."""
 
     name: String
     error_code: Int16
@@ -52,35 +52,35 @@ class CreatedTopic(NamedTuple):
 
 
 class CreateTopicsResponse(NamedTuple):
-    """Answers key 19."""
+    """Response for API key 19."""
 
     throttle_time_ms: Int32
     topics: tuple[CreatedTopic, ...]
 
 
 class DeleteTopicsRequest(NamedTuple):
-    """Key 20."""
+    """Request with API key 20."""
 
     names: tuple[String, ...]
     timeout_ms: Int32
 
 
 class DeletedTopic(NamedTuple):
-    """What became of a topic."""
+    """Result of deleting a topic."""
 
     name: String
     error_code: Int16
 
 
 class DeleteTopicsResponse(NamedTuple):
-    """Answers key 20."""
+    """Response for API key 20."""
 
     throttle_time_ms: Int32
     topics: tuple[DeletedTopic, ...]
 
 
 class ConfigResource(NamedTuple):
-    """`type` 2 is a topic, 4 the broker. No keys asks for all settings."""
+    """Resource with settings. `type` is 2 for a topic and 4 for the broker. None as `keys` requests all settings."""
 
     type: Int8
     name: String
@@ -88,14 +88,14 @@ class ConfigResource(NamedTuple):
 
 
 class DescribeConfigsRequest(NamedTuple):
-    """Key 32."""
+    """Request with API key 32."""
 
     resources: tuple[ConfigResource, ...]
     include_synonyms: Bool
 
 
 class ConfigSynonym(NamedTuple):
-    """Where a value comes from; not used, the list stays empty."""
+    """Origin of a value. The list is always empty."""
 
     name: String
     value: NullableString
@@ -103,7 +103,7 @@ class ConfigSynonym(NamedTuple):
 
 
 class DescribedConfig(NamedTuple):
-    """A setting. `source` 1 was set on the topic, 4 by the broker, 5 is a default."""
+    """Description of a setting. `source` is 1 if the topic sets it, 4 for the broker, 5 for a default."""
 
     name: String
     value: NullableString
@@ -124,14 +124,14 @@ class DescribedResource(NamedTuple):
 
 
 class DescribeConfigsResponse(NamedTuple):
-    """Answers key 32."""
+    """Response for API key 32."""
 
     throttle_time_ms: Int32
     results: tuple[DescribedResource, ...]
 
 
 class AlteredEntry(NamedTuple):
-    """A change of a setting: 0 sets it, 1 takes it back to its default, 2 and 3 add to and take from a list."""
+    """Change of a setting: 0 sets it, 1 resets it to its default, 2 adds to a list, 3 removes from it."""
 
     name: String
     operation: Int8
@@ -139,7 +139,7 @@ class AlteredEntry(NamedTuple):
 
 
 class AlteredResource(NamedTuple):
-    """`type` 2 is a topic."""
+    """Resource whose settings are changed. `type` is 2 for a topic."""
 
     type: Int8
     name: String
@@ -147,14 +147,14 @@ class AlteredResource(NamedTuple):
 
 
 class IncrementalAlterConfigsRequest(NamedTuple):
-    """Key 44."""
+    """Request with API key 44."""
 
     resources: tuple[AlteredResource, ...]
     validate_only: Bool
 
 
 class AlteredResult(NamedTuple):
-    """What became of a resource's changes: all of them or none."""
+    """Result of the changes of one resource, which are all made or none."""
 
     error_code: Int16
     error_message: NullableString
@@ -163,20 +163,20 @@ class AlteredResult(NamedTuple):
 
 
 class IncrementalAlterConfigsResponse(NamedTuple):
-    """Answers key 44."""
+    """Response for API key 44."""
 
     throttle_time_ms: Int32
     results: tuple[AlteredResult, ...]
 
 
 class NewReplicas(NamedTuple):
-    """The replicas of a new partition, named by hand."""
+    """Explicit replicas of a new partition."""
 
     broker_ids: tuple[Int32, ...]
 
 
 class MorePartitions(NamedTuple):
-    """How many partitions the topic is to have in all."""
+    """New total number of partitions of a topic."""
 
     name: String
     total: Int32
@@ -184,7 +184,7 @@ class MorePartitions(NamedTuple):
 
 
 class CreatePartitionsRequest(NamedTuple):
-    """Key 37."""
+    """Request with API key 37."""
 
     topics: tuple[MorePartitions, ...]
     timeout_ms: Int32
@@ -192,35 +192,35 @@ class CreatePartitionsRequest(NamedTuple):
 
 
 class CreatePartitionsResponse(NamedTuple):
-    """Answers key 37."""
+    """Response for API key 37."""
 
     throttle_time_ms: Int32
     results: tuple[CreatedTopic, ...]
 
 
 class DeleteRecordsPartition(NamedTuple):
-    """Everything before the offset goes; -1 is the end of what is decided."""
+    """Partition whose records before the offset are deleted. -1 is the end of the log."""
 
     partition: Int32
     offset: Int64
 
 
 class DeleteRecordsTopic(NamedTuple):
-    """The partitions of a topic to cut."""
+    """Partitions of a topic whose records are deleted."""
 
     name: String
     partitions: tuple[DeleteRecordsPartition, ...]
 
 
 class DeleteRecordsRequest(NamedTuple):
-    """Key 21."""
+    """Request with API key 21."""
 
     topics: tuple[DeleteRecordsTopic, ...]
     timeout_ms: Int32
 
 
 class CutPartition(NamedTuple):
-    """Where a partition's log begins now, -1 with an error."""
+    """First offset of a partition after the deletion, -1 with an error."""
 
     partition: Int32
     low_watermark: Int64
@@ -228,34 +228,34 @@ class CutPartition(NamedTuple):
 
 
 class CutTopic(NamedTuple):
-    """The partitions of a topic, as cut."""
+    """Results for the partitions of a topic."""
 
     name: String
     partitions: tuple[CutPartition, ...]
 
 
 class DeleteRecordsResponse(NamedTuple):
-    """Answers key 21."""
+    """Response for API key 21."""
 
     throttle_time_ms: Int32
     topics: tuple[CutTopic, ...]
 
 
 class LogDirTopic(NamedTuple):
-    """Partitions to measure."""
+    """Partitions of a topic whose sizes are requested."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class DescribeLogDirsRequest(NamedTuple):
-    """Key 35. No list asks for all topics."""
+    """Request with API key 35. None requests all topics."""
 
     topics: tuple[LogDirTopic, ...] | None
 
 
 class LogDirPartition(NamedTuple):
-    """The bytes of a partition's record batches."""
+    """Size of a partition's record batches."""
 
     partition: Int32
     size_bytes: Int64
@@ -264,14 +264,14 @@ class LogDirPartition(NamedTuple):
 
 
 class MeasuredTopic(NamedTuple):
-    """The partitions of a topic, as measured."""
+    """Sizes of the partitions of a topic."""
 
     name: String
     partitions: tuple[LogDirPartition, ...]
 
 
 class LogDir(NamedTuple):
-    """A folder with logs; here there is one."""
+    """Folder with logs. There is only one."""
 
     error_code: Int16
     path: String
@@ -279,7 +279,7 @@ class LogDir(NamedTuple):
 
 
 class DescribeLogDirsResponse(NamedTuple):
-    """Answers key 35."""
+    """Response for API key 35."""
 
     throttle_time_ms: Int32
     dirs: tuple[LogDir, ...]

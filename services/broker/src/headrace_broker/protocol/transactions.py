@@ -1,5 +1,5 @@
-"""AddPartitionsToTxn 0, AddOffsetsToTxn 0, TxnOffsetCommit 0 to 3 and EndTxn 0; what administrators ask about them:
-DescribeProducers 0, DescribeTransactions 0 and ListTransactions 0 to 1."""
+"""AddPartitionsToTxn 0, AddOffsetsToTxn 0, TxnOffsetCommit 0 to 3, EndTxn 0, DescribeProducers 0, DescribeTransactions
+0 and ListTransactions 0 to 1."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Sinc
 
 
 class AddedTopic(NamedTuple):
-    """Partitions that will take part."""
+    """Partitions of a topic to add to the transaction."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class AddPartitionsToTxnRequest(NamedTuple):
-    """Key 24."""
+    """Request with API key 24."""
 
     transactional_id: String
     producer_id: Int64
@@ -26,14 +26,14 @@ class AddPartitionsToTxnRequest(NamedTuple):
 
 
 class AddPartitionsToTxnResponse(NamedTuple):
-    """Answers key 24."""
+    """Response for API key 24."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class AddOffsetsToTxnRequest(NamedTuple):
-    """Key 25. The transaction will commit offsets of this group."""
+    """Request with API key 25. The transaction will commit offsets of this group."""
 
     transactional_id: String
     producer_id: Int64
@@ -42,14 +42,14 @@ class AddOffsetsToTxnRequest(NamedTuple):
 
 
 class AddOffsetsToTxnResponse(NamedTuple):
-    """Answers key 25."""
+    """Response for API key 25."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class TxnCommitPartition(NamedTuple):
-    """The offset to go on from; the leader epoch is between brokers and unused."""
+    """Offset of the next record of a partition. The leader epoch is unused."""
 
     partition: Int32
     offset: Int64
@@ -58,16 +58,16 @@ class TxnCommitPartition(NamedTuple):
 
 
 class TxnCommitTopic(NamedTuple):
-    """The partitions of a topic to commit."""
+    """Offsets to commit for a topic."""
 
     name: String
     partitions: tuple[TxnCommitPartition, ...]
 
 
 class TxnOffsetCommitRequest(NamedTuple):
-    """Key 28. The offsets are the group's once the transaction commits.
+    """Request with API key 28. The offsets take effect when the transaction commits.
 
-    Who consumes in the group says so with member and generation, and is refused when it no longer does (KIP-447).
+    A member of the group sends its member id and generation, and is refused if they are outdated (KIP-447).
     """
 
     transactional_id: String
@@ -81,14 +81,14 @@ class TxnOffsetCommitRequest(NamedTuple):
 
 
 class TxnOffsetCommitResponse(NamedTuple):
-    """Answers key 28."""
+    """Response for API key 28."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class EndTxnRequest(NamedTuple):
-    """Key 26."""
+    """Request with API key 26."""
 
     transactional_id: String
     producer_id: Int64
@@ -97,27 +97,27 @@ class EndTxnRequest(NamedTuple):
 
 
 class EndTxnResponse(NamedTuple):
-    """Answers key 26."""
+    """Response for API key 26."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ProducersTopic(NamedTuple):
-    """Partitions to describe."""
+    """Partitions of a topic to describe."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class DescribeProducersRequest(NamedTuple):
-    """Key 61."""
+    """Request with API key 61."""
 
     topics: tuple[ProducersTopic, ...]
 
 
 class ActiveProducer(NamedTuple):
-    """A producer that a partition remembers; -1 when it has no open transaction there."""
+    """State of a producer in a partition. `open_from` is -1 without an open transaction."""
 
     producer_id: Int64
     producer_epoch: Int32
@@ -137,34 +137,34 @@ class DescribedPartition(NamedTuple):
 
 
 class DescribedProducersTopic(NamedTuple):
-    """The partitions of a topic, as described."""
+    """Descriptions of the partitions of a topic."""
 
     name: String
     partitions: tuple[DescribedPartition, ...]
 
 
 class DescribeProducersResponse(NamedTuple):
-    """Answers key 61."""
+    """Response for API key 61."""
 
     throttle_time_ms: Int32
     topics: tuple[DescribedProducersTopic, ...]
 
 
 class DescribeTransactionsRequest(NamedTuple):
-    """Key 65."""
+    """Request with API key 65."""
 
     transactional_ids: tuple[String, ...]
 
 
 class TransactionTopic(NamedTuple):
-    """Partitions that take part."""
+    """Partitions of a topic in the transaction."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class DescribedTransaction(NamedTuple):
-    """A transactional id; `started_ms` is -1 while nothing is open."""
+    """Description of a transactional id. `started_ms` is -1 without an open transaction."""
 
     error_code: Int16
     transactional_id: String
@@ -177,14 +177,14 @@ class DescribedTransaction(NamedTuple):
 
 
 class DescribeTransactionsResponse(NamedTuple):
-    """Answers key 65."""
+    """Response for API key 65."""
 
     throttle_time_ms: Int32
     transactions: tuple[DescribedTransaction, ...]
 
 
 class ListTransactionsRequest(NamedTuple):
-    """Key 66. Empty filters and a negative duration let everything through."""
+    """Request with API key 66. Empty lists and a negative duration do not filter."""
 
     states: tuple[String, ...]
     producer_ids: tuple[Int64, ...]
@@ -200,7 +200,7 @@ class ListedTransaction(NamedTuple):
 
 
 class ListTransactionsResponse(NamedTuple):
-    """Answers key 66."""
+    """Response for API key 66."""
 
     throttle_time_ms: Int32
     error_code: Int16

@@ -1,4 +1,4 @@
-"""ApiVersions 0, and the header that all requests have."""
+"""ApiVersions 0, and the header of all requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace_broker.wire import Int16, Int32, NullableString
 
 
 class RequestStart(NamedTuple):
-    """The part of a header that is the same in every version, flexible ones included."""
+    """Part of the request header that is equal in all versions."""
 
     api_key: Int16
     api_version: Int16
@@ -16,7 +16,7 @@ class RequestStart(NamedTuple):
 
 
 class RequestHeader(NamedTuple):
-    """Version 1: what precedes every request of a non-flexible version."""
+    """Request header of version 1, for non-flexible versions of requests."""
 
     api_key: Int16
     api_version: Int16
@@ -25,11 +25,11 @@ class RequestHeader(NamedTuple):
 
 
 class ApiVersionsRequest(NamedTuple):
-    """Key 18."""
+    """Request with API key 18."""
 
 
 class ApiVersion(NamedTuple):
-    """The versions of one API that a client may choose from."""
+    """Range of supported versions of one API."""
 
     api_key: Int16
     min_version: Int16
@@ -37,7 +37,7 @@ class ApiVersion(NamedTuple):
 
 
 class ApiVersionsResponse(NamedTuple):
-    """Answers key 18, also in versions that are not served."""
+    """Response for API key 18, also of unsupported versions."""
 
     error_code: Int16
     api_keys: tuple[ApiVersion, ...]
