@@ -16,7 +16,7 @@ _FEW = (31_000, 31_020)
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_RANGE", _FEW)
-    monkeypatch.setattr(ports, "_given", set())
+    monkeypatch.setattr(ports, "_assigned", set())
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> None:
@@ -38,7 +38,7 @@ def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
     for _ in range(5):
         random.seed(0)
         drawn.append(ports.free_port())
-        ports._given.clear()
+        ports._assigned.clear()
     assert len(set(drawn)) > 1, "once in 160,000 runs they are equal by chance"
 
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.consumer import TopicTable
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common
@@ -71,8 +71,8 @@ async def serve(folder: Path, bus: str, port: int) -> None:
         if row is not None and (model not in rows or row.revision >= rows[model].revision):
             rows[model] = row
 
-    refuse = Refusals("test-replica", producer)
-    table = Table(Routing, common.bus, "test-replica-routing", blobs, refuse, routed)
+    refuse = DeadLetterSender("test-replica", producer)
+    table = TopicTable(Routing, common.bus, "test-replica-routing", blobs, refuse, routed)
     replica = FakeReplica(f"127.0.0.1:{port}", versions=(), capacity=32)
     started = utcnow()
     async with replica.running(port), asyncio.TaskGroup() as group:

@@ -15,9 +15,9 @@ from sqlalchemy import select
 from headrace_registry.tables import LEASE
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
+from headrace_runtime.consumer import TopicTable
 from headrace_runtime.database import Database
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_schemas import ModelEvent, Routing
@@ -190,9 +190,9 @@ class RolloutRig:
         """The processes run and the bus is read."""
         await topics.ensure(self.common.bus)
         await self.producer.start()
-        refuse = Refusals("test", self.producer)
-        routing = Table(Routing, self.common.bus, "test-routing", self.blobs, refuse, self._routed)
-        events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
+        refuse = DeadLetterSender("test", self.producer)
+        routing = TopicTable(Routing, self.common.bus, "test-routing", self.blobs, refuse, self._routed)
+        events = TopicTable(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
         self.start()
         tasks = [asyncio.create_task(work) for work in (routing.run(), events.run(), self.keep())]
         try:

@@ -21,8 +21,8 @@ from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.consumer import TopicTable
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.offsets import Offsets
 from headrace_runtime.producer import EventProducer
@@ -109,7 +109,7 @@ class Gateway:
                 log_ends=lambda: LogEnds(Offsets(bus, None, "gateway")),
             )
             producer = EventProducer(bus, "headrace/gateway", blobs)
-            table = Table(Routing, bus, "headrace/gateway", blobs, Refusals("gateway", producer))
+            table = TopicTable(Routing, bus, "headrace/gateway", blobs, DeadLetterSender("gateway", producer))
             self._routing = table.rows
             group.create_task(publisher.run())
             group.create_task(table.run())
@@ -161,7 +161,7 @@ async def replica(common: Common) -> None:
     """Inference replica without a model: it loads the routed versions and announces them. Some versions fail."""
     blobs = BlobStore.open(common)
     producer = EventProducer(common.bus, "headrace/inference", blobs)
-    table = Table(Routing, common.bus, "headrace/inference", blobs, Refusals("inference", producer))
+    table = TopicTable(Routing, common.bus, "headrace/inference", blobs, DeadLetterSender("inference", producer))
     name, clock = current().name, VirtualClock()
     started = clock.now()
     await topics.ensure(common.bus)

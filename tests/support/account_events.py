@@ -33,13 +33,13 @@ def turn(turn_id: str, **more: Any) -> Turn:
     choice = Choice(
         index=0, token_ids=(3,), logprobs=(-0.5,), finish_reason="stop", message=Message(role="assistant", content="x")
     )
-    given = {
+    fields = {
         "time": START, "turn_id": turn_id, "session_key": KEY, "session_id": "s", "session_source": "header",
         "model": "m", "version": VERSION, "replica_id": "r", "request_digest": "0" * 64,
         "messages": (Message(role="user", content="x"),), "sampling": Sampling(), "prompt_token_ids": (1, 2),
         "choices": (choice,), "usage": Usage(prompt_tokens=2, completion_tokens=1), "started_at": START, **more,
     }  # fmt: skip
-    return Turn(**given)
+    return Turn(**fields)
 
 
 def branch(*turn_ids: str) -> Branch:
@@ -52,13 +52,13 @@ def branch(*turn_ids: str) -> Branch:
 def trajectory(
     name: str, *branches: tuple[str, ...], left_out: dict[str, str] | None = None, **more: Any
 ) -> Trajectory:
-    given = {
+    fields = {
         "time": START, "trajectory_id": name, "session_key": KEY, "session_id": "s", "model": "m",
         "branches": tuple(branch(*ids) for ids in branches), "end_reason": "end_call", "started_at": START,
         "left_out": tuple(LeftOut.model_validate({"turn_id": t, "reason": r}) for t, r in (left_out or {}).items()),
         **more,
     }  # fmt: skip
-    return Trajectory(**given)
+    return Trajectory(**fields)
 
 
 def experience(name: str, *turn_ids: str, of: str = "T", revision: int = 0, reward: float | None = 1.0) -> Experience:

@@ -156,8 +156,8 @@ class FakeReplica:
             raise
 
     def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
-        said = self.script.pop(0) if self.script else None
-        return Generation(body, fault.model or body["model"], self.prompt_tail, said, self.prompt_tokens_max)
+        scripted = self.script.pop(0) if self.script else None
+        return Generation(body, fault.model or body["model"], self.prompt_tail, scripted, self.prompt_tokens_max)
 
     async def _plain(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
         await asyncio.sleep(self.token_delay_s * LENGTH)

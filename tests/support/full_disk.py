@@ -15,7 +15,7 @@ import pytest
 
 
 @contextlib.contextmanager
-def no_room(*, in_place: bool = True) -> Iterator[None]:
+def full_error(*, in_place: bool = True) -> Iterator[None]:
     """Nothing more can be allocated in this process; with `in_place=False` not even what was allocated be written."""
 
     def refuse(*_: object) -> NoReturn:
@@ -40,9 +40,9 @@ class SmallDisk:
         self.path.mkdir(parents=True, exist_ok=True)
         options = f"size={self._size_mb}m,mode=0700"
         command = ["mount", "-t", "tmpfs", "-o", options, "headrace-test", str(self.path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise PermissionError(f"a small filesystem cannot be mounted here: {done.stderr.strip()}")
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise PermissionError(f"a small filesystem cannot be mounted here: {process.stderr.strip()}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,8 +67,8 @@ class SmallDisk:
 
     @property
     def free_bytes(self) -> int:
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
 
 
 @contextlib.contextmanager

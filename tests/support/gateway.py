@@ -55,8 +55,8 @@ class ListBus:
         self.back.set()
 
     def events(self, kind: type[E]) -> list[E]:
-        found = [record for record in self.records if record.topic == kind.topic]
-        return [kind.from_json(record.value or b"") for record in found]
+        records = [record for record in self.records if record.topic == kind.topic]
+        return [kind.from_json(record.value or b"") for record in records]
 
 
 class ListProducer(EventProducer):
@@ -137,44 +137,51 @@ async def gateway(
         "capture": CaptureSettings(bus_wait_s=0.2),
         "upstream": UpstreamSettings(hold_s=5, routing_wait_s=0.2, stall_timeout_s=0.3),
     }
-    own = GatewaySettings(**{**defaults, **settings})
+    gateway_settings = GatewaySettings(**{**defaults, **settings})
     blobs = BlobStore((folder / "blobs").as_uri())
     clock = SystemClock()
     bus = ListBus()
     async with (
-        Spool(folder / "spool", own.capture.spool_bytes_max, own.capture.spool_reserve_bytes) as spool,
-        Engines(own.upstream) as engines,
+        Spool(
+            folder / "spool", gateway_settings.capture.spool_bytes_max, gateway_settings.capture.spool_reserve_bytes
+        ) as spool,
+        Engines(gateway_settings.upstream) as engines,
     ):
-        publisher = Publisher(lambda: ListProducer(bus, blobs), spool, own.capture, send_timeout_s=1)
+        publisher = Publisher(lambda: ListProducer(bus, blobs), spool, gateway_settings.capture, send_timeout_s=1)
         draining = asyncio.create_task(publisher.run())
         replica_set = ReplicaSet(clock, lambda: True)
         catalog = ModelCatalog(
-            own.model_aliases, lambda: True, replica_set.changed, any_name=own.any_model_name == "always"
+            gateway_settings.model_aliases,
+            lambda: True,
+            replica_set.changed,
+            any_name=gateway_settings.any_model_name == "always",
         )
-        watching = asyncio.create_task(ReplicaWatch(replica_set, engines, own.upstream, clock).run())
+        watching = asyncio.create_task(ReplicaWatch(replica_set, engines, gateway_settings.upstream, clock).run())
         admission = Admission(
-            KeyRing(read_keys(own), own.limits_per_key),
+            KeyRing(read_keys(gateway_settings), gateway_settings.limits_per_key),
             RequestLimits(
-                own.limits_total,
+                gateway_settings.limits_total,
                 clock,
-                tenants=len({key.tenant for key in own.keys}),
-                tenant_share=own.tenant_share,
-                bytes_per_hour=own.capture.tenant_bytes_per_hour,
+                tenants=len({key.tenant for key in gateway_settings.keys}),
+                tenant_share=gateway_settings.tenant_share,
+                bytes_per_hour=gateway_settings.capture.tenant_bytes_per_hour,
             ),
             publisher,
-            own.body_timeout_s,
+            gateway_settings.body_timeout_s,
         )
-        app = application(Parts(own, admission, catalog, replica_set, engines, clock, values=values or SourceValues()))
+        app = application(
+            Parts(gateway_settings, admission, catalog, replica_set, engines, clock, values=values or SourceValues())
+        )
         try:
             async with (
-                _listening(app, own) as port,
+                _listening(app, gateway_settings) as port,
                 httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client,
             ):
-                made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, replica_set, client)
+                running = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, replica_set, client)
                 if replicas:
-                    made.route(replicas[0].versions[0])
-                made.beat(*replicas)
-                yield made
+                    running.route(replicas[0].versions[0])
+                running.beat(*replicas)
+                yield running
         finally:
             for task in (draining, watching):
                 task.cancel()

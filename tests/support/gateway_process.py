@@ -104,15 +104,15 @@ class BusView:
             partitions: list[TopicPartition] = await assign_all(reader, kind.topic)
             await reader.seek_to_beginning(*partitions)
             ends = await reader.end_offsets(partitions)
-            found: list[E] = []
-            while any([await reader.position(one) < ends[one] for one in partitions]):
+            events: list[E] = []
+            while any([await reader.position(partition) < ends[partition] for partition in partitions]):
                 for messages in (await reader.getmany(timeout_ms=200)).values():
                     for message in messages:
                         with contextlib.suppress(InvalidEvent):
                             event = (await decode(record_of(message), self._blobs)).event
                             assert isinstance(event, kind)
-                            found.append(event)
-            return found
+                            events.append(event)
+            return events
         finally:
             await reader.stop()
 

@@ -28,7 +28,7 @@ class Headrace:
     def version(self) -> str | None:
         if self.pairs_per_version is None:
             return None
-        return f"m@{sum('preference' in one for one in self.feedback) // self.pairs_per_version}"
+        return f"m@{sum('preference' in body for body in self.feedback) // self.pairs_per_version}"
 
     def client(self) -> AsyncOpenAI:
         http = httpx2.AsyncClient(transport=httpx2.MockTransport(self._answer))

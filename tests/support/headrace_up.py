@@ -75,10 +75,10 @@ class HeadraceUp:
     def status(self) -> dict[str, object]:
         """`headrace status --json`; raises when it does not add up."""
         command = [HEADRACE, "status", "--data-dir", str(self.folder), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-        found: dict[str, object] = json.loads(done.stdout)
-        return found
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert process.returncode == 0, f"{process.stdout}{process.stderr}"
+        status: dict[str, object] = json.loads(process.stdout)
+        return status
 
     def _ready(self) -> bool:
         assert self.running(), self.log[-3000:]

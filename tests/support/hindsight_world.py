@@ -45,11 +45,13 @@ def taught(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     draw = random.Random(seed)
-    told = {letter: encode(ASKED + said(contradiction(letter)) + OPENING + letter + "<|im_end|>") for letter in LETTERS}
+    texts = {
+        letter: encode(ASKED + said(contradiction(letter)) + OPENING + letter + "<|im_end|>") for letter in LETTERS
+    }
     plain = {letter: encode(ASKED + OPENING + letter + "<|im_end|>") for letter in LETTERS}
     for _ in range(steps):
         loss = torch.zeros(())
-        for form in (told, plain):
+        for form in (texts, plain):
             ids = torch.tensor([form[draw.choice(LETTERS)] for _ in range(16)])
             logits = model(ids[:, :-1]).logits[:, -2:]
             loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -2:].flatten())
@@ -86,10 +88,10 @@ def conversation(
     """`first` is answered, the user says `reply`, and `second` is answered. `reward` is that of the first answer;
     `calls` came before it, each answered by a tool."""
     plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
-    asked = [ASKED, *("\n" + said(tool_says(call)) for call in calls), "\n" + said(reply)]
+    prompts = [ASKED, *("\n" + said(tool_says(call)) for call in calls), "\n" + said(reply)]
     tokens: tuple[int, ...] = ()
     spans: list[Span] = []
-    for place, (prompt, answer) in enumerate(zip(asked, [*calls, first, second], strict=True)):
+    for place, (prompt, answer) in enumerate(zip(prompts, [*calls, first, second], strict=True)):
         tokens += encode(prompt + OPENING)
         spans.append(Span(start=len(tokens), logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{place}", version=version))
         tokens += encode(f"{answer}<|im_end|>")
@@ -106,25 +108,32 @@ def conversations(
     of others. `accepted` more that were accepted. `calls` come before what was contradicted.
     """
     draw = random.Random(seed)
-    wanted = [draw.choice(LETTERS) for _ in range(count)]
-    named = draw.sample(wanted, count) if shuffled else wanted
-    found = []
-    for number, (right, name) in enumerate(zip(wanted, named, strict=True)):
+    letters = [draw.choice(LETTERS) for _ in range(count)]
+    named = draw.sample(letters, count) if shuffled else letters
+    events = []
+    for number, (right, name) in enumerate(zip(letters, named, strict=True)):
         wrong = draw.choice([one for one in LETTERS if one != right])
-        made = [draw.choice(LETTERS) for _ in range(calls)]
-        found.append(
+        tool_letters = [draw.choice(LETTERS) for _ in range(calls)]
+        events.append(
             conversation(
-                encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0, calls=made
+                encode,
+                number,
+                version,
+                first=wrong,
+                second=right,
+                reply=contradiction(name),
+                reward=0.0,
+                calls=tool_letters,
             )
         )
     for number in range(count, count + accepted):
         letter = draw.choice(LETTERS)
-        found.append(conversation(encode, number, version, first=letter, second="K", reply="Thanks.", reward=1.0))
-    return found
+        events.append(conversation(encode, number, version, first=letter, second="K", reply="Thanks.", reward=1.0))
+    return events
 
 
 def of_version(events: Sequence[Experience], made_by: str) -> Callable[[str], list[Experience]]:
     """The same events as if another version than `made_by` had answered."""
     return lambda version: [
-        Experience.model_validate_json(one.to_json().replace(made_by.encode(), version.encode())) for one in events
+        Experience.model_validate_json(event.to_json().replace(made_by.encode(), version.encode())) for event in events
     ]

@@ -84,27 +84,33 @@ def _trajectory() -> dict[str, Any]:
 def kinds_everywhere(body: dict[str, Any], names: Iterable[str] = ()) -> Iterator[Any]:
     """Yield `body` with each of `KINDS` as a whole, at each of its places, and at each of the top-level `names`."""
     yield from KINDS
-    for place in (*_places(body), *((name,) for name in names if name not in body)):
+    for path in (*_paths(body), *((name,) for name in names if name not in body)):
         for kind in KINDS:
             changed = copy.deepcopy(body)
             target: Any = changed
-            for name in place[:-1]:
+            for name in path[:-1]:
                 target = target[name]
-            target[place[-1]] = kind
+            target[path[-1]] = kind
             yield changed
 
 
 def bases() -> list[tuple[str, dict[str, Any]]]:
     """A valid body of each form of each route."""
-    said = {"session_id": SESSION, "source": "user", "rater": "r", "comment": "c", "context": {"a": [1, {"b": "x"}]}}
+    feedback_fields = {
+        "session_id": SESSION,
+        "source": "user",
+        "rater": "r",
+        "comment": "c",
+        "context": {"a": [1, {"b": "x"}]},
+    }
     named = {"response_id": RESPONSES[0], "task_id": "task", "run_id": 7, "feedback_id": "f"}
     chat = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "max_tokens": 4, **ASKED, "user": "u"}
     again = {"metadata": {"session_id": SESSION, "task_id": "task"}, "chat_template_kwargs": {"a": {"b": [1]}}}
     return [
-        ("/v1/feedback", {**said, "value": 1.0, "metric": "tone"}),
-        ("/v1/feedback", {**said, "rating": 4, "scale": [1, 5]}),
-        ("/v1/feedback", {**said, "parts": {"tone": 0.5, "facts": 1}}),
-        ("/v1/feedback", {**said, "label": "good"}),
+        ("/v1/feedback", {**feedback_fields, "value": 1.0, "metric": "tone"}),
+        ("/v1/feedback", {**feedback_fields, "rating": 4, "scale": [1, 5]}),
+        ("/v1/feedback", {**feedback_fields, "parts": {"tone": 0.5, "facts": 1}}),
+        ("/v1/feedback", {**feedback_fields, "label": "good"}),
         ("/v1/feedback", {**named, "edit": EDIT}),
         ("/v1/feedback", {**named, "value": True, "level": "response", "choice": 0}),
         ("/v1/feedback", {"preference": {"chosen": RESPONSES[0], "rejected": {"response_id": RESPONSES[1]}}}),
@@ -125,11 +131,11 @@ def bases() -> list[tuple[str, dict[str, Any]]]:
     ]  # fmt: skip
 
 
-def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
-        yield (*place, name)
-        yield from _places(inner, (*place, name))
+        yield (*path, name)
+        yield from _paths(inner, (*path, name))
 
 
 def _nested(levels: int) -> Any:
@@ -155,7 +161,7 @@ def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """A copy with one or two hostile places, or as it was."""
     body = copy.deepcopy(body)
     for _ in range(chance.choice((0, 1, 1, 1, 2))):
-        *path, last = chance.choice([*_places(body)])
+        *path, last = chance.choice([*_paths(body)])
         target: Any = body
         for name in path:
             target = target[name]

@@ -26,8 +26,8 @@ def compiled(folder: Path) -> Path:
     """The example's classes in `folder`. Raises `AssertionError` with what the compiler says."""
     sources = sorted(str(path) for path in (EXAMPLE / "src").rglob("*.java"))
     command = ["javac", "-Xlint:all", "-Werror", "-d", str(folder), "-cp", f"{JARS}/*", *sources]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
@@ -43,17 +43,17 @@ class JavaAgent:
     def line(self, kind: str, timeout_s: float) -> str:
         """Its next line, which has to be of this kind. Raises `AssertionError` with its log."""
         try:
-            found, _, text = self._lines.get(timeout=timeout_s).partition("\t")
+            name, _, text = self._lines.get(timeout=timeout_s).partition("\t")
         except queue.Empty:
             raise AssertionError(f"no {kind} after {timeout_s:g} s:\n{''.join(self.errors[-40:])}") from None
-        assert found == kind, f"{found} {text} in place of {kind}:\n{''.join(self.errors[-40:])}"
+        assert name == kind, f"{name} {text} in place of {kind}:\n{''.join(self.errors[-40:])}"
         return text.rstrip("\n")
 
     def __enter__(self) -> Self:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         for stream, keep in ((self._process.stdout, self._lines.put), (self._process.stderr, self.errors.append)):
-            threading.Thread(target=lambda s=stream, k=keep: [k(one) for one in s], daemon=True).start()
+            threading.Thread(target=lambda s=stream, k=keep: [k(text_line) for text_line in s], daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:

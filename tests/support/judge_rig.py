@@ -62,10 +62,10 @@ def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
 class Rig:
     """One judge. `restart` is what a crash and a new process are to the database."""
 
-    def __init__(self, made: Bench, service: StreamService, wanted: JudgeSettings) -> None:
-        self.bench = made
+    def __init__(self, service_bench: Bench, service: StreamService, settings: JudgeSettings) -> None:
+        self.bench = service_bench
         self.service = service
-        self._wanted = wanted
+        self._wanted = settings
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -88,14 +88,14 @@ class Rig:
         self.bench.processor.handlers = self.service.handlers
         self.start()
 
-    async def until(self, condition: Callable[[], object], what: str = "condition") -> None:
+    async def until(self, condition: Callable[[], object], description: str = "condition") -> None:
         """Wait in real time; the clock of the judge stands still meanwhile. Raises what the worker raised."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert self._work is not None
             if self._work.done():
                 self._work.result()
-            assert time.monotonic() < deadline, f"{what}: not after {WAIT_S} s; rewards: {self.rewards}"
+            assert time.monotonic() < deadline, f"{description}: not after {WAIT_S} s; rewards: {self.rewards}"
             await asyncio.sleep(0.005)
 
     async def judged(self, count: int = 1) -> list[Reward]:
@@ -116,7 +116,7 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def replica(of: Rig, wanted: JudgeSettings, data_dir: Path, url: str) -> AsyncIterator[Rig]:
+async def replica(of: Rig, settings: JudgeSettings, data_dir: Path, url: str) -> AsyncIterator[Rig]:
     """A second judge on the database of `of`, with a clock and a bus of its own."""
     first = of.bench.processor.database
     name = first.schema or Path(first.engine.url.database or "").stem
@@ -124,7 +124,7 @@ async def replica(of: Rig, wanted: JudgeSettings, data_dir: Path, url: str) -> A
     database = Database.open(name, common)
     blobs = BlobStore.open(common)
     producer, clock = MemoryProducer(blobs), ManualClock()
-    service = app.service(wanted)
+    service = app.service(settings)
     processor = Processor(
         service="test",
         handlers=service.handlers,
@@ -134,7 +134,7 @@ async def replica(of: Rig, wanted: JudgeSettings, data_dir: Path, url: str) -> A
         blobs=blobs,
         clock=clock,
     )
-    rig = Rig(Bench(processor, producer, clock), service, wanted)
+    rig = Rig(Bench(processor, producer, clock), service, settings)
     rig.start()
     try:
         yield rig
@@ -144,12 +144,12 @@ async def replica(of: Rig, wanted: JudgeSettings, data_dir: Path, url: str) -> A
 
 
 @contextlib.asynccontextmanager
-async def judge(wanted: JudgeSettings, data_dir: Path, url: str = "sqlite") -> AsyncIterator[Rig]:
+async def judge(settings: JudgeSettings, data_dir: Path, url: str = "sqlite") -> AsyncIterator[Rig]:
     """A running judge with an empty database."""
-    service = app.service(wanted)
+    service = app.service(settings)
     hosted = Service(service.tables, service.handlers, package=service.package, limits=service.limits)
-    async with bench(hosted, url, data_dir) as made:
-        rig = Rig(made, service, wanted)
+    async with bench(hosted, url, data_dir) as service_bench:
+        rig = Rig(service_bench, service, settings)
         rig.start()
         try:
             yield rig

@@ -22,11 +22,11 @@ async def blocked() -> AsyncIterator[Block]:
     """The longest time that the body's work kept the loop busy in one go."""
     watch = LoopWatch(interval_s=0.005)
     running = asyncio.create_task(watch.run())
-    found = Block()
+    block = Block()
     try:
         await asyncio.sleep(0)  # so that its first look is before the work
-        yield found
+        yield block
         await asyncio.sleep(0.02)  # so that its last look is after it
     finally:
         running.cancel()
-        found.busy_s = watch.take()
+        block.busy_s = watch.take()

@@ -11,7 +11,7 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def missing(pom: Path, folder: Path, what: str, *programs: str) -> str | None:
+def missing(pom: Path, folder: Path, description: str, *programs: str) -> str | None:
     """Why what the pom names, and what that needs, cannot be had in `folder`; None when it is there. Fetches it on the
     first call, and after a change of the pom."""
     for program in ("java", "mvn", *programs):
@@ -26,6 +26,6 @@ def missing(pom: Path, folder: Path, what: str, *programs: str) -> str | None:
                 [*command, f"-DoutputDirectory={folder}"], capture_output=True, text=True, check=False
             )
             if result.returncode:
-                return f"Maven could not fetch {what}: {result.stdout[-300:]}"
+                return f"Maven could not fetch {description}: {result.stdout[-300:]}"
             complete.write_text(pom.read_text())
     return None

@@ -26,7 +26,7 @@ def _fetched() -> str | None:
     shutil.copytree(ROOT / "examples" / "producers", FOLDER, dirs_exist_ok=True)
     if not (FOLDER / "node" / "node_modules" / "kafkajs").exists():
         command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
-        done = subprocess.run(command, cwd=FOLDER / "node", capture_output=True, text=True, check=False)
-        if done.returncode:
-            return f"npm could not fetch kafkajs: {done.stderr[-300:]}"
+        process = subprocess.run(command, cwd=FOLDER / "node", capture_output=True, text=True, check=False)
+        if process.returncode:
+            return f"npm could not fetch kafkajs: {process.stderr[-300:]}"
     return None

@@ -12,7 +12,7 @@ _RANGE = (15_000, 32_000)
 """Below those that the system gives to outgoing connections, so that a port is still free when it is needed."""
 _chance = random.SystemRandom()
 """Its own: who builds a model seeds Python's generator, and would give everybody the same ports."""
-_given: set[int] = set()
+_assigned: set[int] = set()
 
 
 def free_port() -> int:
@@ -23,8 +23,8 @@ def free_port() -> int:
         port = _chance.randrange(_RANGE[0] + worker, _RANGE[1], workers)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
+            if port not in _assigned:
+                _assigned.add(port)
                 return port
 
 

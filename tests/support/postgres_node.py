@@ -16,8 +16,8 @@ from tests.support.processes import must_run, wait_until
 
 
 def _binaries() -> Path | None:
-    found = shutil.which("initdb")
-    candidates = [Path(found).parent] if found else []
+    initdb = shutil.which("initdb")
+    candidates = [Path(initdb).parent] if initdb else []
     candidates += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next(
         (folder for folder in candidates if (folder / "initdb").exists() and (folder / "postgres").exists()), None

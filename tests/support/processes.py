@@ -12,10 +12,10 @@ from pathlib import Path
 def must_run(command: Sequence[str], *, user: int | None = None) -> None:
     """Raises `AssertionError` with what `command` printed when it does not end with 0. `user`: who runs it, and their
     group."""
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, user=user, group=user
     )
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-4000:]}"
+    assert process.returncode == 0, f"{command[0]} ended with {process.returncode}:\n{process.stdout[-4000:]}"
 
 
 def alive(pid: int) -> bool:
@@ -29,21 +29,21 @@ def alive(pid: int) -> bool:
 
 def naming(text: str) -> dict[int, str]:
     """Command lines, by process id, of everybody else whose command line or environment holds `text`."""
-    found = {}
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command, environ = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:  # gone, or not ours
             continue
         if text.encode() in command + environ and int(folder.name) != os.getpid():
-            found[int(folder.name)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
-    return found
+            processes[int(folder.name)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
+    return processes
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float, description: str) -> None:
     """Poll until `condition()` is true. Raises `TimeoutError` that names `what`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not after {timeout_s} s")
+            raise TimeoutError(f"{description}: not after {timeout_s} s")
         time.sleep(0.02)

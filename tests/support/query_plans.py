@@ -35,10 +35,10 @@ def recorded(database: Database) -> Iterator[Statements]:
     statements = Statements()
     engine = database.engine.sync_engine
 
-    def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, _context: Any, many: bool) -> None:
+    def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, _context: Any, is_bulk: bool) -> None:
         plain_insert = sql.startswith("INSERT") and "VALUES" in sql
         if sql.startswith(("SELECT", "UPDATE", "DELETE", "INSERT")) and not plain_insert:
-            statements.found.setdefault(sql, tuple(parameters[0] if many else parameters))
+            statements.found.setdefault(sql, tuple(parameters[0] if is_bulk else parameters))
 
     event.listen(engine, "before_cursor_execute", note)
     try:
@@ -49,13 +49,13 @@ def recorded(database: Database) -> Iterator[Statements]:
 
 async def scans(tx: AsyncConnection, statements: Statements, *, partial: frozenset[str], rows_max: int) -> list[str]:
     """Each statement that reads a whole table, with how. `partial` indexes hold few rows and may be read whole."""
-    found = []
+    problems = []
     if tx.dialect.name == "postgresql":  # so that it scans only where no index helps, as it would with much to read
         await tx.exec_driver_sql("SET LOCAL enable_seqscan = off")
     for sql, parameters in statements.found.items():
         wrong = await (_sqlite if tx.dialect.name == "sqlite" else _postgresql)(tx, sql, parameters, partial, rows_max)
-        found += [f"{step}: {' '.join(sql.split())}" for step in wrong]
-    return found
+        problems += [f"{step}: {' '.join(sql.split())}" for step in wrong]
+    return problems
 
 
 async def _sqlite(tx: AsyncConnection, sql: str, parameters: Any, partial: frozenset[str], _rows_max: int) -> list[str]:

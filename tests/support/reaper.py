@@ -60,7 +60,7 @@ def _main(pipe: int, mark: str) -> None:
 def _left(mark: bytes) -> set[int]:
     """Who has the mark, and their descendants: a server may write its title over its environment."""
     parents: dict[int, int] = {}
-    found: set[int] = set()
+    pids: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -71,10 +71,10 @@ def _left(mark: bytes) -> set[int]:
             continue
         parents[int(folder.name)] = int(parent)
         if marked:
-            found.add(int(folder.name))
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
+            pids.add(int(folder.name))
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {os.getpid()}
 
 
 if __name__ == "__main__":

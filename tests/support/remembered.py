@@ -104,7 +104,7 @@ async def _insert(
     progress: Callable[[int, int], None],
 ) -> None:
     """`rows` is table to: one row for how many turns, its columns, and their values for turn `i`."""
-    done, total = 0, turns * len(rows)
+    inserted, total = 0, turns * len(rows)
     for table, (every, columns, values) in rows.items():
         insert = f"INSERT INTO {table.strip()} ({columns}) {_SERIES} SELECT {values} FROM n WHERE i % {every} = 0"
         if not database.sqlite:
@@ -115,8 +115,8 @@ async def _insert(
                 if database.sqlite:  # the pages of scattered keys stay in memory until the chunk is there
                     await tx.execute(text("PRAGMA cache_size = -262144"))
                 await tx.execute(text(insert), {"first": first, "last": last})
-            done += last - first + 1
-            progress(done, total)
+            inserted += last - first + 1
+            progress(inserted, total)
     if not database.sqlite:  # autovacuum would do it within minutes
         async with database.transaction() as tx:
             await tx.execute(text("ANALYZE"))

@@ -165,8 +165,8 @@ class Bench:
 
     async def count(self, table: str) -> int:
         async with self.processor.database.transaction() as tx:
-            found: int = (await tx.execute(text(f"SELECT count(*) FROM {table}"))).scalar_one()
-        return found
+            rows: int = (await tx.execute(text(f"SELECT count(*) FROM {table}"))).scalar_one()
+        return rows
 
 
 @contextlib.asynccontextmanager
@@ -191,10 +191,10 @@ async def bench(service: Service, url: str, data_dir: Path, clock: ManualClock |
         ends_of=service.ends_of,
         after_batch=service.after_batch,
     )
-    made = Bench(processor, producer, clock)
-    processor.ends = made.ends
+    service_bench = Bench(processor, producer, clock)
+    processor.ends = service_bench.ends
     try:
-        yield made
+        yield service_bench
     finally:
         if database.schema:
             async with database.transaction() as tx:

@@ -97,7 +97,7 @@ def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
 
 def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
     """What the weights in `folder` answer, computed by transformers itself; `base` when they are an adapter."""
-    tokens = tuple((7 * place + 3) % 256 + len(SPECIAL) for place in range(length))
+    tokens = tuple((7 * index + 3) % 256 + len(SPECIAL) for index in range(length))
     return Fingerprint(token_ids=tokens, logprobs=tuple(_logprobs(folder, tokens, base)))
 
 

@@ -18,9 +18,9 @@ async def trained_runs(bus: str) -> Runs:
         events = [entry.event async for entry in topics.read(Range(Trajectory.topic))]
         async for entry in topics.read(Range(TrainingMetrics.topic)):
             if isinstance(entry.event, TrainingMetrics):
-                trained |= {one.experience_id for one in entry.event.verdicts if one.dropped is None}
-    found: Runs = defaultdict(dict)
+                trained |= {verdict.experience_id for verdict in entry.event.verdicts if verdict.dropped is None}
+    runs: Runs = defaultdict(dict)
     for run in (event for event in events if isinstance(event, Trajectory)):
         if all(Experience.id_of(run.trajectory_id, branch) in trained for branch in range(len(run.branches))):
-            found[run.task_id or ""][run.run_id or ""] = len(run.turn_ids)
-    return dict(found)
+            runs[run.task_id or ""][run.run_id or ""] = len(run.turn_ids)
+    return dict(runs)

@@ -66,39 +66,41 @@ class History:
         for run in range(self.chance.randint(1, 2)):
             branches = [(f"{name}.{run}.{b}",) for b in range(self.chance.randint(0, 2))]
             purpose = self.chance.choice(["train", "train", "train", "eval"])
-            one = trajectory(
+            event = trajectory(
                 f"{name}.{run}", *branches, session_key=key, session_id=name, purpose=purpose,
                 left_out={f"{name}.{run}.x": "retried"} if self.chance.random() < 0.2 else None,
                 untrained="registered" if self.chance.random() < 0.1 else None,
             )  # fmt: skip
-            self.events.append(one)
-            if purpose == "train" and one.untrained is None:
-                self._experiences(one, key)
+            self.events.append(event)
+            if purpose == "train" and event.untrained is None:
+                self._experiences(event, key)
 
-    def _experiences(self, one: Trajectory, key: str) -> None:
-        for index in range(len(one.branches)):
+    def _experiences(self, event: Trajectory, key: str) -> None:
+        for index in range(len(event.branches)):
             for revision in range(self.chance.choice([1, 1, 2, 3])):
                 reward = self.chance.choice([None, 0.0, 0.5, 1.0])
-                made = Experience(
-                    time=START, experience_id=Experience.id_of(one.trajectory_id, index), revision=revision,
-                    trajectory_id=one.trajectory_id, session_key=key, session_id=one.session_id, model="m",
-                    branch_index=index, branch=branch(*one.branches[index].turn_ids),
-                    turn_ids=one.branches[index].turn_ids, reward=reward,
+                experience = Experience(
+                    time=START, experience_id=Experience.id_of(event.trajectory_id, index), revision=revision,
+                    trajectory_id=event.trajectory_id, session_key=key, session_id=event.session_id, model="m",
+                    branch_index=index, branch=branch(*event.branches[index].turn_ids),
+                    turn_ids=event.branches[index].turn_ids, reward=reward,
                     no_reward="no_reward" if reward is None else None,
                     parts=() if reward is None else (RewardPart(source="feedback", value=reward, weight=1.0),),
                 )  # fmt: skip
-                name = made.experience_id, revision
-                self.events += [made, made] if self.chance.random() < 0.05 else [made]
-                self.experiences[name] = made
-                self.sessions[one.session_id].append(name)
+                name = experience.experience_id, revision
+                self.events += [experience, experience] if self.chance.random() < 0.05 else [experience]
+                self.experiences[name] = experience
+                self.sessions[event.session_id].append(name)
                 self.waiting.append(name)
 
     def save(self) -> None:
         """Train some of what waits, drop some, and now and then go back or forward to another version."""
         count = min(len(self.waiting), self.chance.randint(0, 60))
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        trained = [name for name in taken if self.chance.random() < 0.8]
-        outcomes = [self._outcome(name, None if name in trained else self.chance.choice(REASONS)) for name in taken]
+        batch_names, self.waiting = self.waiting[:count], self.waiting[count:]
+        trained = [name for name in batch_names if self.chance.random() < 0.8]
+        outcomes = [
+            self._outcome(name, None if name in trained else self.chance.choice(REASONS)) for name in batch_names
+        ]
         undone: list[Undone] = []
         restored: list[Restored] = []
         if self.chance.random() < 0.25:
@@ -123,15 +125,15 @@ class History:
 
     def _go_to(self, version: str) -> tuple[list[Undone], list[Restored]]:
         """The weights become those of `version`."""
-        there = self.contents[version]
-        lost = [name for name in self.held if name not in there]
-        back = [name for name in there if name not in self.held]
+        contents = self.contents[version]
+        lost = [name for name in self.held if name not in contents]
+        back = [name for name in contents if name not in self.held]
         queued = {name: self.chance.random() < 0.5 for name in lost}
-        self.held = {name: self.trained[name] for name in there}
+        self.held = {name: self.trained[name] for name in contents}
         for name in back:
             self.given_up.pop(name, None)
             self.dropped.pop(name, None)
-        self.waiting = [name for name in self.waiting if name not in there]
+        self.waiting = [name for name in self.waiting if name not in contents]
         self.given_up |= queued
         self.waiting += [name for name in lost if queued[name]]
         self.head = version
@@ -179,7 +181,9 @@ def fate(history: History, name: Name) -> tuple[str, str | None] | None:
     """What became of a revision in the end, and the first version that holds it."""
     if name in history.held:
         account = history.held[name]
-        holders = [v for v, held in history.contents.items() if name in held and history.published[v] >= account]
+        holders = [
+            v for v, contents in history.contents.items() if name in contents and history.published[v] >= account
+        ]
         return "trained", min(holders, key=lambda v: history.published[v], default=None)
     if name in history.given_up:
         return "undone", None

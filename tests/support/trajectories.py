@@ -20,8 +20,8 @@ def branch(turn: Turn) -> Branch:
 
 def closed(*turns: Turn, session: str = "s", at: float = 10.0, **fields: Any) -> Trajectory:
     """A trajectory that was closed `at` seconds after the start of time, a branch for each turn."""
-    own = turns or (ask([user("q")], session=session),)
-    first = own[0]
+    run_turns = turns or (ask([user("q")], session=session),)
+    first = run_turns[0]
     given = {
         "time": START + timedelta(seconds=at),
         "trajectory_id": derived_id("trajectory", first.session_key, first.turn_id),
@@ -29,8 +29,8 @@ def closed(*turns: Turn, session: str = "s", at: float = 10.0, **fields: Any) ->
         "session_id": first.session_id,
         "tenant": first.tenant,
         "model": first.model,
-        "branches": tuple(branch(turn) for turn in own),
-        "dialogues": tuple(Dialogue(messages=(*turn.messages, turn.choices[0].message)) for turn in own),
+        "branches": tuple(branch(turn) for turn in run_turns),
+        "dialogues": tuple(Dialogue(messages=(*turn.messages, turn.choices[0].message)) for turn in run_turns),
         "end_reason": "end_call",
         "started_at": first.started_at,
     }

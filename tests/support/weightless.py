@@ -41,14 +41,14 @@ def version(
     return manifest, blobs.put(manifest.canonical_json())
 
 
-def checkpoint(made: Manifest, ref: BlobRef, time: datetime) -> Checkpoint:
+def checkpoint(manifest: Manifest, ref: BlobRef, time: datetime) -> Checkpoint:
     """What a trainer says of it."""
     return Checkpoint(
         time=time,
-        model=made.name,
-        version=made.version,
-        lineage=made.lineage,
-        step=made.step,
-        parent=made.parent,
+        model=manifest.name,
+        version=manifest.version,
+        lineage=manifest.lineage,
+        step=manifest.step,
+        parent=manifest.parent,
         manifest=ref,
     )

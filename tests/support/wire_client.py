@@ -92,8 +92,8 @@ class WireClient:
 
     async def fetch(self, topic: str, offset: int = 0, *, isolation: int = 0, partition: int = 0) -> tuple[int, bytes]:
         """Error code and records of what is there now."""
-        wanted = (FetchTopic(topic, (FetchPartition(partition, -1, offset, -1, 1_000_000),)),)
-        request = FetchRequest(-1, 0, 0, 10_000_000, isolation, 0, -1, wanted, (), "")
+        topics = (FetchTopic(topic, (FetchPartition(partition, -1, offset, -1, 1_000_000),)),)
+        request = FetchRequest(-1, 0, 0, 10_000_000, isolation, 0, -1, topics, (), "")
         response = await self.ask(request, FetchResponse)
         answer = response.topics[0].partitions[0]
         return answer.error_code, bytes(answer.records or b"")
@@ -101,12 +101,12 @@ class WireClient:
     async def base_offsets(self, topic: str) -> list[int]:
         """Base offsets of the batches of partition 0, from its start."""
         _, data = await self.fetch(topic)
-        found = []
+        offsets = []
         while data:
             size = 12 + struct.unpack_from(">i", data, 8)[0]
-            found.append(parse(data[:size]).base_offset)
+            offsets.append(parse(data[:size]).base_offset)
             data = data[size:]
-        return found
+        return offsets
 
 
 @contextlib.asynccontextmanager

@@ -55,10 +55,10 @@ async def create(admin: AIOKafkaAdminClient, name: str, partitions: int, config:
     """Returns once the topic can be used."""
     response = await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=config or {})])
     assert [code for _, code, *_ in response.topic_errors] == [0]
-    await eventually(lambda: _known(admin, name))
+    await eventually(lambda: _is_listed(admin, name))
 
 
-async def _known(admin: AIOKafkaAdminClient, topic: str) -> bool:
+async def _is_listed(admin: AIOKafkaAdminClient, topic: str) -> bool:
     """Kafka answers the creation a little before its metadata has the topic."""
     (described,) = await admin.describe_topics([topic])
     return described["error_code"] == 0 and all(p["leader"] >= 0 for p in described["partitions"])

@@ -26,9 +26,9 @@ async def test_every_policy_is_on_the_bus(bus: str, admin: AIOKafkaAdminClient) 
         assert (code, {entry[0]: entry[1] for entry in entries}) == (0, topic.config), topic.name
         (described,) = await admin.describe_topics([topic.name])
         assert len(described["partitions"]) == topic.partitions, topic.name
-    with capture_logs() as said:
+    with capture_logs() as logs:
         await topics.ensure(BusSettings(address=bus))
-    assert [one for one in said if one["event"] == "topic_differs"] == []
+    assert [line for line in logs if line["event"] == "topic_differs"] == []
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ async def own_admin(own_bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 async def test_what_somebody_changed_stays_and_is_told(own_bus: str, own_admin: AIOKafkaAdminClient) -> None:
     await own_admin.create_topics([NewTopic("routing", 1, 1, topic_configs={"cleanup.policy": "delete"})])
-    with capture_logs() as said:
+    with capture_logs() as entries:
         await topics.ensure(BusSettings(address=own_bus))
-    told = {(one["topic"], one["setting"]): one for one in said if one["event"] == "topic_differs"}
-    policy = told["routing", "cleanup.policy"]
+    differences = {(entry["topic"], entry["setting"]): entry for entry in entries if entry["event"] == "topic_differs"}
+    policy = differences["routing", "cleanup.policy"]
     assert (policy["bus"], policy["file"], policy["log_level"]) == ("delete", "compact", "warning")
-    assert ("routing", "retention.ms") in told
-    assert {topic for topic, _ in told} == {"routing"}
+    assert ("routing", "retention.ms") in differences
+    assert {topic for topic, _ in differences} == {"routing"}
 
 
 async def test_topics_of_sessions_with_different_partitions_stop_the_start(

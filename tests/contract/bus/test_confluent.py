@@ -89,8 +89,8 @@ def test_commits_positions_and_watermarks(bus: str, topic: str, reader: Consumer
     (committed,) = reader.committed([TopicPartition(topic, 0)], TIMEOUT_S)
     assert committed.offset == 3
     assert reader.get_watermark_offsets(TopicPartition(topic, 0), TIMEOUT_S) == (0, 10)
-    (found,) = reader.offsets_for_times([TopicPartition(topic, 0, 1_700_000_004_500)], TIMEOUT_S)
-    assert found.offset == 5
+    (located,) = reader.offsets_for_times([TopicPartition(topic, 0, 1_700_000_004_500)], TIMEOUT_S)
+    assert located.offset == 5
 
 
 def test_two_members(bus: str, wide: str, unique: str) -> None:
@@ -195,13 +195,13 @@ def test_a_client_of_the_newer_group_protocol_hears_of_it_at_once(request: pytes
     try:
         consumer.subscribe([unique])
         with pytest.raises(KafkaException) as caught:
-            _told(consumer)
+            _poll_callbacks(consumer)
         assert caught.value.args[0].code() in (KafkaError.UNSUPPORTED_VERSION, KafkaError._FATAL)
     finally:
         consumer.close()
 
 
-def _told(consumer: Consumer) -> None:
+def _poll_callbacks(consumer: Consumer) -> None:
     """Poll until an error comes. Raises it."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:

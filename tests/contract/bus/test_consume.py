@@ -41,10 +41,10 @@ async def test_first_offset_at_a_time(bus: str, topic: str, time_ms: int, offset
     await _fill(bus, topic, 100, linger_ms=linger_ms)
     partition = TopicPartition(topic, 0)
     async with consuming(bus) as consumer:
-        found = (await consumer.offsets_for_times({partition: time_ms}))[partition]
-    assert (found.offset if found else None) == offset
-    if found:
-        assert found.timestamp == START_MS + 10 * found.offset
+        located = (await consumer.offsets_for_times({partition: time_ms}))[partition]
+    assert (located.offset if located else None) == offset
+    if located:
+        assert located.timestamp == START_MS + 10 * located.offset
 
 
 async def test_begin_and_end(bus: str, create: CreateTopic) -> None:

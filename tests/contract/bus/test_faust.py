@@ -82,19 +82,19 @@ async def test_a_table_with_its_changelog(
     topic = await create(partitions=2)
     app = _app(bus, unique, tmp_path)
     table = app.Table("counts", default=int, partitions=2)
-    done: list[bytes] = []
+    handled: list[bytes] = []
 
     async def count(stream: Any) -> None:
         async for event in stream.events():
             table[event.key.decode()] += 1
-            done.append(event.value)
+            handled.append(event.value)
 
     app.agent(_raw(app, topic), name=f"{unique}-agent")(count)
     async with producing(bus) as producer:
         for number in range(20):
             await producer.send_and_wait(topic, b"x", b"%d" % (number % 4))
     async with _running(app):
-        await eventually(lambda: _has(done, 20))
+        await eventually(lambda: _has(handled, 20))
         assert {key: table[key] for key in ("0", "1", "2", "3")} == dict.fromkeys(("0", "1", "2", "3"), 5)
     changelog = f"{unique}-counts-changelog"
     assert changelog in await admin.list_topics()

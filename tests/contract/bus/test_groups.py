@@ -30,8 +30,8 @@ async def test_two_members_share_and_the_survivor_takes_over(bus: str, create: C
     async with consuming(bus, topic, group_id=unique) as first:
         assert len(await _assigned(first, 4)) == 4
         async with consuming(bus, topic, group_id=unique) as second:
-            mine, theirs = await asyncio.gather(_assigned(first, 2), _assigned(second, 2))
-            assert mine | theirs == {TopicPartition(topic, number) for number in range(4)}
+            first_partitions, second_partitions = await asyncio.gather(_assigned(first, 2), _assigned(second, 2))
+            assert first_partitions | second_partitions == {TopicPartition(topic, number) for number in range(4)}
         assert len(await _assigned(first, 4)) == 4
 
 
@@ -117,9 +117,9 @@ async def test_a_static_member_returns_without_a_rebalance(bus: str, create: Cre
     async with consuming(bus, topic, **options, group_instance_id="a") as first:
         await _assigned(first, 2)
         async with consuming(bus, topic, **options, group_instance_id="b") as second:
-            mine, theirs = await asyncio.gather(_assigned(first, 1), _assigned(second, 1))
+            first_partitions, second_partitions = await asyncio.gather(_assigned(first, 1), _assigned(second, 1))
             generation = first._coordinator.generation
         async with consuming(bus, topic, **options, group_instance_id="b") as again:
-            assert await _assigned(again, 1) == theirs
-            assert set(first.assignment()) == mine
+            assert await _assigned(again, 1) == second_partitions
+            assert set(first.assignment()) == first_partitions
             assert again._coordinator.generation == first._coordinator.generation == generation

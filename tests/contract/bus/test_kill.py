@@ -48,11 +48,11 @@ class Load:
                 self.sent += 1
 
 
-async def _follow(address: str, seen: dict[int, list[int]], done: asyncio.Event) -> None:
+async def _follow(address: str, seen: dict[int, list[int]], stopped: asyncio.Event) -> None:
     """A reader that lives through the kills and notes every record it is given."""
     async with consuming(address, metadata_max_age_ms=1_000) as consumer:
         consumer.assign([TopicPartition("ledger", number) for number in range(PARTITIONS)])
-        while not done.is_set():
+        while not stopped.is_set():
             for partition, records in (await consumer.getmany(timeout_ms=100)).items():
                 seen[partition.partition] += [int(record.value.split()[0]) for record in records]
         for partition, end in (await consumer.end_offsets(consumer.assignment())).items():
@@ -74,11 +74,11 @@ async def test_kill_under_load(tmp_path: Path) -> None:
             await admin.create_topics([NewTopic("ledger", PARTITIONS, 1)])
         loads = [Load(number) for number in range(PARTITIONS)]
         seen: dict[int, list[int]] = {number: [] for number in range(PARTITIONS)}
-        done = asyncio.Event()
+        stopped = asyncio.Event()
         options = {"request_timeout_ms": 10_000, "retry_backoff_ms": 50, "metadata_max_age_ms": 1_000}
         async with producing(broker.address, **options) as producer, asyncio.TaskGroup() as group:
             running = [group.create_task(load.run(producer)) for load in loads]
-            group.create_task(_follow(broker.address, seen, done))
+            group.create_task(_follow(broker.address, seen, stopped))
             for _ in range(KILLS):
                 before = _acknowledged(loads)
                 await asyncio.sleep(chance.uniform(0.1, 0.8))
@@ -88,7 +88,7 @@ async def test_kill_under_load(tmp_path: Path) -> None:
             for load in loads:
                 load.enough.set()
             await asyncio.wait(running)
-            done.set()
+            stopped.set()
         for load in loads:
             _check(load, seen[load.partition])
         print(f"{_acknowledged(loads)} acknowledged records over {KILLS} kills: 0 lost, 0 doubled, 0 out of order")

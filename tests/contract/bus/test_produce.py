@@ -102,11 +102,11 @@ async def test_unacknowledged_records_arrive(bus: str, topic: str) -> None:
 
 
 async def test_many_producers_at_once_keep_their_own_order(bus: str, topic: str) -> None:
-    async def one(name: int) -> None:
+    async def produce(name: int) -> None:
         async with producing(bus) as producer:
             await asyncio.gather(*[await producer.send(topic, b"%d:%d" % (name, n)) for n in range(100)])
 
-    await asyncio.gather(*[one(name) for name in range(5)])
+    await asyncio.gather(*[produce(name) for name in range(5)])
     values = [record.value for record in await everything(bus, topic)]
     for name in range(5):
         assert [v for v in values if v.startswith(b"%d:" % name)] == [b"%d:%d" % (name, n) for n in range(100)]

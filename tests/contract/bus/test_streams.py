@@ -91,8 +91,8 @@ async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_no
         try:
             await eventually(exact, ENDS_WITHIN_S)
         except TimeoutError:
-            found = await _counts(killable.address)
-            pytest.fail(f"expected {expected}, found {found}\n{streams.log()}")
+            counts = await _counts(killable.address)
+            pytest.fail(f"expected {expected}, found {counts}\n{streams.log()}")
     finally:
         await streams.kill()
 
@@ -125,7 +125,7 @@ async def _some(address: str, streams: Streams) -> None:
 
 async def _counts(address: str) -> Counter[str]:
     """The last count of each word, as committed. A word's counts never go down: that would be work done twice."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     async with consuming(address, isolation_level="read_committed") as consumer:
         partition = TopicPartition("counts", 0)
         consumer.assign([partition])
@@ -136,6 +136,6 @@ async def _counts(address: str) -> Counter[str]:
                 for records in (await consumer.getmany(timeout_ms=200)).values():
                     for record in records:
                         word, count = record.key.decode(), int(record.value)
-                        assert count > found[word], f"{word}: {count} after {found[word]}"
-                        found[word] = count
-    return found
+                        assert count > counts[word], f"{word}: {count} after {counts[word]}"
+                        counts[word] = count
+    return counts

@@ -151,8 +151,13 @@ async def test_metadata_and_coordinator(bus: str, topic: str, unique: str) -> No
         assert (await client.ask(MetadataRequest((), False), MetadataResponse)).topics == ()
         everything = await client.ask(MetadataRequest(None, False), MetadataResponse)
         assert topic in {entry.name for entry in everything.topics}
-        found = await client.ask_ready(FindCoordinatorRequest(unique, 0), FindCoordinatorResponse)
-        assert (found.error_code, found.node_id, found.host, found.port) == (0, broker.node_id, host, int(port))
+        coordinator = await client.ask_ready(FindCoordinatorRequest(unique, 0), FindCoordinatorResponse)
+        assert (coordinator.error_code, coordinator.node_id, coordinator.host, coordinator.port) == (
+            0,
+            broker.node_id,
+            host,
+            int(port),
+        )
 
 
 def _join(group: str, member: str = "") -> JoinGroupRequest:

@@ -62,7 +62,7 @@ def build(root: Path) -> Versions:
     first = stored(tiny_model.build(root / "first"))
     moved = tiny_model.perturbed(first.folder, root / "second", seed=1)
     second = stored(moved, step=1, parent=first.version)
-    one, two = (
+    first_version, second_version = (
         stored(
             tiny_model.adapter(first.folder, root / f"adapter{seed}", seed=seed),
             first,
@@ -71,7 +71,7 @@ def build(root: Path) -> Versions:
         )
         for seed in (2, 3)
     )
-    return Versions(blobs, first, second, one, two)
+    return Versions(blobs, first, second, first_version, second_version)
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Ground:
         self, prompt: Sequence[int], of: Stored, *, stream: bool = False, start: Start | None = None, **how: Any
     ) -> Tokens:
         """All tokens of one choice."""
-        (found,) = await self.choices(prompt, of, [start or Start()], stream=stream, **how)
-        return found
+        (choice_tokens,) = await self.choices(prompt, of, [start or Start()], stream=stream, **how)
+        return choice_tokens
 
     async def choices(
         self,
@@ -101,21 +101,21 @@ class Ground:
     ) -> list[Tokens]:
         """All tokens of each choice, in the order of `starts`."""
         sampling = Sampling(**{"max_tokens": 16, **how})
-        found = {start.choice: Tokens(start.choice) for start in starts}
+        tokens_of = {start.choice: Tokens(start.choice) for start in starts}
         pieces: dict[int, int] = {}
         async for tokens in self.engine.generate(
             prompt, sampling, of.version, starts, stream=stream, share=Share(salt)
         ):
-            found[tokens.choice].add(tokens)
+            tokens_of[tokens.choice].add(tokens)
             pieces[tokens.choice] = pieces.get(tokens.choice, 0) + 1
         if not stream:
             assert set(pieces.values()) == {1}, "without a stream each choice is one piece"
-        return [found[start.choice] for start in starts]
+        return [tokens_of[start.choice] for start in starts]
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
     """Token ids that are text."""
-    return [(7 * place + 11 * salt + 3) % 256 + len(tiny_model.SPECIAL) for place in range(length)]
+    return [(7 * index + 11 * salt + 3) % 256 + len(tiny_model.SPECIAL) for index in range(length)]
 
 
 def recomputed(of: Stored, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
@@ -123,8 +123,8 @@ def recomputed(of: Stored, prompt: Sequence[int], sampled: Sequence[int], temper
     ids = torch.tensor([[*prompt, *sampled]])
     with torch.no_grad():
         logits = _model(of.folder, of.base)(ids).logits[0, len(prompt) - 1 : -1].float()
-    found: torch.Tensor = (logits / (temperature or 1.0)).log_softmax(-1)
-    return found.gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+    logprobs: torch.Tensor = (logits / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor([*sampled])[:, None])[:, 0]
 
 
 @cache

@@ -35,9 +35,9 @@ async def compiled(ground: Ground, *resumed: Sequence[int]) -> tuple[HeldAnswer,
 
 
 async def sampled(ground: Ground, begun: Sequence[int] = (), **how: Any) -> tuple[str, Tokens]:
-    found, tokenizer = await compiled(ground, begun)
-    start = Start(resumed=begun, guide=found.guides[0])
-    options = {"max_tokens": 120, "stop_ids": tokenizer.stop_ids, "grammar": found.text, **how}
+    compiled_form, tokenizer = await compiled(ground, begun)
+    start = Start(resumed=begun, guide=compiled_form.guides[0])
+    options = {"max_tokens": 120, "stop_ids": tokenizer.stop_ids, "grammar": compiled_form.text, **how}
     tokens = await ground.sample(prompt_of(20), ground.versions.first, start=start, **options)
     return tokenizer.text_of([*begun, *tokens.token_ids]), tokens
 
@@ -51,16 +51,16 @@ async def answers_keep_to_their_grammar(ground: Ground, _: Path) -> None:
         assert re.fullmatch(r'\[\s*"(on|off)"(\s*,\s*"(on|off)"){2}\s*\]', text)
     text, tokens = await sampled(ground, seed=6)
     free = recomputed(ground.versions.first, prompt_of(20), tokens.token_ids, 1.0)
-    held = torch.tensor(tokens.logprobs)
-    assert (held >= free - 1e-4).all(), "fewer tokens are possible, so each is more probable"
-    assert held.sum() > free.sum() + 5
+    sampled_logprobs = torch.tensor(tokens.logprobs)
+    assert (sampled_logprobs >= free - 1e-4).all(), "fewer tokens are possible, so each is more probable"
+    assert sampled_logprobs.sum() > free.sum() + 5
     cut, tokens = await sampled(ground, seed=6, max_tokens=3)
     assert (tokens.finish, text.startswith(cut)) == ("length", True)
 
 
 async def a_held_answer_goes_on_or_is_refused(ground: Ground, _: Path) -> None:
     """After tokens that another replica sampled: never a grammar that begins in the middle."""
-    whole, tokens = await sampled(ground, temperature=0.0)
+    complete, tokens = await sampled(ground, temperature=0.0)
     for cut in (1, len(tokens.token_ids) - 2):
         refused = None
         try:
@@ -68,7 +68,7 @@ async def a_held_answer_goes_on_or_is_refused(ground: Ground, _: Path) -> None:
         except Refused as error:
             refused = error
         if refused is None:
-            assert text == whole
+            assert text == complete
         else:
             assert (refused.status, refused.param) == (400, "headrace_resume")
     with pytest.raises(Refused, match="headrace_resume"):

@@ -58,34 +58,37 @@ def worst_first(entry: Mapping[int, Any], count: int) -> list[tuple[int, float]]
 def changed_request(monkeypatch: pytest.MonkeyPatch, change: Callable[[Request], Request]) -> None:
     make = requests.request_of
 
-    def made(*args: Any, **options: Any) -> Request:
+    def create(*args: Any, **options: Any) -> Request:
         return change(make(*args, **options))
 
-    monkeypatch.setattr(engine, "request_of", made)
+    monkeypatch.setattr(engine, "request_of", create)
 
 
 def streams_draw_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, seed=one.seed + one.delta if one.seed is not None else None))
+    changed_request(
+        monkeypatch,
+        lambda request: replace(request, seed=request.seed + request.delta if request.seed is not None else None),
+    )
 
 
 def no_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, seed=None))
+    changed_request(monkeypatch, lambda request: replace(request, seed=None))
 
 
 def one_stream_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, seed=1))
+    changed_request(monkeypatch, lambda request: replace(request, seed=1))
 
 
 def no_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, stop_token_ids=()))
+    changed_request(monkeypatch, lambda request: replace(request, stop_token_ids=()))
 
 
 def resumed_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, logit_bias={}))
+    changed_request(monkeypatch, lambda request: replace(request, logit_bias={}))
 
 
 def no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, grammar=""))
+    changed_request(monkeypatch, lambda request: replace(request, grammar=""))
 
 
 def one_cache_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +110,7 @@ def endless_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed_request(monkeypatch, lambda one: replace(one, max_tokens=min(one.max_tokens, 5)))
+    changed_request(monkeypatch, lambda request: replace(request, max_tokens=min(request.max_tokens, 5)))
 
 
 def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +126,8 @@ def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 def forgotten_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is unloaded goes on."""
 
-    async def unload(ours: VllmEngine, version: str) -> None:
-        ours._loaded.pop(version, None)
+    async def unload(engine: VllmEngine, version: str) -> None:
+        engine._loaded.pop(version, None)
 
     monkeypatch.setattr(VllmEngine, "unload", unload)
 

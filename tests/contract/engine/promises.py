@@ -45,18 +45,20 @@ async def logprobs_are_the_trainers(ground: Ground, _: Path) -> Figures:
     """Of every version, whoever else is sampled at the same time; and another adapter's are not."""
     prompts = [prompt_of(length, salt) for salt, length in enumerate((3, 33))]
     each = max(4, ground.tokens // (len(ground.versions.all) * len(prompts) * (len(TEMPERATURES) + 1)))
-    asked = [(of, p, t) for of in ground.versions.all for p in prompts for t in (*TEMPERATURES, 0.0)]
-    found = []
-    for begin in range(0, len(asked), SEQUENCES_MAX):
-        some = asked[begin : begin + SEQUENCES_MAX]
-        found += await asyncio.gather(*(ground.sample(p, of, temperature=t, max_tokens=each) for of, p, t in some))
-    ours, others = [], []
-    for (of, prompt, temperature), tokens in zip(asked, found, strict=True):
-        told = torch.tensor(tokens.logprobs)
-        ours.append((told - recomputed(of, prompt, tokens.token_ids, temperature)).abs())
+    cases = [(of, p, t) for of in ground.versions.all for p in prompts for t in (*TEMPERATURES, 0.0)]
+    samples = []
+    for begin in range(0, len(cases), SEQUENCES_MAX):
+        some = cases[begin : begin + SEQUENCES_MAX]
+        samples += await asyncio.gather(*(ground.sample(p, of, temperature=t, max_tokens=each) for of, p, t in some))
+    differences, foreign_differences = [], []
+    for (of, prompt, temperature), tokens in zip(cases, samples, strict=True):
+        reported = torch.tensor(tokens.logprobs)
+        differences.append((reported - recomputed(of, prompt, tokens.token_ids, temperature)).abs())
         if of is ground.versions.adapter:
-            others.append((told - recomputed(ground.versions.other, prompt, tokens.token_ids, temperature)).abs())
-    away, wrong = torch.cat(ours), torch.cat(others)
+            foreign_differences.append(
+                (reported - recomputed(ground.versions.other, prompt, tokens.token_ids, temperature)).abs()
+            )
+    away, wrong = torch.cat(differences), torch.cat(foreign_differences)
     assert away.mean() <= MEAN_MAX
     assert away.max() <= SINGLE_MAX
     assert wrong.mean() > OTHER_MIN
@@ -130,46 +132,48 @@ async def a_probe_takes_nothing_from_whom_it_is_beside(ground: Ground, _: Path) 
 
 async def a_stream_brings_what_a_whole_answer_does(ground: Ground, _: Path) -> None:
     how: dict[str, Any] = {"seed": 5, "top_logprobs": 2}
-    whole = await ground.sample(prompt_of(20), ground.versions.adapter, **how)
+    complete = await ground.sample(prompt_of(20), ground.versions.adapter, **how)
     pieces = await ground.sample(prompt_of(20), ground.versions.adapter, stream=True, **how)
-    assert pieces.token_ids == whole.token_ids
+    assert pieces.token_ids == complete.token_ids
     assert len(pieces.top) == len(pieces.token_ids) == len(pieces.logprobs)
-    assert pieces.finish == whole.finish == "length"
+    assert pieces.finish == complete.finish == "length"
 
 
 async def a_seed_gives_the_same_tokens_in_any_company(ground: Ground, _: Path) -> None:
     of = ground.versions.first
     alone = await ground.sample(prompt_of(30), of, seed=42)
     # Together they are longer than what any of the engines under test computes in one step.
-    others = [ground.sample(prompt_of(100 + 9 * i, i), of, seed=i, max_tokens=5 + i) for i in range(SEQUENCES_MAX - 1)]
-    again, *_rest = await asyncio.gather(ground.sample(prompt_of(30), of, seed=42), *others)
+    concurrent = [
+        ground.sample(prompt_of(100 + 9 * i, i), of, seed=i, max_tokens=5 + i) for i in range(SEQUENCES_MAX - 1)
+    ]
+    again, *_rest = await asyncio.gather(ground.sample(prompt_of(30), of, seed=42), *concurrent)
     assert again.token_ids == alone.token_ids
     assert (await ground.sample(prompt_of(30), of, seed=43)).token_ids != alone.token_ids
 
 
 async def choices_differ_and_have_streams_of_their_own(ground: Ground, _: Path) -> None:
     of, starts = ground.versions.first, [Start(choice) for choice in range(4)]
-    found = await ground.choices(prompt_of(30), of, starts, seed=1)
-    assert len({tuple(tokens.token_ids) for tokens in found}) == 4
+    choices = await ground.choices(prompt_of(30), of, starts, seed=1)
+    assert len({tuple(tokens.token_ids) for tokens in choices}) == 4
     alone = await ground.sample(prompt_of(30), of, seed=1, start=Start(choice=2))
-    assert alone.token_ids == found[2].token_ids, "whichever others are asked for"
+    assert alone.token_ids == choices[2].token_ids, "whichever others are asked for"
     unseeded = [await ground.sample(prompt_of(30), of) for _ in range(2)]
     assert unseeded[0].token_ids != unseeded[1].token_ids
 
 
 async def a_stop_token_ends_a_choice_and_belongs_to_it(ground: Ground, _: Path) -> None:
     of = ground.versions.first
-    whole = await ground.sample(prompt_of(20), of, seed=5)
-    stop = whole.token_ids[6]
-    end = whole.token_ids.index(stop) + 1
+    complete = await ground.sample(prompt_of(20), of, seed=5)
+    stop = complete.token_ids[6]
+    end = complete.token_ids.index(stop) + 1
     for stream in (False, True):
         ended = await ground.sample(prompt_of(20), of, seed=5, stop_ids=frozenset({stop}), stream=stream)
-        assert (ended.token_ids, ended.finish) == (whole.token_ids[:end], "stop")
+        assert (ended.token_ids, ended.finish) == (complete.token_ids[:end], "stop")
 
 
 async def a_stop_condition_sees_each_token_once(ground: Ground, _: Path) -> None:
     of = ground.versions.first
-    whole = await ground.sample(prompt_of(20), of, seed=5, top_logprobs=1)
+    complete = await ground.sample(prompt_of(20), of, seed=5, top_logprobs=1)
     for stream in (False, True):
         seen: list[int] = []
 
@@ -179,7 +183,7 @@ async def a_stop_condition_sees_each_token_once(ground: Ground, _: Path) -> None
 
         start = Start(until=fifth)
         ended = await ground.sample(prompt_of(20), of, seed=5, top_logprobs=1, start=start, stream=stream)
-        assert seen == whole.token_ids[:5]
+        assert seen == complete.token_ids[:5]
         assert (ended.token_ids, ended.finish) == (seen, "stop")
         assert len(ended.logprobs) == len(ended.top) == 5
     await asyncio.wait_for(ground.engine.drained(), WAIT_S)
@@ -188,28 +192,28 @@ async def a_stop_condition_sees_each_token_once(ground: Ground, _: Path) -> None
 async def a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved(ground: Ground, _: Path) -> None:
     for frequency_penalty in (0.0, 0.7):
         how: dict[str, Any] = {"temperature": 0.0, "frequency_penalty": frequency_penalty, "max_tokens": 24}
-        whole = await ground.sample(prompt_of(25), ground.versions.adapter, **how)
+        complete = await ground.sample(prompt_of(25), ground.versions.adapter, **how)
         for cut in (1, 12, 23):
-            start = Start(resumed=whole.token_ids[:cut])
+            start = Start(resumed=complete.token_ids[:cut])
             rest = await ground.sample(prompt_of(25), ground.versions.adapter, start=start, **how)
-            assert rest.token_ids == whole.token_ids[cut:]
-            assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
+            assert rest.token_ids == complete.token_ids[cut:]
+            assert rest.logprobs == pytest.approx(complete.logprobs[cut:], abs=1e-4)
             assert rest.finish == "length"
 
 
 async def a_penalty_is_counted_or_refused(ground: Ground, _: Path) -> None:
     """On a resumed choice: what was sampled elsewhere counts, too."""
     how: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 1.5, "max_tokens": 24}
-    whole = await ground.sample(prompt_of(25), ground.versions.first, **how)
-    assert len(set(whole.token_ids)) > 1
-    start = Start(resumed=whole.token_ids[:12])
+    complete = await ground.sample(prompt_of(25), ground.versions.first, **how)
+    assert len(set(complete.token_ids)) > 1
+    start = Start(resumed=complete.token_ids[:12])
     refused = None
     try:
         rest = await ground.sample(prompt_of(25), ground.versions.first, start=start, **how)
     except Refused as error:
         refused = error
     if refused is None:
-        assert rest.token_ids == whole.token_ids[12:]
+        assert rest.token_ids == complete.token_ids[12:]
     else:
         assert (refused.status, refused.param) == (400, "presence_penalty")
 
@@ -244,12 +248,12 @@ async def bounds_are_refused_by_name(ground: Ground, _: Path) -> None:
 
 async def more_than_may_wait_are_refused_and_leaving_makes_room(ground: Ground, _: Path) -> None:
     engine, version = ground.engine, ground.versions.first.version
-    room = SEQUENCES_MAX + WAITING_MAX
-    begun = [engine.generate(prompt_of(9), Sampling(), version, [Start()], stream=True) for _ in range(room)]
+    capacity = SEQUENCES_MAX + WAITING_MAX
+    begun = [engine.generate(prompt_of(9), Sampling(), version, [Start()], stream=True) for _ in range(capacity)]
     with pytest.raises(Overloaded) as full:
         engine.generate(prompt_of(9), Sampling(), version, [Start()], stream=True)
     assert (full.value.status, full.value.code) == (503, "overloaded")
-    assert engine.in_flight(version) == engine.in_flight() == room
+    assert engine.in_flight(version) == engine.in_flight() == capacity
     for generation in begun:
         generation.close()
     await asyncio.wait_for(engine.drained(), WAIT_S)
@@ -300,13 +304,13 @@ async def an_unloaded_version_fails_what_it_had_begun_and_nothing_else(ground: G
     engine, another = ground.engine, renamed(ground.versions.other, step=200)
     await engine.load(another.folder, another.manifest)
     lost = engine.generate(prompt_of(9), Sampling(), another.version, [Start()], stream=True)
-    kept = asyncio.create_task(ground.sample(prompt_of(9), ground.versions.adapter, max_tokens=100))
+    other_stream = asyncio.create_task(ground.sample(prompt_of(9), ground.versions.adapter, max_tokens=100))
     await anext(aiter(lost))
     await engine.unload(another.version)
     with pytest.raises(EngineFailed, match="is gone"):
         async for _tokens in lost:
             pass
-    assert len((await kept).token_ids) == 100
+    assert len((await other_stream).token_ids) == 100
     with pytest.raises(UnknownVersion):
         engine.generate(prompt_of(9), Sampling(), another.version, [Start()], stream=True)
 
@@ -329,9 +333,9 @@ async def versions_come_and_go_beside_streams(ground: Ground, _: Path) -> Figure
             newcomer = renamed(ground.versions.other, step=step)
             await engine.load(newcomer.folder, newcomer.manifest)
             assert (await engine.probe(newcomer.version)).passed
-            told = await ground.sample(prompt_of(20), newcomer, max_tokens=8)
-            expected = recomputed(ground.versions.other, prompt_of(20), told.token_ids, 1.0)
-            assert torch.tensor(told.logprobs) == pytest.approx(expected, abs=1e-4)
+            sampled_tokens = await ground.sample(prompt_of(20), newcomer, max_tokens=8)
+            expected = recomputed(ground.versions.other, prompt_of(20), sampled_tokens.token_ids, 1.0)
+            assert torch.tensor(sampled_tokens.logprobs) == pytest.approx(expected, abs=1e-4)
             await engine.unload(newcomer.version)
         stop.set()
     assert {of.version for of, _, _ in sampled} == {of.version for of in ground.versions.all}

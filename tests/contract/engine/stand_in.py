@@ -156,7 +156,7 @@ class StandInLLM:
         guide = guide_of(request.grammar, self._folder, len(self._logits(number, ids))) if request.grammar else None
         sampled: list[int] = []
         entries: list[Mapping[int, Entry]] = []
-        given = 0
+        reported_count = 0
         finish: str | None = None
         while finish is None:
             await asyncio.sleep(0)
@@ -172,9 +172,9 @@ class StandInLLM:
             entries.append(entry)
             ended = token in request.stop_token_ids
             finish = "stop" if ended else "length" if len(sampled) >= request.max_tokens else None
-            if finish is not None or (request.delta and len(sampled) - given >= PORTION):
-                yield Given([Piece(sampled[given:], entries[given:], finish)], cached)
-                given = len(sampled)
+            if finish is not None or (request.delta and len(sampled) - reported_count >= PORTION):
+                yield Given([Piece(sampled[reported_count:], entries[reported_count:], finish)], cached)
+                reported_count = len(sampled)
 
     def _logits(self, number: int, ids: list[int]) -> Tensor:
         with torch.inference_mode():
@@ -196,10 +196,13 @@ class StandInLLM:
         token = int((logits_V.softmax(0) / weights_V).argmax() if request.temperature else logits_V.argmax())
         order = logprobs_V.argsort(descending=True, stable=True)
         best = [int(other) for other in order[: request.logprobs]]
-        wanted = list(request.logprob_token_ids) or best
-        if self._scoring and not request.logprob_token_ids and wanted:
+        token_ids = list(request.logprob_token_ids) or best
+        if self._scoring and not request.logprob_token_ids and token_ids:
             return token, {token: Entry(float(logprobs_V[token]), None), 0: Entry(float("-inf"), 1)}
-        entry = {one: Entry(float(logprobs_V[one]), best.index(one) + 1 if one in best else None) for one in wanted}
+        entry = {
+            token_id: Entry(float(logprobs_V[token_id]), best.index(token_id) + 1 if token_id in best else None)
+            for token_id in token_ids
+        }
         return token, {token: Entry(float(logprobs_V[token]), None), **entry}
 
     def truncated(self, logits_V: Tensor, request: Request) -> Tensor:
@@ -208,9 +211,9 @@ class StandInLLM:
         keep = order[: request.top_k] if request.top_k else order
         before = logits_V[keep].softmax(0).cumsum(0) - logits_V[keep].softmax(0)
         keep = keep[before < request.top_p]
-        found = torch.full_like(logits_V, float("-inf"))
-        found[keep] = logits_V[keep]
-        return found
+        truncated_logits_V = torch.full_like(logits_V, float("-inf"))
+        truncated_logits_V[keep] = logits_V[keep]
+        return truncated_logits_V
 
     def logprobs(self, logits_V: Tensor, _request: Request) -> Tensor:
         """Of what was sampled from: `processed_logprobs`."""

@@ -133,8 +133,8 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
     with pytest.raises(VersionUnusable, match=f"its rank is {2 * RANK_MAX}, inference.vllm.adapter_rank_max allows"):
         await engine.load(beyond(of, folder / "wide"), wide.manifest)
     more = [renamed(of, step=500 + number) for number in range(3)]
-    for one in more[:2]:
-        await engine.load(one.folder, one.manifest)
+    for generation in more[:2]:
+        await engine.load(generation.folder, generation.manifest)
     with pytest.raises(NoRoom, match=r"inference\.vllm\.adapters_max allows 4"):
         await engine.load(more[2].folder, more[2].manifest)
     full = renamed(ground.versions.second, step=600)
@@ -142,9 +142,9 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
         await engine.load(full.folder, full.manifest)
     await engine.unload(more[0].version)
     await engine.load(more[2].folder, more[2].manifest)
-    for one in more[1:]:
-        assert (await engine.probe(one.version)).passed
-        await engine.unload(one.version)
+    for generation in more[1:]:
+        assert (await engine.probe(generation.version)).passed
+        await engine.unload(generation.version)
     for loaded in ground.versions.all:
         assert len((await ground.sample(prompt_of(9), loaded)).token_ids) == 16
 

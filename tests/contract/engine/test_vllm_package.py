@@ -47,23 +47,23 @@ def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, st
     answer = Answer(tokenizer, Reading.of("", parsers, tools=True, asked=Asked(tokenizer.outer, tools)))
     answer.feed([*tokenizer.encode(text), tokenizer.eos_id or 0])
     answer.end()
-    whole = answer.whole
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in whole.calls]
-    return whole.reasoning.strip(), whole.content.strip(), calls
+    complete_answer = answer.whole
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in complete_answer.calls]
+    return complete_answer.reasoning.strip(), complete_answer.content.strip(), calls
 
 
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS)
 def test_vllm_hermes_finds_what_ours_finds(tokenizer: ChatTokenizer, text: str) -> None:
-    theirs = Parsers(TOOL_PARSERS.get("vllm:hermes"))
-    theirs.check()
-    assert read(tokenizer, theirs, text) == read(tokenizer, Parsers(TOOL_PARSERS.get("hermes")), text)
+    vllm_parsers = Parsers(TOOL_PARSERS.get("vllm:hermes"))
+    vllm_parsers.check()
+    assert read(tokenizer, vllm_parsers, text) == read(tokenizer, Parsers(TOOL_PARSERS.get("hermes")), text)
 
 
 def test_vllm_reasoning_is_taken_off_the_front(tokenizer: ChatTokenizer) -> None:
-    theirs = Parsers(TOOL_PARSERS.get("vllm:hermes"), REASONING_PARSERS.get("vllm:deepseek_r1"))
-    theirs.check()
-    found = read(tokenizer, theirs, f"<think>let me look</think>I look. {ONE}")
-    assert found == ("let me look", "I look.", [("search", {"query": "a  b", "limit": 3})])
+    vllm_parsers = Parsers(TOOL_PARSERS.get("vllm:hermes"), REASONING_PARSERS.get("vllm:deepseek_r1"))
+    vllm_parsers.check()
+    message = read(tokenizer, vllm_parsers, f"<think>let me look</think>I look. {ONE}")
+    assert message == ("let me look", "I look.", [("search", {"query": "a  b", "limit": 3})])
 
 
 @pytest.mark.parametrize("registry", [TOOL_PARSERS, REASONING_PARSERS], ids=["tools", "reasoning"])
@@ -76,23 +76,28 @@ def test_vllm_parsers_that_are_not_there_are_named_with_those_that_are(registry:
 
 def test_vllm_takes_what_a_choice_asks_for() -> None:
     presence.need("vllm")
-    ours = VllmLibrary(VllmSettings())
-    asked = Request(
+    library = VllmLibrary(VllmSettings())
+    request = Request(
         max_tokens=7, delta=True, temperature=0.7, seed=3, stop_token_ids=(5,), logprobs=2, logit_bias={4: -1.5}
     )
-    made: Any = ours.parameters(asked)
-    assert (made.max_tokens, made.temperature, made.seed, made.logprobs) == (7, 0.7, 3, 2)
-    assert (made.stop_token_ids, made.logit_bias, made.ignore_eos, made.detokenize) == ([5], {4: -1.5}, True, False)
-    assert made.output_kind.name == "DELTA"
-    probe: Any = ours.parameters(Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(9,)))
+    parameters: Any = library.parameters(request)
+    assert (parameters.max_tokens, parameters.temperature, parameters.seed, parameters.logprobs) == (7, 0.7, 3, 2)
+    assert (parameters.stop_token_ids, parameters.logit_bias, parameters.ignore_eos, parameters.detokenize) == (
+        [5],
+        {4: -1.5},
+        True,
+        False,
+    )
+    assert parameters.output_kind.name == "DELTA"
+    probe: Any = library.parameters(Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(9,)))
     assert (probe.logprob_token_ids, probe.num_logprobs, probe.output_kind.name) == ([9], 1, "FINAL_ONLY")
 
 
 def test_vllm_takes_an_adapter_under_a_number(tmp_path: Path) -> None:
     presence.need("vllm")
-    made: Any = VllmLibrary(VllmSettings()).adapter("tiny@0123456789abcdef", 4, tmp_path)
-    assert (made.lora_name, made.lora_int_id, made.lora_path) == ("tiny@0123456789abcdef", 4, str(tmp_path))
-    assert not made.load_inplace, "it would be read again and again"
+    adapter: Any = VllmLibrary(VllmSettings()).adapter("tiny@0123456789abcdef", 4, tmp_path)
+    assert (adapter.lora_name, adapter.lora_int_id, adapter.lora_path) == ("tiny@0123456789abcdef", 4, str(tmp_path))
+    assert not adapter.load_inplace, "it would be read again and again"
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -102,5 +107,5 @@ def test_vllm_knows_every_argument(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     folder = build(tmp_path_factory.mktemp("arguments")).first.folder
-    given = library.arguments(VllmSettings(adapter_rank_max=9), folder, cpu=cpu)
-    assert given.keys() <= {one.name for one in fields(AsyncEngineArgs)}
+    arguments = library.arguments(VllmSettings(adapter_rank_max=9), folder, cpu=cpu)
+    assert arguments.keys() <= {field.name for field in fields(AsyncEngineArgs)}

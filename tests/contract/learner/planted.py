@@ -74,8 +74,8 @@ class Unmeasured(RememberingLearner):
     """Does not say what the gradient of a token was multiplied with."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        taken = super().step(batch, stop, from_base=from_base)
-        return StepResult({name: value for name, value in taken.measured.items() if name != GRADIENT_FACTOR})
+        outcome = super().step(batch, stop, from_base=from_base)
+        return StepResult({name: value for name, value in outcome.measured.items() if name != GRADIENT_FACTOR})
 
 
 class Random(RememberingLearner):
@@ -107,18 +107,18 @@ class Grows(RememberingLearner):
 
     @property
     def abilities(self) -> Abilities:
-        known = super().abilities
-        return Abilities(known.kind, known.vocabulary + self.updates, known.context)
+        abilities = super().abilities
+        return Abilities(abilities.kind, abilities.vocabulary + self.updates, abilities.context)
 
 
 class RandomWeights(RememberingLearner):
     """Learns something else each time."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        taken = super().step(batch, stop, from_base=from_base)
+        outcome = super().step(batch, stop, from_base=from_base)
         last = self.lessons[-1].model_copy(update={"tokens_sha256": secrets.token_hex(32)})
         self.lessons = (*self.lessons[:-1], last)
-        return taken
+        return outcome
 
 
 class Stays(RememberingLearner):
@@ -133,13 +133,13 @@ class CopiesLate(RememberingLearner):
     """What a copy holds is what there is when it is written."""
 
     def copy(self, base: str | None) -> WholeCopy:
-        ours, made = self, super().copy(base)
+        learner, copied = self, super().copy(base)
 
         class Late(WholeCopy):
             def write(self, folder: Path) -> None:
-                WholeCopy(ours.freeze(), made.fingerprint, made.version).write(folder)
+                WholeCopy(learner.freeze(), copied.fingerprint, copied.version).write(folder)
 
-        return Late(made.frozen, made.fingerprint, made.version)
+        return Late(copied.frozen, copied.fingerprint, copied.version)
 
 
 class ClosesOnce(RememberingLearner):

@@ -67,29 +67,29 @@ def files(folder: Path) -> Mapping[str, bytes]:
 
 
 def new(folder: Path, name: str) -> Path:
-    made = folder / name
-    made.mkdir(parents=True)
-    return made
+    created = folder / name
+    created.mkdir(parents=True)
+    return created
 
 
-def frozen(ours: Learner) -> Frozen:
+def frozen(learner: Learner) -> Frozen:
     """All that it would save."""
     with tempfile.TemporaryDirectory() as name:
-        _written(ours.copy(None), Path(name))
+        _written(learner.copy(None), Path(name))
         return Frozen((Path(name) / WEIGHTS).read_bytes(), (Path(name) / OPTIMIZER).read_bytes())
 
 
-def thaw(ours: Learner, then: Frozen, *, with_random: bool) -> None:
+def thaw(learner: Learner, then: Frozen, *, with_random: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / WEIGHTS).write_bytes(then.weights)
         (Path(name) / OPTIMIZER).write_bytes(then.optimizer)
-        ours.restore(Path(name), with_random=with_random)
+        learner.restore(Path(name), with_random=with_random)
 
 
-def write(ours: Learner, folder: Path, base: str) -> Fingerprint:
+def write(learner: Learner, folder: Path, base: str) -> Fingerprint:
     """The present weights' files; what they answer."""
     with tempfile.TemporaryDirectory() as name:
-        copy = ours.copy(base)
+        copy = learner.copy(base)
         _written(copy, Path(name))
         shutil.copytree(Path(name) / FILES, folder, dirs_exist_ok=True)
     assert copy.fingerprint is not None
@@ -103,25 +103,25 @@ def _written(copy: Copy, folder: Path) -> None:
 
 
 def it_says_what_it_can_be_given(open_one: Opener, _: Path) -> None:
-    ours = open_one("main")
-    assert ours.abilities == open_one("main").abilities
-    assert ours.abilities.vocabulary > 1
-    assert ours.abilities.context > 1
-    assert ours.sequence_bound() > 1
-    assert ours.failure is None
-    ours.step(batch(0), GOING_ON)
-    assert ours.abilities == open_one("main").abilities, "and it stays so"
+    learner = open_one("main")
+    assert learner.abilities == open_one("main").abilities
+    assert learner.abilities.vocabulary > 1
+    assert learner.abilities.context > 1
+    assert learner.sequence_bound() > 1
+    assert learner.failure is None
+    learner.step(batch(0), GOING_ON)
+    assert learner.abilities == open_one("main").abilities, "and it stays so"
 
 
 def a_step_changes_the_weights_and_is_measured(open_one: Opener, _: Path) -> None:
-    ours, given = open_one("main"), batch(0)
-    before = frozen(ours)
-    taken = ours.step(given, GOING_ON)
-    assert set(MEASURED) <= taken.measured.keys()
-    assert all(math.isfinite(taken.measured[name]) for name in MEASURED)
-    assert taken.measured[GRADIENT_FACTOR] > 0
-    assert taken.left_out <= {one.experience_id for one in given.rows}
-    after = frozen(ours)
+    learner, step_batch = open_one("main"), batch(0)
+    before = frozen(learner)
+    outcome = learner.step(step_batch, GOING_ON)
+    assert set(MEASURED) <= outcome.measured.keys()
+    assert all(math.isfinite(outcome.measured[name]) for name in MEASURED)
+    assert outcome.measured[GRADIENT_FACTOR] > 0
+    assert outcome.left_out <= {row.experience_id for row in step_batch.rows}
+    after = frozen(learner)
     assert before.weights != after.weights
     assert before.optimizer != after.optimizer
 
@@ -140,53 +140,53 @@ def corrections_are_trained(open_one: Opener, _: Path) -> None:
 def equal_calls_make_equal_weights(open_one: Opener, _: Path) -> None:
     ends = []
     for _turn in range(2):
-        ours = open_one("main")
+        learner = open_one("main")
         for first in (0, 10):
-            ours.step(batch(first), GOING_ON)
-        ends.append(frozen(ours))
+            learner.step(batch(first), GOING_ON)
+        ends.append(frozen(learner))
     assert ends[0] == ends[1]
 
 
 def freezing_changes_nothing(open_one: Opener, _: Path) -> None:
-    ours, other = open_one("main"), open_one("main")
-    assert frozen(ours) == frozen(ours)
-    for one in (ours, other):
-        one.step(batch(0), GOING_ON)
-    assert frozen(ours) == frozen(ours) == frozen(other)
+    learner, other = open_one("main"), open_one("main")
+    assert frozen(learner) == frozen(learner)
+    for opened in (learner, other):
+        opened.step(batch(0), GOING_ON)
+    assert frozen(learner) == frozen(learner) == frozen(other)
 
 
 def another_process_goes_on_as_if_nothing_had_happened(open_one: Opener, _: Path) -> None:
-    ours, later = open_one("main"), open_one("main")
-    ours.step(batch(0), GOING_ON)
-    then = frozen(ours)
-    ours.step(batch(10), GOING_ON)
+    learner, later = open_one("main"), open_one("main")
+    learner.step(batch(0), GOING_ON)
+    then = frozen(learner)
+    learner.step(batch(10), GOING_ON)
     later.step(batch(20), GOING_ON)
     thaw(later, then, with_random=True)
     assert frozen(later) == then
     later.step(batch(10), GOING_ON)
-    assert frozen(later) == frozen(ours)
+    assert frozen(later) == frozen(learner)
 
 
 def it_goes_back(open_one: Opener, _: Path) -> None:
-    ours, other = open_one("main"), open_one("main")
-    for one in (ours, other):
-        one.step(batch(0), GOING_ON)
-    then = frozen(ours)
-    ours.step(batch(10), GOING_ON)
-    thaw(ours, then, with_random=False)
-    assert frozen(ours).weights == then.weights
-    for one in (ours, other):
-        one.step(batch(20), GOING_ON)
-    assert frozen(ours).weights == frozen(other).weights, "the optimizer went back, too"
+    learner, other = open_one("main"), open_one("main")
+    for opened in (learner, other):
+        opened.step(batch(0), GOING_ON)
+    then = frozen(learner)
+    learner.step(batch(10), GOING_ON)
+    thaw(learner, then, with_random=False)
+    assert frozen(learner).weights == then.weights
+    for opened in (learner, other):
+        opened.step(batch(20), GOING_ON)
+    assert frozen(learner).weights == frozen(other).weights, "the optimizer went back, too"
 
 
 def a_copy_is_of_its_moment(open_one: Opener, folder: Path) -> None:
     """However late it is written, and again where that has failed."""
-    ours = open_one("main")
-    ours.step(batch(0), GOING_ON)
-    then, answers = frozen(ours), write(ours, new(folder, "then"), VERSION)
-    copy = ours.copy(VERSION)
-    ours.step(batch(10), GOING_ON)
+    learner = open_one("main")
+    learner.step(batch(0), GOING_ON)
+    then, answers = frozen(learner), write(learner, new(folder, "then"), VERSION)
+    copy = learner.copy(VERSION)
+    learner.step(batch(10), GOING_ON)
     for turn in ("first", "again"):
         copy.write(new(folder, turn))
         assert (folder / turn / WEIGHTS).read_bytes() == then.weights
@@ -194,36 +194,36 @@ def a_copy_is_of_its_moment(open_one: Opener, folder: Path) -> None:
         assert files(folder / turn / FILES) == files(folder / "then")
     copy.drop()
     assert copy.fingerprint == answers
-    assert frozen(ours).weights != then.weights, "and what was copied goes on"
+    assert frozen(learner).weights != then.weights, "and what was copied goes on"
 
 
 def lineages_share_no_blob(open_one: Opener, _: Path) -> None:
-    ours, others = frozen(open_one("a")), frozen(open_one("b"))
-    assert not {ours.weights, ours.optimizer} & {others.weights, others.optimizer}
-    assert ours.weights != ours.optimizer
+    first, second = frozen(open_one("a")), frozen(open_one("b"))
+    assert not {first.weights, first.optimizer} & {second.weights, second.optimizer}
+    assert first.weights != first.optimizer
 
 
 def what_is_not_finite_changes_nothing(open_one: Opener, _: Path) -> None:
-    ours, other = open_one("main"), open_one("main")
-    for one in (ours, other):
-        one.step(batch(0), GOING_ON)
-    before = frozen(ours)
+    learner, other = open_one("main"), open_one("main")
+    for opened in (learner, other):
+        opened.step(batch(0), GOING_ON)
+    before = frozen(learner)
     with pytest.raises(NotFinite):
-        ours.step(batch(10, math.nan), GOING_ON)
-    assert frozen(ours) == before
-    for one in (ours, other):
-        one.step(batch(20), GOING_ON)
-    assert frozen(ours) == frozen(other)
+        learner.step(batch(10, math.nan), GOING_ON)
+    assert frozen(learner) == before
+    for opened in (learner, other):
+        opened.step(batch(20), GOING_ON)
+    assert frozen(learner) == frozen(other)
 
 
 def a_step_reports_whether_it_moved_the_weights(open_one: Opener, _: Path) -> None:
     """First without any momentum, then with the momentum of a step before it."""
-    ours = open_one("main")
-    for given in (without_advantages(90), batch(0), without_advantages(80), batch(10)):
-        before = frozen(ours).weights
-        moved = ours.step(given, GOING_ON).moved
-        assert moved == (frozen(ours).weights != before)
-        assert moved or not any(row.has_advantage for row in given.rows)
+    learner = open_one("main")
+    for step_batch in (without_advantages(90), batch(0), without_advantages(80), batch(10)):
+        before = frozen(learner).weights
+        moved = learner.step(step_batch, GOING_ON).moved
+        assert moved == (frozen(learner).weights != before)
+        assert moved or not any(row.has_advantage for row in step_batch.rows)
 
 
 def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:
@@ -234,12 +234,12 @@ def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:
 
 
 def a_version_is_what_was_trained(open_one: Opener, folder: Path) -> None:
-    ours, later = open_one("main"), open_one("main")
-    ours.step(batch(0), GOING_ON)
-    then = frozen(ours)
-    answers = write(ours, new(folder, "ours"), VERSION)
-    assert frozen(ours) == then, "writing changes nothing"
-    assert write(ours, new(folder, "again"), VERSION) == answers
+    learner, later = open_one("main"), open_one("main")
+    learner.step(batch(0), GOING_ON)
+    then = frozen(learner)
+    answers = write(learner, new(folder, "ours"), VERSION)
+    assert frozen(learner) == then, "writing changes nothing"
+    assert write(learner, new(folder, "again"), VERSION) == answers
     assert files(folder / "again") == files(folder / "ours"), "equal weights, equal files"
     later.step(batch(10), GOING_ON)
     assert write(later, new(folder, "later"), VERSION) != answers, "other weights, other answers"
@@ -251,11 +251,11 @@ def a_version_is_what_was_trained(open_one: Opener, folder: Path) -> None:
 
 
 def a_version_holds_weights_alone(open_one: Opener, folder: Path) -> None:
-    ours = open_one("main")
-    ours.step(batch(0), GOING_ON)
-    write(ours, folder, VERSION)
+    learner = open_one("main")
+    learner.step(batch(0), GOING_ON)
+    write(learner, folder, VERSION)
     written = files(folder)
-    if ours.abilities.kind == "full":
+    if learner.abilities.kind == "full":
         assert any(name.endswith(".safetensors") for name in written)
         assert all(name.endswith((".safetensors", ".safetensors.index.json")) for name in written)
     else:
@@ -265,31 +265,31 @@ def a_version_holds_weights_alone(open_one: Opener, folder: Path) -> None:
 
 
 def loading_forgets_all_momentum(open_one: Opener, folder: Path) -> None:
-    ours, other, fresh = open_one("main"), open_one("main"), open_one("main")
-    ours.step(batch(0), GOING_ON)
-    write(ours, new(folder, "written"), VERSION)
+    learner, other, fresh = open_one("main"), open_one("main"), open_one("main")
+    learner.step(batch(0), GOING_ON)
+    write(learner, new(folder, "written"), VERSION)
     version = open_one.version(folder / "written", folder / "version")
     for first in (10, 20):
         other.step(batch(first), GOING_ON)
-    for one in (other, fresh):
-        one.load(version)
+    for opened in (other, fresh):
+        opened.load(version)
     assert frozen(other) == frozen(fresh)
 
 
 def the_base_answers_as_the_base(open_one: Opener, folder: Path) -> None:
-    ours = open_one("main")
-    answers = ours.fingerprint_of_base()
+    learner = open_one("main")
+    answers = learner.fingerprint_of_base()
     assert len(answers.logprobs) == len(answers.token_ids) - 1
     assert answers == open_one("main").fingerprint_of_base()
-    ours.step(batch(0), GOING_ON)
-    assert write(ours, folder, VERSION) != answers, "and not as its child"
+    learner.step(batch(0), GOING_ON)
+    assert write(learner, folder, VERSION) != answers, "and not as its child"
 
 
 def it_may_be_closed_twice(open_one: Opener, _: Path) -> None:
-    ours = open_one("main")
-    ours.step(batch(0), GOING_ON)
-    ours.close()
-    ours.close()
+    learner = open_one("main")
+    learner.step(batch(0), GOING_ON)
+    learner.close()
+    learner.close()
 
 
 PROMISES: tuple[Promise, ...] = (

@@ -30,14 +30,14 @@ Folder = Callable[[], Path]
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The tiny model's folder, made when somebody asks for it."""
-    made: list[Path] = []
+    folders: list[Path] = []
 
-    def _made() -> Path:
-        if not made:
-            made.append(tiny_model.build(tmp_path_factory.mktemp("learner") / "base", layers=1))
-        return made[0]
+    def create() -> Path:
+        if not folders:
+            folders.append(tiny_model.build(tmp_path_factory.mktemp("learner") / "base", layers=1))
+        return folders[0]
 
-    return _made
+    return create
 
 
 def opener(backend: Backend, base: Path, **settings: Any) -> Opener:
@@ -73,16 +73,16 @@ def test_the_simulations_learner(promise: Promise, tmp_path: Path) -> None:
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_the_one_of_the_page(promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`docs/add/backend.md` shows a learner that keeps all of it."""
-    (source,) = (one.text for one in fences(ROOT / "docs/add/backend.md") if one.file == "tally.py")
+    (source,) = (fence.text for fence in fences(ROOT / "docs/add/backend.md") if fence.file == "tally.py")
     (tmp_path / "tally.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tally", raising=False)
-    shown = importlib.import_module("tally")
+    module = importlib.import_module("tally")
     (folder := tmp_path / "files").mkdir()
-    promise(Opener(simulated.BASE, lambda lineage: shown.Tally(lineage, 0.5)), folder)
+    promise(Opener(simulated.BASE, lambda lineage: module.Tally(lineage, 0.5)), folder)
 
 
-@pytest.mark.parametrize(("fault", "promise"), FAULTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("fault", "promise"), FAULTS, ids=lambda parameter: parameter.__name__)
 def test_a_planted_fault_is_found(fault: type[simulated.RememberingLearner], promise: Promise, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
         promise(Opener(simulated.BASE, fault), tmp_path)
@@ -97,10 +97,10 @@ def test_a_learner_has_every_member_of_the_protocol(kind: type[Any]) -> None:
     members = {name: member for name, member in vars(Learner).items() if not name.startswith("_")}
     assert len(members) > 8
     for name, member in members.items():
-        ours = getattr(kind, name)
-        assert isinstance(ours, property) == isinstance(member, property), name
+        implemented = getattr(kind, name)
+        assert isinstance(implemented, property) == isinstance(member, property), name
         if not isinstance(member, property):
-            assert list(inspect.signature(ours).parameters) == list(inspect.signature(member).parameters), name
+            assert list(inspect.signature(implemented).parameters) == list(inspect.signature(member).parameters), name
 
 
 @pytest.mark.long
@@ -111,10 +111,10 @@ def test_a_missing_member_is_found_where_it_is_written(tmp_path: Path) -> None:
     assert count == 1
     (tmp_path / "broken.py").write_text(broken, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "broken.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "RememberingLearner" in done.stdout
-    assert "failure" in done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "RememberingLearner" in process.stdout
+    assert "failure" in process.stdout
 
 
 def test_the_registry_knows_torch_and_loads_nothing_for_its_name() -> None:
@@ -124,5 +124,5 @@ def test_the_registry_knows_torch_and_loads_nothing_for_its_name() -> None:
         "import headrace_trainer.lineage.opening;"
         "print(sorted({'torch', 'transformers', 'peft', 'safetensors'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.strip() == "[]", f"a lineage without a learner imports {done.stdout}{done.stderr}"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert process.stdout.strip() == "[]", f"a lineage without a learner imports {process.stdout}{process.stderr}"

@@ -44,23 +44,23 @@ Scenario = Callable[[Ground], Coroutine[Any, Any, None]]
 @contextlib.asynccontextmanager
 async def producing(ground: Ground) -> AsyncIterator[AIOKafkaProducer]:
     """The client inside `EventProducer`, with the options that it has there."""
-    made = EventProducer(ground.bus, "used", BlobStore(f"memory://{ground.folder.name}"))
-    await made.start()
+    producer = EventProducer(ground.bus, "used", BlobStore(f"memory://{ground.folder.name}"))
+    await producer.start()
     try:
-        yield made._producer
+        yield producer._producer
     finally:
-        await made.stop()
+        await producer.stop()
 
 
 @contextlib.asynccontextmanager
 async def consuming(ground: Ground, **options: object) -> AsyncIterator[AIOKafkaConsumer]:
     """A consumer with our defaults, started, with nothing assigned."""
-    made = consumer(ground.bus, "used", **options)
-    await made.start()
+    reader = consumer(ground.bus, "used", **options)
+    await reader.start()
     try:
-        yield made
+        yield reader
     finally:
-        await made.stop()
+        await reader.stop()
 
 
 async def send(producer: AIOKafkaProducer, topic: str, values: Iterable[bytes], partition: int = 0) -> None:
@@ -68,38 +68,38 @@ async def send(producer: AIOKafkaProducer, topic: str, values: Iterable[bytes], 
     await asyncio.gather(*[await producer.send(topic, value, b"k", partition, headers=[]) for value in values])
 
 
-async def poll(reader: AIOKafkaConsumer, *places: TopicPartition, records_max: int | None = None) -> list[Record]:
-    found = await reader.getmany(*places, timeout_ms=100, max_records=records_max)
-    return [record_of(message) for messages in found.values() for message in messages]
+async def poll(reader: AIOKafkaConsumer, *partitions: TopicPartition, records_max: int | None = None) -> list[Record]:
+    batches = await reader.getmany(*partitions, timeout_ms=100, max_records=records_max)
+    return [record_of(message) for messages in batches.values() for message in messages]
 
 
 async def take(reader: AIOKafkaConsumer, count: int) -> list[Record]:
     """The next `count` records, as they come; fails when there are more, or when they do not come."""
-    taken: list[Record] = []
+    records: list[Record] = []
     async with asyncio.timeout(WAIT_MAX_S):
-        while len(taken) < count:
-            taken += await poll(reader)
-    assert len(taken) == count
-    return taken
+        while len(records) < count:
+            records += await poll(reader)
+    assert len(records) == count
+    return records
 
 
 async def everything(ground: Ground, topic: str) -> list[list[Record]]:
     """All that is on a topic now, by partition."""
     async with consuming(ground) as reader:
-        places = await assign_all(reader, topic)
-        ends = await reader.end_offsets(places)
-        taken = await take(reader, sum(ends.values()))
-    return [[record for record in taken if record.partition == place.partition] for place in places]
+        partitions = await assign_all(reader, topic)
+        ends = await reader.end_offsets(partitions)
+        records = await take(reader, sum(ends.values()))
+    return [[record for record in records if record.partition == partition.partition] for partition in partitions]
 
 
-async def eventually(holds: Callable[[], Awaitable[bool] | bool], what: str) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool] | bool], description: str) -> None:
     """Let time pass until it holds. Raises `AssertionError` when it does not come to that."""
     deadline_s = asyncio.get_running_loop().time() + WAIT_MAX_S
     while True:
-        held = holds()
-        if held if isinstance(held, bool) else await held:
+        result = holds()
+        if result if isinstance(result, bool) else await result:
             return
-        assert asyncio.get_running_loop().time() < deadline_s, f"never: {what}"
+        assert asyncio.get_running_loop().time() < deadline_s, f"never: {description}"
         await asyncio.sleep(0.05)
 
 

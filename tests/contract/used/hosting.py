@@ -118,28 +118,28 @@ def _group(ground: Ground) -> str:
 
 async def _starts(ground: Ground, group: str, *topics: str) -> Mapping[tuple[str, int], int]:
     """What the host itself asks before it starts."""
-    asked = Offsets(ground.bus, group)
-    await asked.start()
+    offset_reader = Offsets(ground.bus, group)
+    await offset_reader.start()
     try:
-        return await asked.starts(topics)
+        return await offset_reader.starts(topics)
     finally:
-        await asked.stop()
+        await offset_reader.stop()
 
 
 async def _ends(ground: Ground, *topics: str) -> Mapping[tuple[str, int], int]:
-    asked = Offsets(ground.bus, None, "used")
-    await asked.start()
+    offset_reader = Offsets(ground.bus, None, "used")
+    await offset_reader.start()
     try:
-        return {(topic, number): end for topic in topics for number, end in (await asked.ends(topic)).items()}
+        return {(topic, number): end for topic in topics for number, end in (await offset_reader.ends(topic)).items()}
     finally:
-        await asked.stop()
+        await offset_reader.stop()
 
 
-def _places(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
-    found: dict[tuple[str, int], list[int]] = {}
+def _offsets_of(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
+    offsets: dict[tuple[str, int], list[int]] = {}
     for record in records:
-        found.setdefault((record.topic, record.partition), []).append(record.offset)
-    return found
+        offsets.setdefault((record.topic, record.partition), []).append(record.offset)
+    return offsets
 
 
 async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
@@ -167,7 +167,7 @@ async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
         sent = sum(ends.values())
         await eventually(lambda: len(first.handler.handled) + len(second.handler.handled) >= sent, "all is handled")
     handled = [*first.handler.handled, *second.handler.handled]
-    assert _places(handled) == {place: list(range(end)) for place, end in ends.items()}, "each once, in order"
+    assert _offsets_of(handled) == {place: list(range(end)) for place, end in ends.items()}, "each once, in order"
     assert second.handler.starts[topics[0], 0] == 11
     assert await _starts(ground, group, *topics) == ends, "a clean stop commits what was acknowledged"
     on_the_bus = [record for topic in topics for records in await everything(ground, topic) for record in records]
@@ -177,25 +177,25 @@ async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
 async def committed_is_seen_by_others(ground: Ground) -> None:
     """By a consumer that only asks, and by one that is assigned by hand under the same group; by no other group."""
     topic, group = await ground.create(1), _group(ground)
-    place = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     member = Member(ground, group, topic)
     async with producing(ground) as producer, consuming(ground, group_id=group) as asking:
-        assert await asking.committed(place) is None
+        assert await asking.committed(partition) is None
         await send(producer, topic, [b"1", b"2", b"3"])
         async with _started(member):
             await eventually(lambda: len(member.handler.handled) == 3, "all is handled")
 
             async def committed() -> bool:
-                return bool(await asking.committed(place) == 3)
+                return bool(await asking.committed(partition) == 3)
 
             await eventually(committed, "it commits while it runs")
         await send(producer, topic, [b"4"])
-        asking.assign([place])
-        assert await asking.position(place) == 3
+        asking.assign([partition])
+        assert await asking.position(partition) == 3
         async with consuming(ground, group_id=f"{group}-other") as stranger:
-            assert await stranger.committed(place) is None
-            stranger.assign([place])
-            assert await stranger.position(place) == 0
+            assert await stranger.committed(partition) is None
+            stranger.assign([partition])
+            assert await stranger.position(partition) == 0
 
 
 async def members_share_and_survivors_take_over(ground: Ground) -> None:
@@ -210,11 +210,11 @@ async def members_share_and_survivors_take_over(ground: Ground) -> None:
         old.handler.open.clear()
         old.start()
         stack.push_async_callback(old.stop)
-        await eventually(lambda: len(_given(old)) == 4, "the first member is given everything")
+        await eventually(lambda: len(_assigned_partitions(old)) == 4, "the first member is given everything")
         new.handler.open.clear()
         async with _started(new):
-            await eventually(lambda: len(_given(new)) == 2, "the second member is given its half")
-            moved = _given(new)
+            await eventually(lambda: len(_assigned_partitions(new)) == 2, "the second member is given its half")
+            moved = _assigned_partitions(new)
             old.handler.open.set()
             await eventually(lambda: len(_handled(old)) == 4, "the former owner finishes, late")
             await asyncio.sleep(_COMMITS_WITHIN_S)
@@ -239,9 +239,11 @@ async def _send_to_each(producer: AIOKafkaProducer, topic: str, value: bytes) ->
         await send(producer, topic, [value], partition)
 
 
-def _given(member: Member) -> set[int]:
+def _assigned_partitions(member: Member) -> set[int]:
     """Partitions of what it was given up to now."""
-    return {place.partition for place in member.waiting()} | {record.partition for record in member.handler.seen}
+    return {partition.partition for partition in member.waiting()} | {
+        record.partition for record in member.handler.seen
+    }
 
 
 def _handled(member: Member, value: bytes = b"first") -> set[int]:

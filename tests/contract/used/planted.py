@@ -36,33 +36,33 @@ class Planted:
             yield
 
 
-def _swapping(bus: Bus, place: TopicPartition, *given: Any) -> Record:
+def _swapping(bus: Bus, partition: TopicPartition, *fields: Any) -> Record:
     """Now and then a record overtakes the one before it."""
-    record = _APPEND(bus, place, *given)
-    log = bus.logs[place.topic][place.partition]
+    record = _APPEND(bus, partition, *fields)
+    log = bus.logs[partition.topic][partition.partition]
     if len(log) > 1 and bus.draw.random() < 0.1:
         log[-2:] = [replace(log[-1], offset=log[-2].offset), replace(log[-2], offset=log[-1].offset)]
     return record
 
 
 def _without_null(
-    bus: Bus, place: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
+    bus: Bus, partition: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
 ) -> Record:
-    return _APPEND(bus, place, key, value or b"", headers, by)
+    return _APPEND(bus, partition, key, value or b"", headers, by)
 
 
 def _one_of_each_name(
-    bus: Bus, place: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
+    bus: Bus, partition: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
 ) -> Record:
-    return _APPEND(bus, place, key, value, tuple(dict(headers).items()), by)
+    return _APPEND(bus, partition, key, value, tuple(dict(headers).items()), by)
 
 
-def _commit_too_far(group: Group, member: Member, place: TopicPartition, offset: int) -> None:
-    _COMMIT(group, member, place, offset + 1)
+def _commit_too_far(group: Group, member: Member, partition: TopicPartition, offset: int) -> None:
+    _COMMIT(group, member, partition, offset + 1)
 
 
-def _commit_too_little(group: Group, member: Member, place: TopicPartition, offset: int) -> None:
-    _COMMIT(group, member, place, offset - 1)
+def _commit_too_little(group: Group, member: Member, partition: TopicPartition, offset: int) -> None:
+    _COMMIT(group, member, partition, offset - 1)
 
 
 def _without_fences(app: App, event: Event) -> None:
@@ -74,13 +74,13 @@ def _leave_unnoticed(group: Group, member: Member) -> None:
     group.members.pop(member, None)
 
 
-def _without_bound(consumer: Consumer, places: Any, _room: int) -> Any:
-    return _FETCH(consumer, places, 1000)
+def _without_bound(consumer: Consumer, partitions: Any, _records_max: int) -> Any:
+    return _FETCH(consumer, partitions, 1000)
 
 
-async def _late_ends(consumer: Consumer, places: Any) -> dict[TopicPartition, int]:
+async def _late_ends(consumer: Consumer, partitions: Any) -> dict[TopicPartition, int]:
     """What was acknowledged last is not there yet."""
-    return {place: max(0, end - 1) for place, end in (await _ENDS(consumer, places)).items()}
+    return {partition: max(0, end - 1) for partition, end in (await _ENDS(consumer, partitions)).items()}
 
 
 async def acknowledge_backwards(host: FaustHost) -> None:

@@ -38,12 +38,14 @@ async def begin_end_and_position(ground: Ground) -> None:
     topic = await _filled(ground, 3, 0)
     async with consuming(ground) as reader:
         assert await partitions_of(reader, topic) == [TopicPartition(topic, 0), TopicPartition(topic, 1)]
-        first, empty = places = await assign_all(reader, topic)
-        assert await reader.beginning_offsets(places) == {first: 0, empty: 0}
-        assert await reader.end_offsets(places) == {first: 3, empty: 0}
-        assert [await reader.position(place) for place in places] == [0, 0], "our readers begin at the oldest record"
+        first, empty = partitions = await assign_all(reader, topic)
+        assert await reader.beginning_offsets(partitions) == {first: 0, empty: 0}
+        assert await reader.end_offsets(partitions) == {first: 3, empty: 0}
+        assert [await reader.position(partition) for partition in partitions] == [0, 0], (
+            "our readers begin at the oldest record"
+        )
         assert values(await take(reader, 3)) == [b"0:0", b"0:1", b"0:2"]
-        assert [await reader.position(place) for place in places] == [3, 0]
+        assert [await reader.position(partition) for partition in partitions] == [3, 0]
 
 
 async def unknown_topics_have_no_partitions(ground: Ground) -> None:
@@ -55,17 +57,17 @@ async def unknown_topics_have_no_partitions(ground: Ground) -> None:
 async def seek_anywhere(ground: Ground) -> None:
     """Forth, back, to the beginning, to the end; the position is the new one at once."""
     topic = await _filled(ground, 40)
-    place = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
-        reader.assign([place])
+        reader.assign([partition])
         for offset in (ground.draw.randrange(40), 39, 0, ground.draw.randrange(40)):
-            reader.seek(place, offset)
-            assert await reader.position(place) == offset
+            reader.seek(partition, offset)
+            assert await reader.position(partition) == offset
             assert offsets(await take(reader, 40 - offset)) == list(range(offset, 40))
-        await reader.seek_to_beginning(place)
-        assert await reader.position(place) == 0
+        await reader.seek_to_beginning(partition)
+        assert await reader.position(partition) == 0
         assert offsets(await take(reader, 40)) == list(range(40))
-        reader.seek(place, 40)
+        reader.seek(partition, 40)
         assert await poll(reader) == []
         async with producing(ground) as producer:
             await send(producer, topic, [b"new"])
@@ -75,59 +77,61 @@ async def seek_anywhere(ground: Ground) -> None:
 async def behind_the_end_starts_over(ground: Ground) -> None:
     """A bus that was replaced ends before the position: we have told our readers to read from the oldest record."""
     topic = await _filled(ground, 4)
-    place = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
-        reader.assign([place])
-        reader.seek(place, 9)
+        reader.assign([partition])
+        reader.seek(partition, 9)
         assert offsets(await take(reader, 4)) == [0, 1, 2, 3]
 
 
 async def some_at_a_time(ground: Ground) -> None:
     """Never more than `max_records`, only from the places that were asked for, and in the end each record once."""
     topic = await _filled(ground, 30, 30, 30)
-    taken: list[Record] = []
+    records: list[Record] = []
     async with consuming(ground) as reader:
-        places = await assign_all(reader, topic)
+        partitions = await assign_all(reader, topic)
         for _ in range(12):
-            room, asked = ground.draw.randint(1, 7), ground.draw.sample(places, ground.draw.randint(1, 2))
-            found = await poll(reader, *asked, records_max=room)
-            assert len(found) <= room
-            assert {record.partition for record in found} <= {place.partition for place in asked}
-            taken += found
-        taken += await take(reader, 90 - len(taken))
+            records_max, polled = ground.draw.randint(1, 7), ground.draw.sample(partitions, ground.draw.randint(1, 2))
+            batch = await poll(reader, *polled, records_max=records_max)
+            assert len(batch) <= records_max
+            assert {record.partition for record in batch} <= {partition.partition for partition in polled}
+            records += batch
+        records += await take(reader, 90 - len(records))
         assert await poll(reader) == []
-    for place in places:
-        assert offsets([one for one in taken if one.partition == place.partition]) == list(range(30))
+    for partition in partitions:
+        assert offsets(
+            [record_read for record_read in records if record_read.partition == partition.partition]
+        ) == list(range(30))
 
 
 async def paused_places_wait(ground: Ground) -> None:
     """Also with what was fetched before the pause; where they wait does not move, and resuming loses nothing."""
     topic = await _filled(ground, 20, 20)
     async with consuming(ground) as reader:
-        held, open_ = await assign_all(reader, topic)
+        paused, open_ = await assign_all(reader, topic)
         before: list[Record] = []
         while len(before) < 3:
-            before += await poll(reader, held, records_max=1)
-        reader.pause(held)
+            before += await poll(reader, paused, records_max=1)
+        reader.pause(paused)
         assert {record.partition for record in await take(reader, 20)} == {open_.partition}
         assert await poll(reader) == []
-        assert await poll(reader, held) == []
-        assert await reader.position(held) == 3
-        reader.pause(held)
-        reader.resume(held, open_)
+        assert await poll(reader, paused) == []
+        assert await reader.position(paused) == 3
+        reader.pause(paused)
+        reader.resume(paused, open_)
         after = await take(reader, 17)
         assert offsets([*before, *after]) == list(range(20))
 
 
 async def a_pause_survives_seeking(ground: Ground) -> None:
     topic = await _filled(ground, 5)
-    place = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
-        reader.assign([place])
-        reader.pause(place)
-        reader.seek(place, 2)
+        reader.assign([partition])
+        reader.pause(partition)
+        reader.seek(partition, 2)
         assert await poll(reader) == []
-        reader.resume(place)
+        reader.resume(partition)
         assert offsets(await take(reader, 3)) == [2, 3, 4]
 
 
@@ -172,22 +176,22 @@ async def what_is_not_ours_is_refused(ground: Ground) -> None:
 async def readers_do_not_meet(ground: Ground) -> None:
     """Without a group everybody reads everything, and a reader that waits hears of new records."""
     topic = await _filled(ground, 6)
-    place = TopicPartition(topic, 0)
-    async with consuming(ground) as one, consuming(ground) as other, producing(ground) as producer:
-        one.assign([place])
-        other.assign([place])
-        other.seek(place, 4)
-        assert offsets(await take(one, 6)) == [0, 1, 2, 3, 4, 5]
+    partition = TopicPartition(topic, 0)
+    async with consuming(ground) as first_reader, consuming(ground) as other, producing(ground) as producer:
+        first_reader.assign([partition])
+        other.assign([partition])
+        other.seek(partition, 4)
+        assert offsets(await take(first_reader, 6)) == [0, 1, 2, 3, 4, 5]
         assert offsets(await take(other, 2)) == [4, 5]
-        waiting = asyncio.create_task(take(one, 2))
+        waiting = asyncio.create_task(take(first_reader, 2))
         await send(producer, topic, [b"a", b"b"])
         assert values(await waiting) == [b"a", b"b"]
 
-        async def told() -> bool:
-            return bool((await other.end_offsets([place]))[place] == 8)
+        async def has_committed() -> bool:
+            return bool((await other.end_offsets([partition]))[partition] == 8)
 
-        await eventually(told, "the end moves")
-        assert await other.position(place) == 6
+        await eventually(has_committed, "the end moves")
+        assert await other.position(partition) == 6
 
 
 READING: tuple[Scenario, ...] = (

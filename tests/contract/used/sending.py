@@ -35,18 +35,20 @@ _HASHES = {
 async def keys_choose_partitions(ground: Ground) -> None:
     """The same on every bus, also beside Kafka's own clients: a session's events meet in one partition."""
     topic = await ground.create(_TOPIC_PARTITIONS)
-    others = [ground.draw.randbytes(ground.draw.randint(0, 40)) for _ in range(40)]
+    random_keys = [ground.draw.randbytes(ground.draw.randint(0, 40)) for _ in range(40)]
     async with producing(ground) as producer:
-        acks = [await producer.send(topic, b"v", key, None, headers=[]) for key in [*_HASHES, *others, *others]]
+        acks = [
+            await producer.send(topic, b"v", key, None, headers=[]) for key in [*_HASHES, *random_keys, *random_keys]
+        ]
         await asyncio.gather(*acks)
-    found: dict[bytes | None, set[int]] = {}
+    partitions_of: dict[bytes | None, set[int]] = {}
     for records in await everything(ground, topic):
         for record in records:
-            found.setdefault(record.key, set()).add(record.partition)
+            partitions_of.setdefault(record.key, set()).add(record.partition)
     for key, hashed in _HASHES.items():
-        assert found[key] == {(hashed & 0x7FFFFFFF) % _TOPIC_PARTITIONS}, key
-    assert all(len(partitions) == 1 for partitions in found.values())
-    assert len(set().union(*found.values())) == _TOPIC_PARTITIONS
+        assert partitions_of[key] == {(hashed & 0x7FFFFFFF) % _TOPIC_PARTITIONS}, key
+    assert all(len(partitions) == 1 for partitions in partitions_of.values())
+    assert len(set().union(*partitions_of.values())) == _TOPIC_PARTITIONS
 
 
 async def order_within_a_partition(ground: Ground) -> None:
@@ -62,23 +64,23 @@ async def order_within_a_partition(ground: Ground) -> None:
             if ground.draw.random() < 0.05:
                 await asyncio.sleep(ground.draw.uniform(0, 0.01))
         answers = await asyncio.gather(*acks)
-    found = await everything(ground, topic)
-    assert [values(records) for records in found] == sent
-    assert [offsets(records) for records in found] == [list(range(len(one))) for one in sent]
-    said = [[answer.offset for answer in answers if answer.partition == number] for number in range(3)]
-    assert said == [list(range(len(one))) for one in sent], "acknowledgements say where the record is"
+    logs = await everything(ground, topic)
+    assert [values(records) for records in logs] == sent
+    assert [offsets(records) for records in logs] == [list(range(len(one))) for one in sent]
+    acknowledged = [[answer.offset for answer in answers if answer.partition == number] for number in range(3)]
+    assert acknowledged == [list(range(len(one))) for one in sent], "acknowledgements say where the record is"
 
 
 async def acknowledged_is_readable(ground: Ground) -> None:
     """Whoever asks for the end after an acknowledgement is told of the record."""
     topic = await ground.create(1)
-    place = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     async with producing(ground) as producer, consuming(ground) as reader:
-        reader.assign([place])
+        reader.assign([partition])
         for number in range(15):
             answer = await (await producer.send(topic, b"%d" % number, b"k", None, headers=[]))
             assert answer.offset == number
-            assert await reader.end_offsets([place]) == {place: number + 1}
+            assert await reader.end_offsets([partition]) == {partition: number + 1}
             assert values(await take(reader, 1)) == [b"%d" % number]
 
 
@@ -89,8 +91,8 @@ async def null_is_not_empty(ground: Ground) -> None:
         with pytest.raises(AssertionError):
             await producer.send(topic, None, None, 0, headers=[])
         await asyncio.gather(*[await producer.send(topic, value, key, 0, headers=[]) for key, value in pairs])
-    (found,) = await everything(ground, topic)
-    assert [(record.key, record.value) for record in found] == pairs
+    (log,) = await everything(ground, topic)
+    assert [(record.key, record.value) for record in log] == pairs
 
 
 async def headers_come_back(ground: Ground) -> None:
@@ -99,10 +101,12 @@ async def headers_come_back(ground: Ground) -> None:
     bytes_ = ground.draw.randbytes(50)
     kinds = [[], [("a", b"1"), ("b", b"2"), ("a", b"3")], [("ünïcode", "ä".encode()), ("empty", b"")], [("x", bytes_)]]
     async with producing(ground) as producer:
-        answers = [await (await producer.send(topic, b"v", b"k", 0, headers=list(one))) for one in kinds]
-    (found,) = await everything(ground, topic)
-    assert [list(record.headers) for record in found] == kinds
-    assert [record.timestamp_ms for record in found] == [answer.timestamp for answer in answers]
+        answers = [
+            await (await producer.send(topic, b"v", b"k", 0, headers=list(sent_headers))) for sent_headers in kinds
+        ]
+    (log,) = await everything(ground, topic)
+    assert [list(record.headers) for record in log] == kinds
+    assert [record.timestamp_ms for record in log] == [answer.timestamp for answer in answers]
 
 
 async def too_large_is_refused_alone(ground: Ground) -> None:
@@ -114,8 +118,8 @@ async def too_large_is_refused_alone(ground: Ground) -> None:
             await producer.send(topic, bytes(1_048_576), b"k", 0, headers=[])
         await send(producer, topic, [b"after"])
         await before
-    (found,) = await everything(ground, topic)
-    assert values(found) == [b"before", b"after"]
+    (log,) = await everything(ground, topic)
+    assert values(log) == [b"before", b"after"]
 
 
 async def stopping_flushes(ground: Ground) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
-from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.consumer import TopicTable
+from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import LoadedVersion, ModelEvent, Probe, Replica, Routing
@@ -51,10 +51,10 @@ class RegistryRig:
         self.blobs = BlobStore.open(self.common)
         # rewards of functions count from the scorer alone
         self.producer = EventProducer(self.common.bus, "headrace/scorer", self.blobs)
-        refuse = Refusals("test", self.producer)
-        self.routing = Table(Routing, self.common.bus, "test-routing", self.blobs, refuse)
+        refuse = DeadLetterSender("test", self.producer)
+        self.routing = TopicTable(Routing, self.common.bus, "test-routing", self.blobs, refuse)
         self.decisions: list[ModelEvent] = []
-        self._events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
+        self._events = TopicTable(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.module = "headrace_registry"
         self.replica_url = "http://127.0.0.1:1"

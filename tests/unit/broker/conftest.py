@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from headrace_broker.app import opened
+from headrace_broker.app import running_broker
 from headrace_broker.broker import Broker
 from headrace_broker.group import Group
 from headrace_broker.protocol.topics import ConfigEntry, CreateTopicsRequest, CreateTopicsResponse, NewTopic
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Run:
         settings = BrokerSettings.model_validate({"kafka_port": 0, "port": 0, "fsync": False, **changes})
         store = Store(tmp_path, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
         try:
-            async with opened(store, settings, SystemClock(), guards=guards) as (broker, server):
+            async with running_broker(store, settings, SystemClock(), guards=guards) as (broker, server):
                 yield Live(broker, server, store)
         finally:
             store.close()

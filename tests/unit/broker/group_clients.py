@@ -57,8 +57,8 @@ class Clients:
         return member.id
 
     def sync(self, member_id: str, assignments: dict[str, bytes] | None = None) -> None:
-        given = tuple(Assignment(*item) for item in (assignments or {}).items())
-        request = SyncGroupRequest("g", self.joined[member_id].generation_id, member_id, None, given)
+        assigned = tuple(Assignment(*item) for item in (assignments or {}).items())
+        request = SyncGroupRequest("g", self.joined[member_id].generation_id, member_id, None, assigned)
         self.group.sync(request, partial(self.synced.__setitem__, member_id), self.now)
 
     def heartbeat(self, member_id: str) -> Code:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from headrace_broker import compaction, reads, retention
 from headrace_broker.batch import RecordBatch, parse, parse_produced
-from headrace_broker.log import Appended, Log
+from headrace_broker.log import AppendResult, Log
 from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.reads import ReadRequest, ReadResult
 from headrace_broker.records import records
@@ -83,10 +83,10 @@ class Harness:
         self.run(lambda: self.topics.create(name, partitions, chosen, validate_only=False))
         return [p.id for p in self.log.partitions() if p.topic == name]
 
-    def append(self, partition_id: int, raw: bytes, now_ms: int = 0) -> Appended:
+    def append(self, partition_id: int, raw: bytes, now_ms: int = 0) -> AppendResult:
         return self.run(lambda: self.log.append(partition_id, parse_produced(raw), now_ms))
 
-    def put(self, partition_id: int, *entries: Entry, **options: object) -> Appended:
+    def put(self, partition_id: int, *entries: Entry, **options: object) -> AppendResult:
         return self.append(partition_id, batch(entries, **options))  # type: ignore[arg-type]
 
     def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> ReadResult:
@@ -125,12 +125,12 @@ class Harness:
 
 def split(data: bytes) -> list[RecordBatch]:
     """The batches of a Fetch."""
-    found = []
+    batches = []
     while data:
         size = 12 + int.from_bytes(data[8:12], "big")
-        found.append(parse(data[:size]))
+        batches.append(parse(data[:size]))
         data = data[size:]
-    return found
+    return batches
 
 
 def client_view(got: ReadResult, *, committed: bool) -> list[Row]:
@@ -140,16 +140,16 @@ def client_view(got: ReadResult, *, committed: bool) -> list[Row]:
     pending = sorted(got.aborted or (), key=lambda entry: entry.first_offset, reverse=True)
     skipped: set[int] = set()
     rows: list[Row] = []
-    for found in split(got.records):
-        while pending and pending[-1].first_offset <= found.base_offset:
+    for record_batch in split(got.records):
+        while pending and pending[-1].first_offset <= record_batch.base_offset:
             skipped.add(pending.pop().producer_id)
-        if found.control:
-            (record,) = records(found)
+        if record_batch.control:
+            (record,) = records(record_batch)
             if record.key is not None and bytes(record.key)[2:] == b"\0\0":
-                skipped.discard(found.producer_id)
+                skipped.discard(record_batch.producer_id)
             continue
-        if committed and found.transactional and found.producer_id in skipped:
+        if committed and record_batch.transactional and record_batch.producer_id in skipped:
             continue
-        entries: Sequence[object] = list(DefaultRecordBatch(bytearray(found.raw)))
+        entries: Sequence[object] = list(DefaultRecordBatch(bytearray(record_batch.raw)))
         rows += [Row(e.offset, e.timestamp, e.key, e.value) for e in entries]  # type: ignore[attr-defined]
     return rows

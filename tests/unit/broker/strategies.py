@@ -36,15 +36,15 @@ REQUESTS = tuple(api.request for api in APIS)
 RESPONSES = tuple(response_of(request) for request in REQUESTS)
 
 
-_made: dict[Any, st.SearchStrategy[Any]] = {}
+_strategies: dict[Any, st.SearchStrategy[Any]] = {}
 
 
 def messages(message: type[Any]) -> st.SearchStrategy[Any]:
     """Any value of a message class; made once for each."""
-    if message not in _made:
+    if message not in _strategies:
         hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version
-        _made[message] = st.builds(message, *[_field(hints[name]) for name in message._fields])
-    return _made[message]
+        _strategies[message] = st.builds(message, *[_field(hints[name]) for name in message._fields])
+    return _strategies[message]
 
 
 def _field(annotation: Any) -> st.SearchStrategy[Any]:

@@ -22,7 +22,7 @@ ENTRIES = st.lists(
 )
 
 
-def _theirs(raw: bytes) -> list[tuple[int, int, bytes | None, bytes | None]]:
+def _read_by_aiokafka(raw: bytes) -> list[tuple[int, int, bytes | None, bytes | None]]:
     reader = DefaultRecordBatch(bytearray(raw))
     assert reader.validate_crc()
     return [(record.offset, record.timestamp, record.key, record.value) for record in reader]
@@ -33,21 +33,25 @@ def _theirs(raw: bytes) -> list[tuple[int, int, bytes | None, bytes | None]]:
 def test_records_are_read_as_aiokafka_reads_them(codec: int, entries: list[Entry], start: int) -> None:
     times = [1_000 + 7 * number for number in range(len(entries))]
     stored = parse_produced(batch(entries, compression=codec, timestamps=times)).at(start)
-    ours = [
+    read = [
         (r.offset, r.timestamp, None if r.key is None else bytes(r.key), r.tombstone) for r in records(parse(stored))
     ]
-    assert ours == [(offset, time, key, value is None) for offset, time, key, value in _theirs(stored)]
+    assert read == [(offset, time, key, value is None) for offset, time, key, value in _read_by_aiokafka(stored)]
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_some_records_of_a_batch_keep_their_offsets(codec: int) -> None:
     entries: list[Entry] = [(b"%d" % number, b"v" * number) for number in range(10)]
     stored = parse(parse_produced(batch(entries, compression=codec, producer_id=5, epoch=1, sequence=0)).at(100))
-    kept = [record for record in records(stored) if record.offset % 3 == 0]
-    body = b"".join(record.raw for record in kept)
+    remaining = [record for record in records(stored) if record.offset % 3 == 0]
+    body = b"".join(record.raw for record in remaining)
     codec = compression.GZIP if codec else compression.NONE
-    smaller = stored.with_records(compression.gzipped(body) if codec else body, len(kept), codec)
-    assert [(offset, key) for offset, _, key, _ in _theirs(smaller)] == [(102, b"2"), (105, b"5"), (108, b"8")]
+    smaller = stored.with_records(compression.compress_gzip(body) if codec else body, len(remaining), codec)
+    assert [(offset, key) for offset, _, key, _ in _read_by_aiokafka(smaller)] == [
+        (102, b"2"),
+        (105, b"5"),
+        (108, b"8"),
+    ]
     again = parse(smaller)
     assert (again.last_offset, again.producer_id, again.base_sequence) == (109, 5, 0)
 
@@ -119,14 +123,14 @@ def test_java_writes_snappy_in_blocks() -> None:
 
     data = bytes(range(256)) * 500
     for framed in (True, False):
-        assert bytes(compression.opened(compression.SNAPPY, snappy_encode(data, xerial_compatible=framed))) == data
+        assert bytes(compression.decompress(compression.SNAPPY, snappy_encode(data, xerial_compatible=framed))) == data
 
 
 def test_header_fields() -> None:
     raw = batch([(b"a", b"1"), (b"b", b"2")], producer_id=9, epoch=3, sequence=17, timestamps=[50, 40], compression=1)
-    found = parse_produced(raw)
-    assert isinstance(found, RecordBatch)
-    assert (found.producer_id, found.producer_epoch, found.base_sequence) == (9, 3, 17)
-    assert (found.count, found.last_offset_delta, found.max_timestamp, found.codec) == (2, 1, 50, 1)
-    assert not found.transactional
-    assert not found.control
+    parsed = parse_produced(raw)
+    assert isinstance(parsed, RecordBatch)
+    assert (parsed.producer_id, parsed.producer_epoch, parsed.base_sequence) == (9, 3, 17)
+    assert (parsed.count, parsed.last_offset_delta, parsed.max_timestamp, parsed.codec) == (2, 1, 50, 1)
+    assert not parsed.transactional
+    assert not parsed.control

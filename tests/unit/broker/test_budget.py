@@ -34,13 +34,13 @@ async def test_random_use_with_cancellations() -> None:
     budget = MemoryBudget(100)
 
     async def use() -> None:
-        taken = await budget.take(chance.randrange(1, 120))
+        granted = await budget.take(chance.randrange(1, 120))
         assert budget.used <= 100
         try:
             for _ in range(chance.randrange(3)):
                 await asyncio.sleep(0)
         finally:
-            budget.give(taken)
+            budget.give(granted)
 
     tasks = [asyncio.create_task(use()) for _ in range(500)]
     for task in chance.sample(tasks, 200):

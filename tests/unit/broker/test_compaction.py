@@ -79,7 +79,7 @@ def test_what_was_compressed_stays_so(broker: Harness, partition: int, codec: in
     broker.put(partition, (b"a", b"2"), compression=codec)
     broker.put(partition, (b"z", b"1"), compression=codec)
     broker.compact(partition)
-    assert [found.codec for found in split(broker.fetch(partition).records)] == [codec] * 3
+    assert [stored.codec for stored in split(broker.fetch(partition).records)] == [codec] * 3
 
 
 def test_what_a_pass_left_is_counted(broker: Harness, partition: int) -> None:
@@ -87,7 +87,7 @@ def test_what_a_pass_left_is_counted(broker: Harness, partition: int) -> None:
         broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
     broker.put(partition, (b"z", b"1"))
     limit = broker.compact(partition).limit
-    left = sum(len(found.raw) for found in split(broker.fetch(partition).records) if found.base_offset < limit)
+    left = sum(len(stored.raw) for stored in split(broker.fetch(partition).records) if stored.base_offset < limit)
     assert compaction.progress(broker.reader, partition) == (6, left)
     assert compaction.progress(broker.reader, partition + 1) == (0, 0), "of one that was deleted meanwhile"
 
@@ -112,7 +112,7 @@ def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) ->
     assert _seen(broker, partition) == [(0, b"a", b"kept"), (3, b"b", b"committed"), (5, b"z", b"end")]
     assert broker.rows(partition, committed=True) == broker.rows(partition)
     assert broker.db.execute("SELECT count(*) FROM aborted").fetchone() == (0,)
-    assert not [found for found in split(broker.fetch(partition).records) if found.control]
+    assert not [stored for stored in split(broker.fetch(partition).records) if stored.control]
 
 
 def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> None:
@@ -120,7 +120,7 @@ def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> 
     _transaction(broker, partition, (b"a", b"aborted"), (b"b", b"aborted"), (b"c", b"aborted"), commit=False)
     broker.put(partition, (b"z", b"end"))
     broker.compact(partition)
-    assert [found.base_offset for found in split(broker.fetch(partition).records)] == [0, 6]
+    assert [stored.base_offset for stored in split(broker.fetch(partition).records)] == [0, 6]
 
 
 def test_what_is_undecided_is_not_looked_at(broker: Harness, partition: int) -> None:
@@ -156,7 +156,7 @@ def test_a_batch_that_cannot_be_read_is_left_alone(broker: Harness, partition: i
     broker.put(partition, (b"a", b"3"))
     broker.put(partition, (b"z", b"end"))
     broker.compact(partition)
-    assert [found.base_offset for found in split(broker.fetch(partition).records)] == [1, 2, 3]
+    assert [stored.base_offset for stored in split(broker.fetch(partition).records)] == [1, 2, 3]
 
 
 def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: int) -> None:
@@ -210,9 +210,9 @@ def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> No
     assert changes
     broker.run(lambda: broker.upkeep.cut(partition, 4))
     before = broker.log.partition(partition).bytes
-    saved = broker.run(lambda: broker.upkeep.replace(partition, changes))
+    serialize = broker.run(lambda: broker.upkeep.replace(partition, changes))
     assert [offset for offset, _, _ in _seen(broker, partition)] == [5, 6, 7, 8]
-    assert broker.log.partition(partition).bytes == before - saved
+    assert broker.log.partition(partition).bytes == before - serialize
 
 
 def _transaction(broker: Harness, partition: int, *entries: Entry, commit: bool | None) -> None:

@@ -162,7 +162,7 @@ async def test_requests_wait_for_memory(run: Run) -> None:
     async with run(requests_bytes_max=300_000) as live:
         topic = await live.create("t")
 
-        async def one() -> int:
+        async def send_request() -> int:
             async with live.client() as client:
                 code, _ = await client.produce(topic, batch([(None, bytes(200_000))]))
                 return code
@@ -176,7 +176,7 @@ async def test_requests_wait_for_memory(run: Run) -> None:
                 await asyncio.sleep(0)
 
         watcher = asyncio.create_task(watch())
-        assert await asyncio.gather(*[one() for _ in range(10)]) == [Code.NONE] * 10
+        assert await asyncio.gather(*[send_request() for _ in range(10)]) == [Code.NONE] * 10
         watcher.cancel()
         assert 200_000 < most <= 300_000
 

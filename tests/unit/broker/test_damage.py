@@ -48,9 +48,9 @@ def _killed(broker: Harness, folder: Path) -> Path:
     return folder
 
 
-def _flip(path: Path, *places: int) -> None:
+def _flip(path: Path, *offsets: int) -> None:
     data = bytearray(path.read_bytes())
-    for at in places:
+    for at in offsets:
         data[at] ^= 0x41
     path.write_bytes(data)
 
@@ -59,18 +59,18 @@ def test_a_flipped_byte_anywhere_is_put_right(written: tuple[Harness, int], tmp_
     folder = _killed(written[0], tmp_path / "copy")
     rng = random.Random(SEED)
     assert (folder / "broker.sqlite").stat().st_size > 20 * page_sums.PAGE_BYTES
-    kept = {name: (folder / name).read_bytes() for name in ("broker.sqlite", "broker.sqlite-wal")}
+    contents = {name: (folder / name).read_bytes() for name in ("broker.sqlite", "broker.sqlite-wal")}
     live = 32 + (page_sums.PAGE_BYTES + 24) * _frames(folder)
     for number in range(120):
         name = ("broker.sqlite", "broker.sqlite-wal")[number % 2]
-        at = rng.randrange(32 if number < 20 else live if number % 2 else len(kept[name]))
+        at = rng.randrange(32 if number < 20 else live if number % 2 else len(contents[name]))
         _flip(folder / name, at)
         check = Guard(folder / "broker.sqlite")
-        found = check.mend()
+        report = check.repair()
         check.close()
-        assert (folder / name).read_bytes() == kept[name], f"{name} at {at}"
-        assert len(found.healed_pages) + len(found.healed_frames) == 1
-        assert not found.damaged_pages
+        assert (folder / name).read_bytes() == contents[name], f"{name} at {at}"
+        assert len(report.healed_pages) + len(report.healed_frames) == 1
+        assert not report.damaged_pages
 
 
 def _frames(folder: Path) -> int:
@@ -88,9 +88,9 @@ def test_a_flipped_byte_in_the_checksums_changes_no_data(
     for _ in range(20):
         _flip(folder / name, rng.randrange((folder / name).stat().st_size))
         check = Guard(folder / "broker.sqlite")
-        found = check.mend()
+        report = check.repair()
         check.close()
-        assert not found.damaged_pages
+        assert not report.damaged_pages
     assert _rows(folder, partition) == _rows(broker.folder, partition)
 
 
@@ -149,9 +149,11 @@ def test_a_file_whose_structure_is_broken_is_read_into_a_new_one(written: tuple[
     store = Store(folder)
     lost = {offset for gap in store.lost for offset in range(gap.first_offset, gap.last_offset + 1)}
     store.close()
-    kept = _rows(folder, partition)
+    readable_rows = _rows(folder, partition)
     assert lost
-    assert kept == [row for row in _rows(broker.folder, partition) if row[0] - position(partition, 0) not in lost]
+    assert readable_rows == [
+        row for row in _rows(broker.folder, partition) if row[0] - position(partition, 0) not in lost
+    ]
     assert list(folder.glob("broker.sqlite.damaged-*"))
 
 
@@ -209,7 +211,7 @@ def test_a_file_of_an_older_broker_is_taken_in(written: tuple[Harness, int]) -> 
     broker.close()
     _flip(broker.folder / "broker.sqlite", 5_000)
     broker.open()
-    assert broker.store.mended == 1
+    assert broker.store.repaired == 1
     assert broker.rows(partition) == before
 
 

@@ -82,7 +82,7 @@ class Frames:
         return bytes(data)
 
 
-async def _one(live: Live, frames: Frames) -> None:
+async def _send_frames(live: Live, frames: Frames) -> None:
     """A few frames on a connection, not always read, not always to the end."""
     async with live.client() as client:
         for _ in range(frames.random.randrange(1, 5)):
@@ -105,7 +105,7 @@ async def test_a_live_broker_survives_anything(run: Run) -> None:
         topic = await live.create("steady")
         async with live.client() as steady:
             for number in range(ROUNDS // 20):
-                await asyncio.gather(*[_one(live, frames) for _ in range(20)])
+                await asyncio.gather(*[_send_frames(live, frames) for _ in range(20)])
                 assert await steady.produce(topic, batch()) == (Code.NONE, number)
             stats = live.broker.stats
             assert stats.handler_failures == 0

@@ -6,7 +6,7 @@ import pytest
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
-from headrace_broker.group_state import restore, saved
+from headrace_broker.group_state import restore, serialize
 from headrace_broker.protocol.groups import (
     JoinedMember,
     JoinGroupRequest,
@@ -182,8 +182,8 @@ def test_the_leader_learns_what_each_member_subscribes_to(clients: Clients) -> N
     clients.sync(a)
     b = clients.join(protocols=(Protocol("range", b"its topics"),))
     clients.join(a, protocols=BOTH)
-    told = (JoinedMember(a, None, b"r"), JoinedMember(b, None, b"its topics"))
-    assert clients.joined[a] == JoinGroupResponse(0, Code.NONE, 2, "range", a, a, told)
+    listed = (JoinedMember(a, None, b"r"), JoinedMember(b, None, b"its topics"))
+    assert clients.joined[a] == JoinGroupResponse(0, Code.NONE, 2, "range", a, a, listed)
 
 
 def test_who_has_been_there_longest_leads_when_the_leader_is_gone(clients: Clients) -> None:
@@ -300,7 +300,7 @@ def test_a_restart_costs_no_rebalance(clients: Clients) -> None:
     clients.sync(b)
     clients.sync(a, {a: b"1", b: b"2"})
     again = Clients(Group("g"))
-    restore(again.group, saved(clients.group), now_s=100.0)
+    restore(again.group, serialize(clients.group), now_s=100.0)
     again.joined, again.now = clients.joined, 100.0
     assert again.heartbeat(a) is again.heartbeat(b) is Code.NONE
     again.sync(b)

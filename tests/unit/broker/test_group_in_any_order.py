@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace_broker.errors import Rejected
 from headrace_broker.group import Group, Phase
-from headrace_broker.group_state import restore, saved
+from headrace_broker.group_state import restore, serialize
 from headrace_broker.protocol.groups import (
     Protocol,
 )
@@ -79,8 +79,8 @@ class GroupMachine(RuleBasedStateMachine):
             assert all(group.protocol in {p.name for p in m.protocols} for m in group.members.values())
         if group.phase is Phase.STABLE:
             copy = Group("g")
-            restore(copy, saved(group), now_s=0)
-            assert saved(copy) == saved(group)
+            restore(copy, serialize(group), now_s=0)
+            assert serialize(copy) == serialize(group)
             members = [replace(m, expires_s=0.0, joining=None, syncing=None) for m in group.members.values()]
             assert [replace(m, expires_s=0.0) for m in copy.members.values()] == members
 

@@ -28,8 +28,8 @@ def test_the_last_five_are_duplicates_and_the_next_is_next(counts: list[int], st
         sent.append((sequence, count, offset * 10))
         sequence += count
     for known_sequence, count, offset in sent[-5:]:
-        known = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=0, sequence=known_sequence))
-        assert producer.duplicate_of(known) == offset
+        stored = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=0, sequence=known_sequence))
+        assert producer.duplicate_of(stored) == offset
     for known_sequence, count, _ in sent[:-5]:
         _refuses(producer, known_sequence, count, 0, Code.OUT_OF_ORDER_SEQUENCE)
     _refuses(producer, sequence + 1, 1, 0, Code.OUT_OF_ORDER_SEQUENCE)

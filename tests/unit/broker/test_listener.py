@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from headrace_broker.server import bound
+from headrace_broker.server import listening_socket
 
 
 async def test_small_answers_are_not_held_back() -> None:
@@ -16,7 +16,7 @@ async def test_small_answers_are_not_held_back() -> None:
         accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    listener = bound("127.0.0.1", 0)
+    listener = listening_socket("127.0.0.1", 0)
     server = await asyncio.start_server(accept, sock=listener)
     async with server:
         _, writer = await asyncio.open_connection(*listener.getsockname())

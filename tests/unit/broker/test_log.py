@@ -24,9 +24,9 @@ def _restart(broker: Harness) -> None:
 
 def test_a_new_partition_is_what_a_restart_makes_of_it(broker: Harness) -> None:
     (partition,) = broker.topic()
-    made = broker.log.partition(partition)
+    created = broker.log.partition(partition)
     _restart(broker)
-    assert broker.log.partition(partition) == made
+    assert broker.log.partition(partition) == created
 
 
 def test_a_topic_that_was_deleted_is_refused(broker: Harness) -> None:
@@ -38,26 +38,26 @@ def test_a_topic_that_was_deleted_is_refused(broker: Harness) -> None:
 
 
 def test_the_producers_of_a_topic_that_was_deleted_are_forgotten_and_no_others(broker: Harness) -> None:
-    gone, kept = *broker.topic("gone"), *broker.topic("kept")
-    assert _put(broker, gone, producer=kept) == 0
+    deleted, remaining = *broker.topic("gone"), *broker.topic("kept")
+    assert _put(broker, deleted, producer=remaining) == 0
 
     def all_in_one_commit() -> None:
-        for partition, producer in ((kept, gone), (gone, 7)):
+        for partition, producer in ((remaining, deleted), (deleted, 7)):
             once = parse_produced(batch(producer_id=producer, epoch=0, sequence=0))
             broker.log.append(partition, once, 0)
         broker.topics.delete("gone")
 
     broker.run(all_in_one_commit)
-    assert broker.log.producer(gone, kept) is broker.log.producer(gone, 7) is None
-    assert _put(broker, kept, producer=gone) == 0, "a duplicate"
-    assert _put(broker, kept, producer=gone, sequence=1) == 1
+    assert broker.log.producer(deleted, remaining) is broker.log.producer(deleted, 7) is None
+    assert _put(broker, remaining, producer=deleted) == 0, "a duplicate"
+    assert _put(broker, remaining, producer=deleted, sequence=1) == 1
     assert broker.db.execute("SELECT count(*) FROM producers").fetchone() == (1,)
 
 
 def test_the_end_of_a_transaction_in_a_topic_that_was_deleted_writes_nothing(broker: Harness) -> None:
-    gone, other = *broker.topic("gone"), *broker.topic("other")
+    deleted, other = *broker.topic("gone"), *broker.topic("other")
     broker.run(lambda: broker.topics.delete("gone"))
-    for partition in (gone, other):
+    for partition in (deleted, other):
         broker.run(lambda at=partition: broker.log.end_transaction(at, 1, 0, commit=True, now_ms=0))  # type: ignore[misc]
     assert broker.log.partition(other).end == 0
 
@@ -118,10 +118,10 @@ def test_the_producers_that_were_used_last_are_kept_in_memory(broker: Harness, m
     (partition,) = broker.topic()
     for producer in (1, 2, 3):
         _put(broker, partition, producer)
-    said: list[str] = []
-    broker.db.set_trace_callback(said.append)
-    found = [broker.log.producer(partition, producer) for producer in (2, 3)]
+    statements: list[str] = []
+    broker.db.set_trace_callback(statements.append)
+    states = [broker.log.producer(partition, producer) for producer in (2, 3)]
     broker.db.set_trace_callback(None)
-    assert all(found)
-    assert said == [], "no query"
+    assert all(states)
+    assert statements == [], "no query"
     assert broker.log.producer(partition, 1) is not None

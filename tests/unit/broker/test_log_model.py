@@ -169,10 +169,10 @@ class LogMachine(RuleBasedStateMachine):
         table = self._table()
         limit = self.broker.compact(self.partition, keys_max=keys_max).limit
         left = {row.offset: row for row in self.broker.rows(self.partition)}
-        known = {record.row.offset: record for record in self.model}
-        assert left.items() <= {offset: record.row for offset, record in known.items()}.items()
-        assert all(offset in left for offset in known if offset >= limit)
-        assert not [offset for offset in left if offset < limit and known[offset].state == "aborted"]
+        by_offset = {record.row.offset: record for record in self.model}
+        assert left.items() <= {offset: record.row for offset, record in by_offset.items()}.items()
+        assert all(offset in left for offset in by_offset if offset >= limit)
+        assert not [offset for offset in left if offset < limit and by_offset[offset].state == "aborted"]
         if keys_max == 10**6:
             keys = [row.key for row in left.values() if row.offset < limit]
             assert len(keys) == len(set(keys))
@@ -197,9 +197,9 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(time=st.integers(1, 51))
     def find_time(self, time: int) -> None:
-        found = reads.offset_at_time(self.broker.reader, self.partition, self.start, self.end, time)
+        located = reads.offset_at_time(self.broker.reader, self.partition, self.start, self.end, time)
         later = [(r.row.offset, r.row.timestamp) for r in self.model if r.row.timestamp >= time]
-        assert found == (later[0] if later else (-1, -1))
+        assert located == (later[0] if later else (-1, -1))
 
     @invariant()
     def readers_see_the_model(self) -> None:

@@ -55,21 +55,21 @@ def plain(message: bytes, version: int = 1) -> bytes:
 async def answers(broker: BrokerProcess, *frames: bytes) -> list[bytes]:
     """Return what the broker answers until it closes the connection, or says nothing for a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
-    found: list[bytes] = []
+    responses: list[bytes] = []
     try:
-        for one in frames:
-            writer.write(one)
+        for frame in frames:
+            writer.write(frame)
             try:
                 async with asyncio.timeout(1.5):
                     (size,) = _SIZE.unpack(await reader.readexactly(4))
-                    found.append(await reader.readexactly(size))
+                    responses.append(await reader.readexactly(size))
             except TimeoutError:
                 continue
     except (EOFError, ConnectionError):
         pass
     finally:
         writer.close()
-    return found
+    return responses
 
 
 @pytest.mark.parametrize("api", [api for api in APIS if api.key not in BEFORE_LOGIN], ids=lambda api: api.name)

@@ -127,7 +127,7 @@ async def test_compaction_that_is_interrupted_begins_again(live: Live) -> None:
         async with _maintenance(live) as maintenance:
             await maintenance.round()
         _, data = await client.fetch("table")
-        values = {bytes(r.key or b""): r.offset for found in split(data) for r in records(found)}
+        values = {bytes(r.key or b""): r.offset for stored in split(data) for r in records(stored)}
         assert values == {b"%d" % key: 190 + key for key in range(10)}
 
 
@@ -136,9 +136,9 @@ async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
     await live.create("table", cleanup_policy="compact")
     async with live.client() as client, _maintenance(live) as maintenance:
         session = await client.ask(InitProducerIdRequest("tx", 60_000), InitProducerIdResponse)
-        who = ("tx", session.producer_id, session.producer_epoch)
+        owner = ("tx", session.producer_id, session.producer_epoch)
         await client.produce("table", batch([(b"key", b"decided")]))
-        await client.ask(AddPartitionsToTxnRequest(*who, (AddedTopic("table", (0,)),)), AddPartitionsToTxnResponse)
+        await client.ask(AddPartitionsToTxnRequest(*owner, (AddedTopic("table", (0,)),)), AddPartitionsToTxnResponse)
         undecided = batch(
             [(b"key", b"undecided")],
             transactional=True,
@@ -151,7 +151,7 @@ async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
             await client.produce("table", batch([(b"key", b"%d" % number)]))
         await maintenance.round()
         assert await client.base_offsets("table") == list(range(12))
-        await client.ask(EndTxnRequest(*who, False), EndTxnResponse)
+        await client.ask(EndTxnRequest(*owner, False), EndTxnResponse)
         await maintenance.round()
         assert await client.base_offsets("table") == [11, 12]
 
@@ -169,9 +169,9 @@ async def test_transactions_time_out(live: Live) -> None:
     await live.create("t")
     async with live.client() as client, _maintenance(live) as maintenance:
         session = await client.ask(InitProducerIdRequest("tx", 1), InitProducerIdResponse)
-        who = ("tx", session.producer_id, session.producer_epoch)
-        await client.ask(AddPartitionsToTxnRequest(*who, (AddedTopic("t", (0,)),)), AddPartitionsToTxnResponse)
+        owner = ("tx", session.producer_id, session.producer_epoch)
+        await client.ask(AddPartitionsToTxnRequest(*owner, (AddedTopic("t", (0,)),)), AddPartitionsToTxnResponse)
         await asyncio.sleep(0.01)
         await maintenance.expire_transactions()
-        ended = await client.ask(EndTxnRequest(*who, True), EndTxnResponse)
+        ended = await client.ask(EndTxnRequest(*owner, True), EndTxnResponse)
         assert ended.error_code == Code.INVALID_PRODUCER_EPOCH

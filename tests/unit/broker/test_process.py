@@ -77,14 +77,14 @@ def test_a_second_one_on_the_same_file_is_refused(broker: BrokerProcess, tmp_pat
     broker.start()
     result = _run(tmp_path, BROKER__KAFKA_PORT=free_port())
     assert result.returncode == 2
-    assert "another broker has this file open" in result.stderr
+    assert "another broker has opened this file" in result.stderr
 
 
 def test_it_listens_on_loopback_alone(tmp_path: Path) -> None:
     result = _run(tmp_path, BROKER__KAFKA_HOST="0.0.0.0")
     assert result.returncode == 2
     assert "broker.kafka_host" in result.stderr
-    assert "for one machine" in result.stderr
+    assert "listens on loopback only" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["192.168.1.7", "::", "broker.example"])
@@ -95,8 +95,8 @@ def test_other_addresses_are_refused_too(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.2", "::1"])
 def test_loopback_addresses(host: str) -> None:
-    _, own = load("broker", BrokerSettings, None, {"HEADRACE_BROKER__KAFKA_HOST": host})
-    assert own.kafka_host == host
+    _, settings = load("broker", BrokerSettings, None, {"HEADRACE_BROKER__KAFKA_HOST": host})
+    assert settings.kafka_host == host
 
 
 def _cpu_s(pid: int) -> float:

@@ -56,9 +56,9 @@ async def _heartbeat(client: WireClient, group: str, member: str) -> int:
     return (await client.ask(HeartbeatRequest(group, 1, member), HeartbeatResponse)).error_code
 
 
-async def _commit(client: WireClient, group: str, topic: str, offset: int, **who: object) -> int:
+async def _commit(client: WireClient, group: str, topic: str, offset: int, **member: object) -> int:
     topics = (CommitTopic(topic, (CommitPartition(0, offset, "note"),)),)
-    request = OffsetCommitRequest(group, -1, "", -1, topics)._replace(**who)  # type: ignore[arg-type]
+    request = OffsetCommitRequest(group, -1, "", -1, topics)._replace(**member)  # type: ignore[arg-type]
     return (await client.ask(request, OffsetCommitResponse)).topics[0].partitions[0].error_code
 
 
@@ -85,8 +85,8 @@ async def test_everything_is_there_after_a_restart(run: Run) -> None:
         assert await _committed(client, "g") == [("t", 0, 1)]
         second = await client.ask(InitProducerIdRequest(None, 0), InitProducerIdResponse)
         assert second.producer_id > first.producer_id
-        wanted = (ConfigResource(2, "t", None),)
-        described = await client.ask(DescribeConfigsRequest(wanted, False), DescribeConfigsResponse)
+        resources = (ConfigResource(2, "t", None),)
+        described = await client.ask(DescribeConfigsRequest(resources, False), DescribeConfigsResponse)
         values = {entry.name: entry.value for entry in described.results[0].configs}
         assert (values["cleanup.policy"], values["retention.ms"]) == ("compact", "-1")
         assert len(live.broker.catalog.topics["t"].partitions) == 2
@@ -188,7 +188,7 @@ async def test_a_group_on_a_full_disk_is_told_to_come_again(run: Run) -> None:
 
 
 async def test_a_second_broker_on_the_same_file(live: Live, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="another broker has this file open"):
+    with pytest.raises(SettingError, match="another broker has opened this file"):
         Store(tmp_path)
 
 
@@ -205,7 +205,7 @@ async def test_a_file_of_another_format(tmp_path: Path) -> None:
 
 async def test_a_file_that_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "broker.sqlite").write_bytes(b"this is no database" * 100)
-    with pytest.raises(SettingError, match="put a backup in its place"):
+    with pytest.raises(SettingError, match="replace it by a backup"):
         Store(tmp_path)
 
 
@@ -242,13 +242,13 @@ async def test_a_refused_join_leaves_no_group_behind(live: Live) -> None:
 
 
 async def test_a_port_that_is_taken(live: Live, tmp_path: Path) -> None:
-    from headrace_broker.app import opened
+    from headrace_broker.app import running_broker
     from headrace_broker.settings import BrokerSettings
     from headrace_runtime.clock import SystemClock
 
     store = Store(tmp_path / "other")
     settings = BrokerSettings(kafka_port=live.broker.port)
     with pytest.raises(SettingError, match="kafka_port"):
-        async with opened(store, settings, SystemClock()):
+        async with running_broker(store, settings, SystemClock()):
             pass
     store.close()

@@ -46,8 +46,8 @@ def test_everything_may_go_and_offsets_go_on(broker: Harness) -> None:
     (partition,) = broker.topic()
     broker.put(partition, (b"a", b"x"), timestamps=[1])
     _expire(broker, partition, TopicConfig(retention_ms=1), now_ms=1_000)
-    found = broker.log.partition(partition)
-    assert (found.start, found.end, found.bytes) == (1, 1, 0)
+    state = broker.log.partition(partition)
+    assert (state.start, state.end, state.bytes) == (1, 1, 0)
     broker.close()
     broker.open()
     assert broker.put(partition, (b"a", b"x")).base_offset == 1
@@ -60,8 +60,8 @@ def test_size_keeps_at_least_what_was_asked_for(broker: Harness) -> None:
         broker.put(partition, (b"a", bytes(100)))
     config = TopicConfig(retention_ms=-1, retention_bytes=3 * size + 5)
     _expire(broker, partition, config, now_ms=10**15)
-    found = broker.log.partition(partition)
-    assert (found.start, found.bytes) == (6, 4 * size)
+    state = broker.log.partition(partition)
+    assert (state.start, state.bytes) == (6, 4 * size)
 
 
 def test_no_limit_keeps_everything(broker: Harness) -> None:
@@ -91,20 +91,20 @@ def test_large_logs_go_in_small_commits(broker: Harness) -> None:
 
 
 def test_batches_of_deleted_topics_are_purged(broker: Harness) -> None:
-    kept, gone = broker.topic("kept"), broker.topic("gone", 2)
-    for partition in (*kept, *gone):
+    remaining, deleted = broker.topic("kept"), broker.topic("gone", 2)
+    for partition in (*remaining, *deleted):
         for _ in range(600):
             broker.put(partition, (b"a", b"x"))
     broker.run(lambda: broker.topics.delete("gone"))
     with pytest.raises(Rejected):
-        broker.put(gone[0], (b"a", b"late"))
+        broker.put(deleted[0], (b"a", b"late"))
     purged = []
     while (partition_id := retention.deleted_partition(broker.reader)) is not None:
         purged.append(partition_id)
         while broker.run(lambda: broker.upkeep.purge(partition_id)):
             pass
-    assert purged == sorted(gone)
-    assert len(broker.rows(kept[0])) == 600
+    assert purged == sorted(deleted)
+    assert len(broker.rows(remaining[0])) == 600
     assert broker.db.execute("SELECT count(*) FROM batches").fetchone() == (600,)
 
 

@@ -37,7 +37,7 @@ async def test_records_are_refused_while_the_disk_is_short_and_taken_afterwards(
         with disk.mounted():
             for free in [*(rng.randrange(2 * _BOUND) for _ in range(60)), 0, 10 * _BOUND]:
                 disk.free_bytes = free
-                live.broker.disk._looked_s = live.broker.disk_of_tables._looked_s = -1e9  # type: ignore[union-attr]
+                live.broker.disk._measured_s = live.broker.disk_of_tables._measured_s = -1e9  # type: ignore[union-attr]
                 for topic, bound in (("t", _BOUND), ("table", _BOUND // 2)):
                     raw = batch([(b"k", bytes(rng.randrange(10_000)))])
                     code, offset = await client.produce(topic, raw)
@@ -63,12 +63,12 @@ async def test_a_burst_between_two_looks_stays_above_the_bound(run: Run, tmp_pat
         await live.create("t")
         guard = live.broker.disk
         assert guard is not None
-        taken = 0
+        accepted = 0
         with disk.mounted():
             while (await client.produce("t", batch([(None, bytes(20_000))])))[0] == Code.NONE:
-                guard._looked_s = math.inf  # from the first record on, no time passes
-                taken += 1
-                assert taken < 100
+                guard._measured_s = math.inf  # from the first record on, no time passes
+                accepted += 1
+                assert accepted < 100
                 if guard._space.free < _BOUND + 60_000:
                     disk.free_bytes = guard._space.free
-        assert taken in (9, 10)
+        assert accepted in (9, 10)

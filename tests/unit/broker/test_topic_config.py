@@ -33,7 +33,7 @@ def test_both_policies(policy: str) -> None:
 def test_what_changes_nothing_is_taken_and_shown(name: str, value: str) -> None:
     config = parse([(name, value), ("retention.ms", "-1")])
     assert config.entries()[name] == value
-    assert config.given() == {name: value, "retention.ms": "-1"}
+    assert config.non_default() == {name: value, "retention.ms": "-1"}
     assert TopicConfig.unpacked(config.packed()) == config
 
 

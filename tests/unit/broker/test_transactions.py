@@ -92,13 +92,13 @@ def test_producers_that_went_away_are_forgotten_unless_a_transaction_is_open(bro
 
 
 def test_a_transaction_outlives_one_of_its_topics(broker: Harness) -> None:
-    (kept,), (gone,) = broker.topic("kept"), broker.topic("gone")
-    producer, epoch = _begin(broker, kept)
-    broker.run(lambda: broker.transactions.add_partitions("tx", producer, epoch, {gone}, 0))
-    broker.put(gone, (b"k", b"v"), producer_id=producer, epoch=epoch, sequence=0, transactional=True)
+    (remaining,), (deleted,) = broker.topic("kept"), broker.topic("gone")
+    producer, epoch = _begin(broker, remaining)
+    broker.run(lambda: broker.transactions.add_partitions("tx", producer, epoch, {deleted}, 0))
+    broker.put(deleted, (b"k", b"v"), producer_id=producer, epoch=epoch, sequence=0, transactional=True)
     broker.run(lambda: broker.topics.delete("gone"))
     broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0))
-    assert len(broker.rows(kept, committed=True)) == 1
+    assert len(broker.rows(remaining, committed=True)) == 1
     broker.close()
     broker.open()
 

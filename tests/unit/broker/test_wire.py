@@ -26,13 +26,13 @@ MODULES = ("admin", "commit", "coordination", "fetch", "group", "metadata", "off
 
 
 @cache
-def _theirs() -> dict[tuple[int, int], type[Any]]:
+def _aiokafka_classes() -> dict[tuple[int, int], type[Any]]:
     """aiokafka's request classes by API key and version."""
     modules = [import_module(f"aiokafka.protocol.{name}") for name in MODULES]
-    found: list[Any] = [item for module in modules for item in vars(module).values() if isinstance(item, type)]
+    classes: list[Any] = [item for module in modules for item in vars(module).values() if isinstance(item, type)]
     return {
         (item.API_KEY, item.API_VERSION): item
-        for item in found
+        for item in classes
         if issubclass(item, RequestStruct) and hasattr(item, "API_KEY")
     }
 
@@ -41,22 +41,22 @@ def _theirs() -> dict[tuple[int, int], type[Any]]:
 @given(data=st.data())
 @FEW
 def test_bytes_are_those_of_aiokafka(api: ApiSpec, data: st.DataObject) -> None:
-    theirs = _theirs().get((api.key, api.version))
+    reference = _aiokafka_classes().get((api.key, api.version))
     if api.name == "CreatePartitions":
         pytest.skip("the same bytes, but aiokafka nests the arguments in another way")
-    if theirs is None:
+    if reference is None:
         pytest.skip(f"aiokafka has no {api.name} {api.version}")
     form = api.form(api.version)
     if form.flexible:
         pytest.skip("aiokafka's flexible messages want tagged fields among their arguments")
     request = data.draw(messages(api.request))
-    assert bytes(encode(request, form=form)) == theirs(*request).encode()
+    assert bytes(encode(request, form=form)) == reference(*request).encode()
     response = data.draw(messages(response_of(api.request)))
-    assert bytes(encode(response, form=form)) == theirs.RESPONSE_TYPE(*response).encode()
+    assert bytes(encode(response, form=form)) == reference.RESPONSE_TYPE(*response).encode()
 
 
 def test_most_apis_have_that_oracle() -> None:
-    assert len([api for api in APIS if (api.key, api.version) in _theirs()]) >= 20
+    assert len([api for api in APIS if (api.key, api.version) in _aiokafka_classes()]) >= 20
 
 
 @pytest.mark.parametrize("flexible", [False, True])

@@ -12,7 +12,7 @@ from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool_file import scan
 from headrace_schemas import Turn
 from tests.support.fake_replica import FakeReplica
-from tests.support.full_disk import no_room
+from tests.support.full_disk import full_error
 from tests.support.gateway import gateway, until
 
 
@@ -112,7 +112,7 @@ async def test_without_bus_and_disk_the_client_does_not_see_an_end(tmp_path: Pat
     async with replica.running(), gateway(tmp_path, replica) as served:
         served.bus.back.clear()
         await served.chat()
-        with no_room(in_place=False):
+        with full_error(in_place=False):
             answer = await served.chat("refused", stream=stream)
         if stream:
             assert "[DONE]" not in answer.text
@@ -130,7 +130,7 @@ async def test_a_full_disk_refuses_new_work_and_not_what_is_under_way(tmp_path: 
     capture = CaptureSettings(bus_wait_s=0.01, spool_reserve_bytes=1_048_576)
     async with replica.running(), gateway(tmp_path, replica, capture=capture) as served:
         served.bus.back.clear()
-        with no_room():
+        with full_error():
             answers = [await served.chat(f"{number} " + "x" * 4000) for number in range(40)]
             accepted = [answer.status_code for answer in answers].count(200)
             assert 8 < accepted < 40, "what was allocated before holds these"

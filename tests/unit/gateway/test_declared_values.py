@@ -98,10 +98,10 @@ def test_the_gateway_reads_the_declared_values_of_the_scorer(tmp_path: Path) -> 
     path = tmp_path / "headrace.toml"
     path.write_text("[scorer]\nfunctions = ['x.py:y']\nranges = { feedback = [0, 1] }\n")
     common, _ = load("gateway", GatewaySettings, path, {"HEADRACE_SCORER__LABELS": "{ good = 1.0 }"})
-    assert common.part_of("scorer", SourceValues) == SourceValues(ranges={"feedback": (0, 1)}, labels={"good": 1.0})
+    assert common.section_of("scorer", SourceValues) == SourceValues(ranges={"feedback": (0, 1)}, labels={"good": 1.0})
     path.write_text("[scorer]\nranges = { feedback = [1, 0] }\n")
     common, _ = load("gateway", GatewaySettings, path, {})
     with pytest.raises(SettingError, match="scorer"):
-        common.part_of("scorer", SourceValues)
+        common.section_of("scorer", SourceValues)
     common, _ = load("gateway", GatewaySettings, None, {})
-    assert common.part_of("scorer", SourceValues) == SourceValues()
+    assert common.section_of("scorer", SourceValues) == SourceValues()

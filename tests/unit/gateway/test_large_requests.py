@@ -61,8 +61,8 @@ async def test_a_large_request_is_read_beside_the_loop_and_a_small_one_at_once(
             assert answer.status_code == 200, answer.text[:300]
     main = threading.current_thread().name
     assert threads[:2] == [main, main]
-    assert all(name.startswith("aside_") for name in threads[2:4])
-    assert all(name.startswith("aside-large") for name in threads[4:])
+    assert all(name.startswith("worker_") for name in threads[2:4])
+    assert all(name.startswith("worker-large") for name in threads[4:])
 
 
 async def test_replicas_hear_a_salt_for_each_tenant_and_never_its_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.wire import Outgoing, Record, decode
 from headrace_schemas import DeadLetter, Event, Feedback
-from tests.support.full_disk import no_room
+from tests.support.full_disk import full_error
 from tests.support.gateway import ListBus, ListProducer, until
 from tests.unit.gateway.publishing import feedback, numbers, running
 
@@ -170,7 +170,7 @@ async def test_what_neither_the_bus_nor_the_disk_took_is_given_up_with_its_conne
         async with running(publisher):
             await until(lambda: publisher.connected)
             made.taking.clear()
-            with no_room(in_place=False), pytest.raises(Unavailable):
+            with full_error(in_place=False), pytest.raises(Unavailable):
                 await publisher.publish(feedback(1))
             assert (made.abandoned, publisher._shares.of("default")) == (1, 0)
             made.taking.set()

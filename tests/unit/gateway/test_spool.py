@@ -21,7 +21,7 @@ from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
 from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
-from tests.support.full_disk import MeasuredDisk, no_room
+from tests.support.full_disk import MeasuredDisk, full_error
 from tests.support.gateway import until
 
 _WRITER = """
@@ -116,7 +116,7 @@ async def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
 async def test_a_disk_that_refuses_is_an_error_and_not_a_loss_of_count(tmp_path: Path) -> None:
     async with Spool(tmp_path, 1000) as spool:
         await spool.append(items(1))
-        with no_room(in_place=False), pytest.raises(DiskFull, match=f"no space left on {tmp_path}"):
+        with full_error(in_place=False), pytest.raises(DiskFull, match=f"no space left on {tmp_path}"):
             await spool.append(items(2))
         assert spool.events == 1
         await spool.append(items(3))
@@ -137,12 +137,12 @@ async def test_what_was_refused_is_not_found_by_a_later_process(tmp_path: Path) 
 
 async def test_what_was_allocated_ahead_takes_work_while_the_disk_is_full(tmp_path: Path) -> None:
     async with Spool(tmp_path, 1_000_000, reserve_bytes=8192) as spool:
-        with no_room():
+        with full_error():
             for number in range(100):
                 await spool.append(items(number))
                 if spool.trouble:
                     break
-            assert spool.trouble == f"disk: no space left on {tmp_path}; make room there, nothing has to be restarted"
+            assert spool.trouble == f"disk: no space left on {tmp_path}; free space there, a restart is not needed"
             for later in range(number + 1, number + 20):
                 await spool.append(items(later))
             assert await values(spool) == list(range(number + 20))
@@ -152,7 +152,7 @@ async def test_what_was_allocated_ahead_takes_work_while_the_disk_is_full(tmp_pa
 
 
 async def test_it_starts_on_a_full_disk_and_takes_work_when_there_is_room(tmp_path: Path) -> None:
-    with no_room():
+    with full_error():
         spool = Spool(tmp_path, 1000)
         await spool.__aenter__()
         assert spool.trouble is not None
@@ -267,7 +267,7 @@ async def test_it_tells_whose_events_wait(tmp_path: Path) -> None:
 
 async def test_leaving_it_on_a_full_disk_ends_what_it_began(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
-    with no_room():
+    with full_error():
         async with Spool(tmp_path, 1000) as spool:
             for _ in range(2):
                 with pytest.raises(DiskFull):
@@ -287,7 +287,7 @@ async def test_new_work_is_refused_while_the_disk_is_short_and_work_in_progress_
         async with Spool(tmp_path / "spool", 1_000_000, 131_072, guard) as spool:
             assert spool.trouble is None
             measured.free_bytes = 400_000
-            guard._looked_s = -math.inf
+            guard._measured_s = -math.inf
             await spool.append(items(1))
             assert "have to stay free" in str(spool.trouble)
             await spool.append(items(2))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from headrace_runtime.aside import Aside
 
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
@@ -22,6 +21,7 @@ from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.settings import Common
+from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
 
@@ -181,7 +181,7 @@ def client(
     **security: str,
 ) -> httpx.AsyncClient:
     """A client of the HTTP interface, without a socket."""
-    aside = Aside(1)
+    aside = WorkerThreads(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
     grammars = GrammarCompiler(parsers, GrammarSettings())
     completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, grammars, limits)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace_inference.chat.plain import PlainText
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
-from headrace_runtime.chat_messages import for_template
+from headrace_runtime.chat_messages import template_message
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
 from headrace_schemas import Message, TextPart
@@ -131,7 +131,7 @@ def test_texts_without_control_tokens_have_the_tokens_that_they_always_had(style
     rng = random.Random(seed)
     style, tokenizer = styled
     for _ in range(30):
-        messages = list(map(for_template, conversation(rng, WORDS)))
+        messages = list(map(template_message, conversation(rng, WORDS)))
         tools = tools_of(rng, WORDS) if _shows_tools(style) else []
         text = tokenizer.render(messages, tools, {})
         expected = tokenizer._outer.apply_chat_template(
@@ -152,9 +152,9 @@ def test_control_tokens_come_from_the_template_alone(styled: tuple[str, ChatToke
         tools = tools_of(rng, hostile) if _shows_tools(style) else []
         harmless = [message.model_copy(update={"content": "x", "name": None}) for message in messages]
         kinder = [{"type": "function", "function": {"name": "f"}}] if tools else []
-        text = tokenizer.render(list(map(for_template, messages)), tools, {})
+        text = tokenizer.render(list(map(template_message, messages)), tools, {})
         ids = tokenizer.encode(text)
-        expected = tokenizer.encode(tokenizer.render(list(map(for_template, harmless)), kinder, {}))
+        expected = tokenizer.encode(tokenizer.render(list(map(template_message, harmless)), kinder, {}))
         assert controls(tokenizer, ids) == controls(tokenizer, expected), messages
         shown = tokenizer._inner.decode(ids, skip_special_tokens=False)
         if style != "phi":  # where whitespace beside a control token is no token

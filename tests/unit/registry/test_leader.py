@@ -59,8 +59,8 @@ async def test_standby_waits_for_a_live_local_leader(rig: Rig) -> None:
 
 def holder_of(pid: int) -> str:
     """A process of this machine, whenever it started."""
-    parts = holders.me().split("|")
-    return "|".join((*parts[:3], str(pid), holders._started(pid) or "0", "x"))
+    parts = holders.new_holder().split("|")
+    return "|".join((*parts[:3], str(pid), holders._start_ticks(pid) or "0", "x"))
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])

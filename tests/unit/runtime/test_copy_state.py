@@ -51,16 +51,16 @@ async def databases(postgres: PostgresNode, tmp_path: Path) -> AsyncIterator[tup
 
 async def fill(source: Database) -> list[Table]:
     def tables(connection: Connection) -> list[Table]:
-        found = MetaData()
-        found.reflect(connection)
-        return [one for one in found.sorted_tables if one.name != "schema_version"]
+        metadata = MetaData()
+        metadata.reflect(connection)
+        return [table for table in metadata.sorted_tables if table.name != "schema_version"]
 
     async with source.transaction() as tx:
-        made = await tx.run_sync(tables)
-        for table in made:
+        reflected = await tx.run_sync(tables)
+        for table in reflected:
             rows = [{c.name: value_of(c, number) for c in table.columns} for number in range(ROWS)]
             await tx.execute(insert(table), rows)
-    return made
+    return reflected
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -70,12 +70,12 @@ async def test_every_table(service: str, databases: tuple[Database, Database]) -
     tables = await fill(source)
     assert len(tables) > 4
     for _ in range(2):
-        assert await copy(service, f"headrace_{service}", source, target) == {one.name: ROWS for one in tables}
+        assert await copy(service, f"headrace_{service}", source, target) == {table.name: ROWS for table in tables}
     async with target.transaction() as tx:
-        outbox = next(one for one in tables if one.name == "outbox")
+        outbox = next(table for table in tables if table.name == "outbox")
         row = {c.name: value_of(c, ROWS) for c in outbox.columns if c.name != "id"}
         await tx.execute(insert(outbox), row)
         ids = (await tx.execute(select(outbox.c.id).order_by(outbox.c.id))).scalars().all()
         assert ids == [0, 1, 2, 3], "what is numbered goes on where it was"
-    with pytest.raises(NotEmpty, match=r"table outbox has 4 rows there that are not the 3 here.*DROP SCHEMA"):
+    with pytest.raises(NotEmpty, match=r"table outbox has 4 rows in the target that differ from the 3 .*DROP SCHEMA"):
         await copy(service, f"headrace_{service}", source, target)

@@ -29,10 +29,10 @@ def _batch(first: int) -> bytes:
 def _read(data: bytes) -> dict[int, object]:
     """Offset to the value, or to the word `damaged`."""
     unpacked = damage.Unpacked(TopicPartition("t", 0), damage.Batches(data), [], 0, None, None, True, 0)
-    found: dict[int, object] = {}
+    records: dict[int, object] = {}
     for record in unpacked:
-        found[record.offset] = "damaged" if dict(record.headers).get(damage.HEADER) else record.value
-    return found
+        records[record.offset] = "damaged" if dict(record.headers).get(damage.HEADER) else record.value
+    return records
 
 
 def test_whole_batches_are_read_as_ever() -> None:
@@ -43,8 +43,8 @@ def test_whole_batches_are_read_as_ever() -> None:
 def test_a_damaged_batch_costs_its_own_records_only() -> None:
     parts = [bytearray(_batch(first)) for first in range(0, 12, 3)]
     parts[1][-2] ^= 1
-    found = _read(b"".join(parts))
-    assert found == {n: b"value %d" % n for n in (0, 1, 2, 6, 7, 8, 9, 10, 11)} | {3: "damaged"}
+    records = _read(b"".join(parts))
+    assert records == {n: b"value %d" % n for n in (0, 1, 2, 6, 7, 8, 9, 10, 11)} | {3: "damaged"}
 
 
 def test_no_flipped_byte_is_silent() -> None:
@@ -56,12 +56,12 @@ def test_no_flipped_byte_is_silent() -> None:
         parts = [bytearray(_batch(first)) for first in range(0, _BATCHES * _VALUES, _VALUES)]
         hit = rng.randrange(_BATCHES)
         parts[hit][rng.randrange(17, len(parts[hit]))] ^= 1 << rng.randrange(8)
-        found = _read(b"".join(parts))
-        assert "damaged" in found.values() or hit == _BATCHES - 1
-        for offset, value in found.items():
+        records = _read(b"".join(parts))
+        assert "damaged" in records.values() or hit == _BATCHES - 1
+        for offset, value in records.items():
             assert value in ("damaged", b"value %d" % offset)
         for offset in range(hit * _VALUES):
-            assert found[offset] == b"value %d" % offset, "what is before it is there"
+            assert records[offset] == b"value %d" % offset, "what is before it is there"
 
 
 def test_an_answer_that_is_no_batch_passes_one_offset() -> None:

@@ -36,9 +36,9 @@ async def test_a_commit_is_synced_keys_are_enforced_and_a_lock_is_waited_for(tmp
     database = opened(tmp_path)
     async with database.transaction() as tx:
         names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-        found = [(await tx.execute(text(f"PRAGMA {name}"))).scalar_one() for name in names]
+        pragmas = [(await tx.execute(text(f"PRAGMA {name}"))).scalar_one() for name in names]
     await database.close()
-    assert found == ["wal", 2, 1, 30_000]
+    assert pragmas == ["wal", 2, 1, 30_000]
 
 
 async def test_transactions_on_sqlite_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

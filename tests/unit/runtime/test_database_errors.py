@@ -44,6 +44,6 @@ async def test_what_is_wrong_with_the_statement_is_not(tmp_path: Path, sqlstate:
 
 
 async def test_a_lost_connection_is_tried_again(tmp_path: Path) -> None:
-    gone = DBAPIError("", {}, Refusal(None), connection_invalidated=True)
-    for error in (gone, OperationalError("", {}, Refusal(None)), ConnectionResetError(), TimeoutError()):
+    lost_connection = DBAPIError("", {}, Refusal(None), connection_invalidated=True)
+    for error in (lost_connection, OperationalError("", {}, Refusal(None)), ConnectionResetError(), TimeoutError()):
         assert isinstance(await raised_by(tmp_path, error), Unavailable)

@@ -22,7 +22,7 @@ from headrace_runtime.processor import Handling
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
 from headrace_schemas import Event
-from tests.support.full_disk import MeasuredDisk, no_room, small_disk
+from tests.support.full_disk import MeasuredDisk, full_error, small_disk
 from tests.support.streams import Service, bench
 from tests.support.turns import feedback
 
@@ -45,7 +45,7 @@ def _sqlite_full() -> sqlite3.Error:
         (OSError(errno.EACCES, "x"), False),
         (_sqlite_full(), True),
         (sqlite3.OperationalError("database is locked"), False),
-        (disk.no_room("/data"), True),
+        (disk.full_error("/data"), True),
         (ExceptionGroup("several", [ValueError(), OSError(errno.ENOSPC, "x")]), True),
     ],
     ids=repr,
@@ -65,21 +65,21 @@ async def test_work_is_done_as_soon_as_there_is_room(monkeypatch: pytest.MonkeyP
         nonlocal tries
         tries += 1
         if tries < 5:
-            raise disk.no_room("/data")
+            raise disk.full_error("/data")
         return "done"
 
-    assert await asyncio.wait_for(disk.with_room(work), 5) == "done"
+    assert await asyncio.wait_for(disk.retry_while_full(work), 5) == "done"
 
 
 def test_a_blob_that_finds_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as small:
         store = BlobStore((small.path / "blobs").as_uri())
-        kept = store.put(b"kept")
+        stored_ref = store.put(b"kept")
         with pytest.raises(DiskFull, match=f"no space left on {small.path}/blobs"):
             store.put(bytes(2_000_000))
         with pytest.raises(DiskFull):
             store.set_pointer("p", bytes(2_000_000))
-        assert [path.name for path in small.path.rglob("*") if path.is_file()] == [kept.sha256]
+        assert [path.name for path in small.path.rglob("*") if path.is_file()] == [stored_ref.sha256]
         assert store.get(store.put(b"later")) == b"later"
 
 
@@ -112,24 +112,24 @@ async def test_statement_that_fails_at_every_try_is_no_passing_trouble(tmp_path:
 
 
 def test_the_probe_names_the_folder(tmp_path: Path) -> None:
-    assert disk.trouble(tmp_path, 4096) is None
-    with no_room():
-        assert disk.trouble(tmp_path, 4096) == str(disk.no_room(tmp_path))
+    assert disk.problem(tmp_path, 4096) is None
+    with full_error():
+        assert disk.problem(tmp_path, 4096) == str(disk.full_error(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert "cannot be written" in str(disk.trouble(tmp_path / "missing", 4096))
+    assert "cannot be written" in str(disk.problem(tmp_path / "missing", 4096))
 
 
 def test_guard_stops_at_its_share_of_the_bound_and_counts_what_was_written(tmp_path: Path) -> None:
     measured = MeasuredDisk(900_000_000)
     bound = DiskGuard(tmp_path)
-    half, own = DiskGuard(tmp_path, share=0.5), DiskGuard(tmp_path, 1_000_000)
+    half, explicit = DiskGuard(tmp_path, share=0.5), DiskGuard(tmp_path, 1_000_000)
     with measured.mounted():
-        assert [guard.shortage() for guard in (bound, half, own)] == [None] * 3
+        assert [guard.shortage() for guard in (bound, half, explicit)] == [None] * 3
         for free, stopped in ((60_000_000, 0), (50_000_000, 1), (20_000_000, 2), (900_000, 3), (900_000_000, 0)):
             measured.free_bytes = free
-            for guard in (bound, half, own):
-                guard._looked_s = -math.inf
-            shortages = [guard.shortage() for guard in (bound, half, own)]
+            for guard in (bound, half, explicit):
+                guard._measured_s = -math.inf
+            shortages = [guard.shortage() for guard in (bound, half, explicit)]
             assert sum(shortage is not None for shortage in shortages) == stopped
             assert all("have to stay free" in shortage for shortage in shortages if shortage is not None)
         guard = DiskGuard(tmp_path, 899_000_000)
@@ -154,11 +154,11 @@ async def test_stream_service_takes_no_batch_while_the_disk_is_short(tmp_path: P
         with measured.mounted():
             await stream.deliver(feedback())
             measured.free_bytes = 500_000
-            stream.processor.disk._looked_s = -math.inf
+            stream.processor.disk._measured_s = -math.inf
             waiting = asyncio.create_task(stream.deliver(feedback()))
-            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            finished, _ = await asyncio.wait([waiting], timeout=0.3)
             await stream.processor.prune()
-            assert (len(handled), done) == (1, set())
+            assert (len(handled), finished) == (1, set())
             measured.free_bytes = 900_000_000
             await asyncio.wait_for(waiting, 10)
     assert len(handled) == 2

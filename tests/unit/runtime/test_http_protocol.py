@@ -37,8 +37,8 @@ async def _nodelay(request: Request) -> Response:
 
 
 def _socket_of(request: Request) -> socket.socket:
-    found: socket.socket = request.receive.__self__.transport.get_extra_info("socket")  # type: ignore[attr-defined]
-    return found
+    connection: socket.socket = request.receive.__self__.transport.get_extra_info("socket")  # type: ignore[attr-defined]
+    return connection
 
 
 ROUTES = [
@@ -57,7 +57,7 @@ async def serving(settings: ServiceSettings = SHORT) -> AsyncIterator[int]:
         yield port
 
 
-async def said(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
+async def response_to(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
     """All that the server answers to `data`, followed by `drip` every 50 ms, until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
@@ -96,7 +96,7 @@ async def test_small_answers_are_not_held_back(host: str, address: str) -> None:
 @pytest.mark.parametrize("start", [b"", b"G", b"POST /echo HTTP/1.1\r\n" + HEADERS + b"X-Slow: "])
 async def test_a_header_has_a_time_to_arrive_in(start: bytes, drip: bytes) -> None:
     async with serving() as port:
-        answer = await said(port, start, drip=drip)
+        answer = await response_to(port, start, drip=drip)
     if start or drip:
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in answer.lower()
@@ -108,7 +108,7 @@ async def test_a_header_has_a_time_to_arrive_in(start: bytes, drip: bytes) -> No
 async def test_the_second_header_of_a_connection_is_timed_too() -> None:
     first = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\n\r\nhi"
     async with serving() as port:
-        answer = await said(port, first + b"POST /echo", drip=b"x")
+        answer = await response_to(port, first + b"POST /echo", drip=b"x")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b'{"size":2}HTTP/1.1 408 ' in answer
 
@@ -118,7 +118,7 @@ async def test_a_body_has_a_time_to_arrive_in(path: bytes) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\n" + HEADERS + b"Content-Length: 1000000000\r\n\r\n"
     async with serving() as port:
         began = time.monotonic()
-        answer = await said(port, head, drip=b"x")
+        answer = await response_to(port, head, drip=b"x")
         assert time.monotonic() - began >= SHORT.body_timeout_s
     assert answer.startswith(b"HTTP/1.1 408 " if path == b"/echo" else b"HTTP/1.1 200 ")
     assert _served == []
@@ -165,7 +165,7 @@ async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed
     data, status = BAD[name]
     smuggled = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 8\r\n\r\nsmuggled"
     async with serving(ServiceSettings()) as port:
-        answer = await said(port, data + smuggled)
+        answer = await response_to(port, data + smuggled)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert answer.count(b"HTTP/1.1 ") == 1, "nothing behind it is taken for a request"
     assert b"smuggled" not in _served
@@ -173,7 +173,7 @@ async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed
 
 async def test_a_header_without_an_end_is_refused_at_its_bound() -> None:
     async with serving(ServiceSettings()) as port:
-        answer = await said(port, b"POST /echo HTTP/1.1\r\nX: ", drip=b"x" * 4096)
+        answer = await response_to(port, b"POST /echo HTTP/1.1\r\nX: ", drip=b"x" * 4096)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"larger than 16384 bytes" in answer
 
@@ -182,7 +182,7 @@ async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_o
     first = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi"
     last = b"POST /echo HTTP/1.1\r\nConnection: close\r\n" + HOST + CHUNKED + b"\r\n3\r\nabc\r\n0\r\n\r\n"
     async with serving(ServiceSettings()) as port:
-        answer = await said(port, first * 20 + last)
+        answer = await response_to(port, first * 20 + last)
     assert answer.count(b"HTTP/1.1 200 ") == 21
     assert _served == [b"hi"] * 20 + [b"abc"]
 

@@ -31,8 +31,8 @@ Plant = Callable[[AsyncConnection, int], Awaitable[Sequence[Event]]]
 
 
 def reward(number: int, **values: object) -> Reward:
-    known: dict[str, object] = {"time": START, "trajectory_id": str(number), "session_key": KEY, "source": "f"}
-    return Reward.model_validate({**known, "outcome": "abstained", **values})
+    fields: dict[str, object] = {"time": START, "trajectory_id": str(number), "session_key": KEY, "source": "f"}
+    return Reward.model_validate({**fields, "outcome": "abstained", **values})
 
 
 async def _value_error(_tx: AsyncConnection, _number: int) -> Sequence[Event]:
@@ -137,10 +137,10 @@ async def stream(database_url: str, data_dir: Path, steps: Steps) -> AsyncIterat
         return []
 
     service = Service(tables, {"feedback": on_feedback}, after_batch=steps.step)
-    async with bench(service, database_url, data_dir) as made:
-        async with made.processor.database.transaction() as tx:
+    async with bench(service, database_url, data_dir) as service_bench:
+        async with service_bench.processor.database.transaction() as tx:
             await tx.execute(insert(items), [{"n": number} for number in range(6)])
-        yield made
+        yield service_bench
 
 
 async def effects_of(stream: Bench) -> list[tuple[int, str]]:
@@ -163,7 +163,7 @@ async def test_a_poisoned_item_ends_alone(stream: Bench, steps: Steps, kind: str
     (letter,) = stream.sent(DeadLetter)
     assert (letter.source_offset, letter.reason) == (3, "poisoned")
     assert letter.error
-    assert [made.trajectory_id for made in stream.sent(Reward)] == [str(number) for number in OTHERS]
+    assert [reward_event.trajectory_id for reward_event in stream.sent(Reward)] == [str(number) for number in OTHERS]
     assert await effects_of(stream) == [(number, "done") for number in OTHERS]
     assert await stream.count("items") == 0, "nothing comes back after a restart"
     assert steps.tries.count(3) == 1 + isolation.TRIES, "with the others, then three times alone"

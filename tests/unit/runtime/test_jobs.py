@@ -22,8 +22,8 @@ LEASE = timedelta(seconds=30)
 
 @pytest.fixture
 async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
-    async with bench(Service(tables, {}), database_url, data_dir) as made:
-        yield made
+    async with bench(Service(tables, {}), database_url, data_dir) as service_bench:
+        yield service_bench
 
 
 async def enqueue(stream: Bench, *names: str) -> None:
@@ -139,8 +139,8 @@ async def test_a_process_alone_takes_over_at_once(stream: Bench) -> None:
 
 async def test_workers_never_share_a_job(stream: Bench) -> None:
     await enqueue(stream, *map(str, range(20)))
-    taken = await asyncio.gather(*(lease(stream, 5) for _ in range(4)))
-    assert sorted(int(job.job_id) for part in taken for job in part) == list(range(20))
+    leases = await asyncio.gather(*(lease(stream, 5) for _ in range(4)))
+    assert sorted(int(job.job_id) for part in leases for job in part) == list(range(20))
 
 
 async def test_waiting_jobs_are_counted_by_kind(stream: Bench) -> None:

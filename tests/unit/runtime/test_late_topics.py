@@ -33,7 +33,7 @@ class LateCluster:
 
 
 async def ensured(monkeypatch: pytest.MonkeyPatch, cluster: LateCluster, timeout_s: float) -> None:
-    async def nothing(*_what: object) -> None: ...
+    async def nothing(*_arguments: object) -> None: ...
 
     monkeypatch.setattr(topics, "AIOKafkaAdminClient", lambda **_how: cluster)
     monkeypatch.setattr(topics, "_check", nothing)
@@ -48,5 +48,5 @@ async def test_what_was_created_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_topics_that_never_show_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable, match=r"has created (feedback, turns|turns, feedback) and does"):
+    with pytest.raises(Unavailable, match=r"has created (feedback, turns|turns, feedback) but does"):
         await ensured(monkeypatch, LateCluster(shown_at=1000), 0.1)

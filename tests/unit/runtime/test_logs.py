@@ -35,10 +35,10 @@ def test_secrets_are_in_no_line(shape: str, capsys: pytest.CaptureFixture[str]) 
         log.exception("failed", error=repr(error), settings={"key": 4711471147114711, "list": ["xPLANTEDx"]})
         logging.getLogger("theirs").exception("connect %s", "redis://me:SHAPED@host")
     log.info("counts", tokens=17, ratio=0.5, name=None)
-    said = capsys.readouterr().err
-    assert not any(secret in said for secret in ("PLANTED", "SHAPED", "4711471147114711"))
-    assert said.count("(hidden)") >= 5
-    assert "17" in said
+    log_text = capsys.readouterr().err
+    assert not any(secret in log_text for secret in ("PLANTED", "SHAPED", "4711471147114711"))
+    assert log_text.count("(hidden)") >= 5
+    assert "17" in log_text
 
 
 @pytest.mark.usefixtures("_restored")

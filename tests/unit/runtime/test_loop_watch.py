@@ -9,10 +9,10 @@ import threading
 import time
 
 import pytest
-from headrace_runtime.aside import Aside
 from prometheus_client import REGISTRY
 
-from headrace_runtime.loop_watch import INTERVAL_S, LoopWatch, watched
+from headrace_runtime.loop_watch import INTERVAL_S, LoopWatch, watch_loop
+from headrace_runtime.worker_threads import WorkerThreads
 from tests.support.loop_block import blocked
 
 
@@ -35,17 +35,17 @@ async def test_one_long_callback_is_seen_and_many_short_ones_are_none() -> None:
 
 
 async def test_work_on_much_is_done_beside_the_loop() -> None:
-    aside = Aside(1, inline_bytes=10)
+    threads = WorkerThreads(1, inline_bytes=10)
     try:
         async with blocked() as block:
-            names = [await aside.run(size, lambda: compute(0.15)) for size in (11, 10_000_000)]
+            names = [await threads.run(size, lambda: compute(0.15)) for size in (11, 10_000_000)]
         assert block.busy_s < 0.1
         assert len({*names, threading.current_thread().name}) == 3, "what is large has a thread of its own"
-        assert await aside.run(10, lambda: compute(0)) == threading.current_thread().name
+        assert await threads.run(10, lambda: compute(0)) == threading.current_thread().name
         with pytest.raises(ZeroDivisionError):
-            await aside.run(11, lambda: 1 // 0)
+            await threads.run(11, lambda: 1 // 0)
     finally:
-        aside.close()
+        threads.close()
 
 
 async def test_the_longest_block_is_a_metric_and_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ async def test_a_service_is_watched_as_long_as_it_runs() -> None:
     async def work() -> None:
         assert "loop-watch" in {task.get_name() for task in asyncio.all_tasks()}
 
-    await watched(work())
+    await watch_loop(work())
     await asyncio.sleep(0)
     assert "loop-watch" not in {task.get_name() for task in asyncio.all_tasks()}
 

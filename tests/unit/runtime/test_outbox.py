@@ -29,8 +29,8 @@ def reward(name: str, reason: str | None = None) -> Reward:
 
 @pytest.fixture
 async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
-    async with bench(Service(tables, {}), database_url, data_dir) as made:
-        yield made
+    async with bench(Service(tables, {}), database_url, data_dir) as service_bench:
+        yield service_bench
 
 
 @pytest.fixture

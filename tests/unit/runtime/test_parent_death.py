@@ -32,8 +32,8 @@ def test_a_killed_parent_takes_its_child_along() -> None:
 
 def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
     code = "import sys; print(sys.argv[1:]); sys.exit(7)"
-    done = subprocess.run(bound_to_parent([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("['a b', '-x']\n", 7)
+    process = subprocess.run(bound_to_parent([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True)
+    assert (process.stdout, process.returncode) == ("['a b', '-x']\n", 7)
 
 
 def test_the_variable_is_that_of_the_pipe() -> None:
@@ -41,8 +41,8 @@ def test_the_variable_is_that_of_the_pipe() -> None:
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
-    done = subprocess.run(bound_to_parent(["no-such-command"]), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
+    process = subprocess.run(bound_to_parent(["no-such-command"]), capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (127, "no-such-command: No such file or directory\n")
 
 
 SHARED_DESCRIPTORS = """
@@ -66,5 +66,5 @@ assert os.read(reading, 10) == b"."
 
 
 def test_the_socket_and_the_pipe_do_not_take_each_others_place() -> None:
-    done = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

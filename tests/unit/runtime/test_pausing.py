@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.pausing import Refusing
+from headrace_runtime.pausing import DeadLetterLimiter
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
 
@@ -20,7 +20,7 @@ async def test_it_pauses_after_so_many_in_a_row_and_loses_none() -> None:
     async def send(refused: Record, _error: InvalidEvent) -> None:
         sent.append(refused.offset)
 
-    refusing = Refusing("test", send, RefusalBounds(run_max=3))
+    refusing = DeadLetterLimiter("test", send, RefusalBounds(run_max=3))
     for offset in range(3):
         await refusing(record(offset), InvalidEvent("invalid_event", "{"))
     waiting = asyncio.create_task(refusing(record(3), InvalidEvent("invalid_event", "{")))
@@ -38,7 +38,7 @@ async def test_what_is_handled_in_between_counts() -> None:
     async def send(_refused: Record, _error: InvalidEvent) -> None:
         pass
 
-    refusing = Refusing("test", send, RefusalBounds(run_max=1))
+    refusing = DeadLetterLimiter("test", send, RefusalBounds(run_max=1))
     for offset in range(5):
         await refusing(record(offset), InvalidEvent("invalid_event", "{"))
         refusing.handled()

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime import held_records
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, Unfinished, in_turns, position
+from headrace_runtime.processor import Handling, Unfinished, position, run_until_finished
 from headrace_runtime.refusal_limit import RefusalBounds, TenantLimits
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
@@ -59,7 +59,7 @@ class Handlers:
         return [Reward(time=handling.now, trajectory_id=event.feedback_id, session_key=KEY, source="f", value=1.0)]
 
     async def end(self, _event: SessionEnd, handling: Handling) -> Sequence[Event]:
-        self.seen_ends.append({topic: dict(found) for topic, found in handling.ends.items()})
+        self.seen_ends.append({topic: dict(offsets) for topic, offsets in handling.ends.items()})
         return []
 
     async def after_batch(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -82,11 +82,11 @@ async def stream(handlers: Handlers, database_url: str, data_dir: Path) -> Async
         ends_of={"session-ends": ("turns", "feedback")},
         after_batch=handlers.after_batch,
     )
-    async with bench(service, database_url, data_dir) as made:
-        yield made
+    async with bench(service, database_url, data_dir) as service_bench:
+        yield service_bench
 
 
-async def done(stream: Bench) -> list[str]:
+async def handled_ids(stream: Bench) -> list[str]:
     async with stream.processor.database.transaction() as tx:
         return list((await tx.execute(select(effects.c.feedback_id).order_by(effects.c.n))).scalars())
 
@@ -98,7 +98,7 @@ def published(stream: Bench) -> list[str]:
 async def test_a_batch_has_its_effects_events_and_position(stream: Bench, handlers: Handlers) -> None:
     await stream.deliver(feedback("a"), feedback("b"))
     await stream.deliver(feedback("c"))
-    assert await done(stream) == published(stream) == ["a", "b", "c"]
+    assert await handled_ids(stream) == published(stream) == ["a", "b", "c"]
     assert handlers.positions == [2, 3], "the step after a batch sees the position after it"
 
 
@@ -126,7 +126,7 @@ async def test_an_event_has_one_effect_however_often_it_comes(stream: Bench) -> 
     record, again = stream.produce(feedback("a"), feedback("a"))
     await stream.deliver(record, again)
     await stream.deliver(record, feedback("b"))
-    assert await done(stream) == published(stream) == ["a", "b"]
+    assert await handled_ids(stream) == published(stream) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("value", "reason"), [(b"{", "invalid_json"), (b"{}", "invalid_event"), (None, "empty_value")])
@@ -137,13 +137,13 @@ async def test_a_record_that_cannot_be_read_is_dead_lettered_whole(
     await stream.deliver(poison, feedback("a"))
     (letter,) = stream.sent(DeadLetter)
     assert (letter.reason, letter.value, letter.source_offset) == (reason, value or b"", 0)
-    assert await done(stream) == ["a"]
+    assert await handled_ids(stream) == ["a"]
 
 
 async def test_one_bad_record_costs_the_others_nothing(stream: Bench, handlers: Handlers) -> None:
     handlers.on["b"] = [RuntimeError("broken")] * 9
     await stream.deliver(feedback("a"), feedback("b"), feedback("c"))
-    assert await done(stream) == published(stream) == ["a", "c"]
+    assert await handled_ids(stream) == published(stream) == ["a", "c"]
     (letter,) = stream.sent(DeadLetter)
     assert (letter.reason, letter.attempts, letter.source_offset) == ("handler_error", 3, 1)
     assert Feedback.from_json(letter.value).feedback_id == "b"
@@ -152,7 +152,7 @@ async def test_one_bad_record_costs_the_others_nothing(stream: Bench, handlers: 
 async def test_a_record_that_fails_once_is_handled_at_the_second_try(stream: Bench, handlers: Handlers) -> None:
     handlers.on["b"] = [RuntimeError("in the batch"), RuntimeError("alone")]
     await stream.deliver(feedback("a"), feedback("b"))
-    assert await done(stream) == ["a", "b"]
+    assert await handled_ids(stream) == ["a", "b"]
     assert stream.sent(DeadLetter) == []
 
 
@@ -160,7 +160,7 @@ async def test_a_handler_can_refuse_an_event_with_a_reason(stream: Bench, handle
     handlers.on["a"] = [InvalidEvent("unknown_target", "no such turn")] * 2
     await stream.deliver(feedback("a"), feedback("b"))
     assert [letter.reason for letter in stream.sent(DeadLetter)] == ["unknown_target"]
-    assert await done(stream) == ["b"]
+    assert await handled_ids(stream) == ["b"]
 
 
 async def test_the_position_never_promises_what_is_still_to_be_done(stream: Bench, handlers: Handlers) -> None:
@@ -174,7 +174,7 @@ async def test_the_position_never_promises_what_is_still_to_be_done(stream: Benc
 async def test_what_is_away_is_waited_for(stream: Bench, handlers: Handlers) -> None:
     handlers.on["a"] = [Unavailable("away")] * 3
     await stream.deliver(feedback("a"))
-    assert await done(stream) == ["a"]
+    assert await handled_ids(stream) == ["a"]
     assert stream.sent(DeadLetter) == []
     assert stream.clock.now() > START
 
@@ -183,7 +183,7 @@ async def test_a_full_disk_is_waited_for_however_long_it_takes(stream: Bench, ha
     """As many times as would end the process if something else were away."""
     handlers.on["a"] = [DiskFull("disk: no space left on /data")] * 99
     await stream.deliver(feedback("a"))
-    assert await done(stream) == ["a"]
+    assert await handled_ids(stream) == ["a"]
     assert stream.sent(DeadLetter) == []
 
 
@@ -192,10 +192,10 @@ async def test_what_stays_away_stops_the_process_and_loses_nothing(stream: Bench
     batch = [stream.produce(feedback(name))[0] for name in "ab"]
     with pytest.raises(Unavailable):
         await stream.deliver(*batch)
-    assert await done(stream) == []
+    assert await handled_ids(stream) == []
     handlers.on.clear()
     await stream.deliver(*batch)
-    assert await done(stream) == published(stream) == ["a", "b"]
+    assert await handled_ids(stream) == published(stream) == ["a", "b"]
 
 
 async def test_a_bus_that_cannot_tell_its_ends_dead_letters_nobody(stream: Bench, handlers: Handlers) -> None:
@@ -216,7 +216,7 @@ async def test_a_bus_that_cannot_tell_its_ends_dead_letters_nobody(stream: Bench
 async def test_events_that_the_bus_refuses_are_sent_later_and_handled_once(stream: Bench) -> None:
     stream.producer.fail(3)
     await stream.deliver(feedback("a"))
-    assert await done(stream) == published(stream) == ["a"]
+    assert await handled_ids(stream) == published(stream) == ["a"]
 
 
 async def test_a_crash_before_sending_is_made_good_at_the_next_start(stream: Bench) -> None:
@@ -225,7 +225,7 @@ async def test_a_crash_before_sending_is_made_good_at_the_next_start(stream: Ben
         await stream.deliver(feedback("a"), feedback("b"))
     stream.producer.fail(0)
     assert published(stream) == []
-    stream.processor.outbox._owed.clear()  # what a process keeps in memory dies with it
+    stream.processor.outbox._unsent.clear()  # what a process keeps in memory dies with it
     await stream.processor.recover()
     assert published(stream) == ["a", "b"]
     await stream.deliver(feedback("c"))
@@ -239,7 +239,7 @@ async def test_a_broken_step_after_a_batch_neither_stops_the_process_nor_blames_
     handlers.after_batch_fails = ValueError("a bug")
     before = sample("steps_failed_total", service="test")
     await stream.deliver(feedback("a"))
-    assert (await done(stream), stream.sent(DeadLetter)) == (["a"], [])
+    assert (await handled_ids(stream), stream.sent(DeadLetter)) == (["a"], [])
     assert sample("steps_failed_total", service="test") == before + 1
 
 
@@ -249,7 +249,7 @@ async def test_timed_work_publishes_what_it_returns(stream: Bench) -> None:
         return [Reward(time=now, trajectory_id="timed", session_key=KEY, source="f", value=1.0)]
 
     await stream.step(work)
-    assert await done(stream) == published(stream) == ["timed"]
+    assert await handled_ids(stream) == published(stream) == ["timed"]
 
 
 async def test_a_new_database_starts_at_the_position_of_its_group(stream: Bench) -> None:
@@ -308,7 +308,7 @@ async def test_a_missing_blob_is_waited_for_and_then_costs_one_record(stream: Be
         records.append(replace(record, headers=(*record.headers, ("ce_dataref", ref.uri.encode()))))
     blobs.put(late.to_json())
     await stream.deliver(*records, feedback("a"))
-    assert await done(stream) == ["late", "a"]
+    assert await handled_ids(stream) == ["late", "a"]
     (letter,) = stream.sent(DeadLetter)
     assert (letter.reason, letter.source_offset) == ("missing_blob", 0)
 
@@ -326,7 +326,7 @@ async def test_a_serialization_failure_is_tried_again_and_is_no_poison(stream: B
     conflict.sqlstate = "40001"  # type: ignore[attr-defined]
     handlers.on["a"] = [DBAPIError("UPDATE", None, conflict)] * 5
     await stream.deliver(feedback("a"))
-    assert await done(stream) == published(stream) == ["a"]
+    assert await handled_ids(stream) == published(stream) == ["a"]
     assert stream.sent(DeadLetter) == []
 
 
@@ -357,7 +357,7 @@ async def test_a_consumer_without_room_for_refusals_stops_and_goes_on_when_told(
     stream.processor.resume()
     await work
     assert len(stream.sent(DeadLetter)) == 8
-    assert await done(stream) == ["a"]
+    assert await handled_ids(stream) == ["a"]
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -378,5 +378,5 @@ async def test_steps_are_repeated_while_they_are_unfinished(stream: Bench) -> No
         ran.append(len(left))
         return left.pop(0)
 
-    await in_turns(stream.clock, lambda: stream.processor.step(some))
+    await run_until_finished(stream.clock, lambda: stream.processor.step(some))
     assert ran == [3, 2, 1]

@@ -64,8 +64,8 @@ def handler() -> Handler:
 @pytest.fixture
 async def stream(handler: Handler, database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
     service = Service(tables, {"feedback": handler}, ends_of={"feedback": ("turns",)})
-    async with bench(service, database_url, data_dir) as made:
-        yield made
+    async with bench(service, database_url, data_dir) as service_bench:
+        yield service_bench
 
 
 def refused(stream: Bench) -> list[int | None]:

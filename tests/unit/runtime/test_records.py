@@ -26,8 +26,8 @@ def records(store: BlobStore) -> Records:
 
 
 def value(records: Records) -> bytes | None:
-    found = records.newest()
-    return found.data if found else None
+    record = records.newest()
+    return record.data if record else None
 
 
 def test_the_second_one_is_told(records: Records) -> None:
@@ -106,7 +106,7 @@ def test_a_server_that_ignores_the_condition_is_refused(tmp_path: Path, monkeypa
     pipe = fs.pipe_file
     monkeypatch.setattr(fs, "pipe_file", lambda path, data, mode="": pipe(path, data))
     monkeypatch.setattr(store, "_fs", fs)
-    with pytest.raises(SettingError, match=r"blobs\.url.*overwrote a file"):
+    with pytest.raises(SettingError, match=r"blobs\.url.*replaced a file"):
         store.check_exclusive()
 
 
@@ -148,8 +148,8 @@ def test_a_listing_while_files_come_and_go_is_whole(tmp_path: Path) -> None:
             assert all("0" in store.pointers("x") for _ in range(2000))
         finally:
             stop.set()
-        for one in churning:
-            one.result()
+        for writer in churning:
+            writer.result()
 
 
 def test_areas_are_stores_of_their_own(store: BlobStore) -> None:

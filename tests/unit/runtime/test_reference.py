@@ -18,7 +18,7 @@ class Gate(Section):
     margin: Annotated[float, Field(ge=0, le=1)] = 0.05
 
 
-class Own(Section):
+class ServiceSection(Section):
     gate: Gate = Gate()
     strict: Gate = Gate(margin=0.0)
     key: str
@@ -38,7 +38,7 @@ class Chosen(Section):
 
 @pytest.mark.filterwarnings("error")
 def test_settings_are_listed_with_values_before_sections() -> None:
-    assert list(describe(Own, "own.")) == [
+    assert list(describe(ServiceSection, "own.")) == [
         SettingDoc(name="own.key", kind="string", required=True),
         SettingDoc(name="own.mode", kind='"a" or "b" or null'),
         SettingDoc(name="own.weights", kind="table", default={"feedback": 1.0}),

@@ -35,7 +35,7 @@ class Paint(Section):
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
-        return {name: type(found) for name, found in COLOURS.all().items()}
+        return {name: type(colour) for name, colour in COLOURS.all().items()}
 
 
 class Settings(ServiceSettings):
@@ -108,21 +108,21 @@ def test_a_setting_is_one_of_the_names_and_a_package_has_a_section_in_a_section(
     monkeypatch.setattr(COLOURS, "names", lambda: ("green", "red"))
     path = tmp_path / "c.toml"
     path.write_text("[x.paint.green]\ndepth = 7\n[x.thin]\ncolour = 'red'\n")
-    own = load("x", Settings, path, {})[1]
-    assert (own.paint.colour, own.thin.colour) == ("red", "red")
-    assert [own.paint.of(name).model_dump() for name in ("green", "red")] == [{"depth": 7}, {"depth": 3}]
+    settings = load("x", Settings, path, {})[1]
+    assert (settings.paint.colour, settings.thin.colour) == ("red", "red")
+    assert [settings.paint.of(name).model_dump() for name in ("green", "red")] == [{"depth": 7}, {"depth": 3}]
     assert Settings().paint.of("green").model_dump() == {"depth": 3}
     docs = {doc.name: doc for doc in describe(complete(Settings), "x.")}
     assert docs["x.paint.colour"].kind == '"green" or "red"'
     assert (docs["x.paint.green.depth"].default, docs["x.thin.colour"].default) == (3, "green")
-    for text, said in (
+    for text, message in (
         ("[x.paint.green]\ndepht = 7\n", "x.paint.green.depht = 7: unknown; did you mean 'depth'"),
         ("[x.paint]\ncolour = 'blue'\n", "x.paint.colour = 'blue': no installed package announces the colour 'blue'"),
     ):
         path.write_text(text)
         with pytest.raises(SettingError) as refused:
             load("x", Settings, path, {})
-        assert said in str(refused.value)
+        assert message in str(refused.value)
 
 
 def test_a_section_that_is_there_already_is_no_name_for_a_package(

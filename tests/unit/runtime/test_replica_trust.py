@@ -33,9 +33,9 @@ def forged(rng: random.Random) -> Replica:
         f"{GENUINE.url}{rng.choice(('@evil.example', '/../x', '.evil.example', '0', '/', '?x', '#'))}",
         "http://evil.example\\@10.0.0.7:8010", "http://evil.example/\n10.0.0.7", f"gopher://{rng.choice(hosts)}",
     ))  # fmt: skip
-    others = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))
+    other_security = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))
     base = GENUINE.model_copy(update={"url": url, "replica_id": rng.choice(("replica-0", "replica-1", "é\0"))})
-    signature = rng.choice(("", "0" * 64, GENUINE.signature, signed(base, others).signature))
+    signature = rng.choice(("", "0" * 64, GENUINE.signature, signed(base, other_security).signature))
     return base.model_copy(update={"signature": signature})
 
 
@@ -44,14 +44,14 @@ def test_a_forged_heartbeat_is_never_accepted() -> None:
     rng, trust = random.Random(seed), ReplicaTrust(KEYED)
     assert trust.accepts(GENUINE)
     assert not [replica.url for replica in (forged(rng) for _ in range(1000)) if trust.accepts(replica)]
-    assert len(trust._told) <= 3, "what is logged is bounded by the replicas that are named"
+    assert len(trust._logged_urls) <= 3, "what is logged is bounded by the replicas that are named"
 
 
 def test_what_is_remembered_of_refused_replicas_is_bounded() -> None:
     trust = ReplicaTrust(KEYED)
     for number in range(3000):
         assert not trust.accepts(FakeReplica(f"replica-{number}", url="http://evil.example").heartbeat())
-    assert len(trust._told) == 1024
+    assert len(trust._logged_urls) == 1024
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,20 @@ def loaded(path: Path | None = None, **environ: str) -> tuple[Common, GatewaySet
 
 
 def test_defaults_need_no_file() -> None:
-    common, own = loaded()
+    common, settings = loaded()
     assert common.bus.address == "127.0.0.1:9092"
-    assert own.mode == "a"
+    assert settings.mode == "a"
 
 
 def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
     path = config(tmp_path, 'data_dir = "x"\n[gateway]\nmode = "b"\n[gateway.inner]\nsize_max = 3\n')
-    common, own = loaded(path, HEADRACE_GATEWAY__INNER__SIZE_MAX="4", HEADRACE_BUS__ADDRESS="kafka:9092")
-    assert (own.mode, own.inner.size_max, common.bus.address, common.data_dir) == ("b", 4, "kafka:9092", Path("x"))
+    common, settings = loaded(path, HEADRACE_GATEWAY__INNER__SIZE_MAX="4", HEADRACE_BUS__ADDRESS="kafka:9092")
+    assert (settings.mode, settings.inner.size_max, common.bus.address, common.data_dir) == (
+        "b",
+        4,
+        "kafka:9092",
+        Path("x"),
+    )
 
 
 def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
@@ -125,19 +130,19 @@ def test_a_mistake_about_a_secret_does_not_tell_it(tmp_path: Path, text: str) ->
 
 
 def test_every_secret_of_the_settings_is_known_to_the_logs() -> None:
-    common, own = loaded(
+    common, settings = loaded(
         HEADRACE_SECURITY__INTERNAL_KEY="the-key", HEADRACE_DATABASE__URL="postgresql://me:p%40ss@db/x"
     )
-    assert secrets_of(common, own) == {"the-key", "p@ss", "p%40ss"}
+    assert secrets_of(common, settings) == {"the-key", "p@ss", "p%40ss"}
     assert "the-key" not in repr(common)
 
 
 def test_secrets_in_a_list_of_tables_are_known_as_well() -> None:
-    class Door(Section):
+    class Endpoint(Section):
         key: SecretStr = SecretStr("")
 
     class House(Section):
-        doors: tuple[Door, ...] = ()
+        doors: tuple[Endpoint, ...] = ()
 
     assert secrets_of(House.model_validate({"doors": [{"key": "one"}, {}, {"key": "two"}]})) == {"one", "two"}
 
@@ -148,8 +153,8 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_beyond_loopback_with_a_key_is_allowed() -> None:
-    _, own = loaded(HEADRACE_GATEWAY__HOST="0.0.0.0", HEADRACE_SECURITY__INTERNAL_KEY="k")
-    assert own.host == "0.0.0.0"
+    _, settings = loaded(HEADRACE_GATEWAY__HOST="0.0.0.0", HEADRACE_SECURITY__INTERNAL_KEY="k")
+    assert settings.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize(
@@ -174,11 +179,11 @@ def test_setting_one_value_of_a_section_leaves_its_others(
     tmp_path: Path, text: str, wide: tuple[int, str], outer: tuple[str, int]
 ) -> None:
     """A section may start with other values than its class has; writing down its name must not lose them."""
-    _, own = loaded(config(tmp_path, text))
-    assert (own.wide.size_max, own.wide.kind) == wide
-    assert (own.outer.name, own.outer.inner.size_max) == outer
-    _, own = loaded(config(tmp_path, "[gateway.deep.inner]\nkind = 'z'\n"))
-    assert (own.deep.inner.size_max, own.deep.inner.kind, own.deep.name) == (6, "z", "x")
+    _, settings = loaded(config(tmp_path, text))
+    assert (settings.wide.size_max, settings.wide.kind) == wide
+    assert (settings.outer.name, settings.outer.inner.size_max) == outer
+    _, settings = loaded(config(tmp_path, "[gateway.deep.inner]\nkind = 'z'\n"))
+    assert (settings.deep.inner.size_max, settings.deep.inner.kind, settings.deep.name) == (6, "z", "x")
 
 
 def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(

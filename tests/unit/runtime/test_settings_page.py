@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
-from headrace_runtime.settings_page import settings_route, told
+from headrace_runtime.settings_page import public_settings, settings_route
 
 
 class Inner(BaseModel):
@@ -21,7 +21,7 @@ class Inner(BaseModel):
 
 
 class Outer(BaseModel):
-    """Settings with whatever must not be told."""
+    """Settings with secrets of all kinds."""
 
     inner: Inner = Inner()
     url: str = "postgresql://me:hunter22@db/name"
@@ -31,10 +31,10 @@ class Outer(BaseModel):
 
 
 def test_secrets_are_hidden_wherever_they_are() -> None:
-    text = json.dumps(told(Outer()))
+    text = json.dumps(public_settings(Outer()))
     assert not [secret for secret in ("very-secret", "also-secret", "hunter22") if secret in text]
-    assert told(Outer())["rank"] == 8
-    inner = told(Outer())["inner"]
+    assert public_settings(Outer())["rank"] == 8
+    inner = public_settings(Outer())["inner"]
     assert isinstance(inner, dict)
     assert inner["tokens"] == 7
 
@@ -43,8 +43,8 @@ def test_the_page_needs_the_internal_key_where_there_is_one() -> None:
     common = Common(security=SecuritySettings(internal_key=SecretStr("between-us")))
     with TestClient(web.app({}, [settings_route("trainer", Outer(), common)], common)) as http:
         assert http.get("/settings").status_code == 401
-        found = http.get("/settings", headers={"Authorization": "Bearer between-us"})
-        assert found.json()["service"] == "trainer"
+        response = http.get("/settings", headers={"Authorization": "Bearer between-us"})
+        assert response.json()["service"] == "trainer"
     open_to_all = Common()
     with TestClient(web.app({}, [settings_route("trainer", Outer(), open_to_all)], open_to_all)) as http:
         assert http.get("/settings").json()["settings"]["rank"] == 8

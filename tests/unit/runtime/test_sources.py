@@ -24,9 +24,9 @@ class Log:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    found = Log()
-    monkeypatch.setattr(module, "log", found)
-    return found
+    recorder = Log()
+    monkeypatch.setattr(module, "log", recorder)
+    return recorder
 
 
 def test_failures_are_counted_told_and_over_with_the_first_success(log: Log) -> None:

@@ -14,16 +14,16 @@ from headrace_runtime.database import Database
 from headrace_runtime.settings import Common
 
 metadata = MetaData()
-things = Table("things", metadata, Column("id", Integer, primary_key=True), Column("name", Text, unique=True))
+items = Table("things", metadata, Column("id", Integer, primary_key=True), Column("name", Text, unique=True))
 
 
 @pytest.fixture
 async def database(data_dir: Path) -> AsyncIterator[Database]:
-    made = Database.open("x", Common(data_dir=data_dir))
-    async with made.transaction() as tx:
+    opened = Database.open("x", Common(data_dir=data_dir))
+    async with opened.transaction() as tx:
         await tx.run_sync(metadata.create_all)
-    yield made
-    await made.close()
+    yield opened
+    await opened.close()
 
 
 async def test_a_transaction_makes_one_trip_per_statement(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,38 +36,38 @@ async def test_a_transaction_makes_one_trip_per_statement(database: Database, mo
 
     monkeypatch.setattr(aiosqlite.Connection, "_execute", counted)
     async with database.transaction() as tx:
-        await tx.execute(insert(things), [{"name": "a"}, {"name": "b"}])
-        assert (await tx.execute(select(things.c.name))).scalars().all() == ["a", "b"]
+        await tx.execute(insert(items), [{"name": "a"}, {"name": "b"}])
+        assert (await tx.execute(select(items.c.name))).scalars().all() == ["a", "b"]
     assert len(trips) == 5, "begin, insert, select, commit, and the pool's rollback"
 
 
 async def test_results_are_what_the_stock_driver_gives(database: Database) -> None:
     async with database.transaction() as tx:
-        made = await tx.execute(insert(things).values(name="a"))
-        assert made.inserted_primary_key == (1,)
-        both = insert(things).returning(things.c.id, sort_by_parameter_order=True)
+        inserted = await tx.execute(insert(items).values(name="a"))
+        assert inserted.inserted_primary_key == (1,)
+        both = insert(items).returning(items.c.id, sort_by_parameter_order=True)
         assert (await tx.execute(both, [{"name": "c"}, {"name": "b"}])).scalars().all() == [2, 3]
-        assert (await tx.execute(update(things).values(name="z").where(things.c.id == 1))).rowcount == 1
-        assert (await tx.execute(delete(things).where(things.c.id == 9))).rowcount == 0
-        empty = await tx.execute(select(things).where(things.c.id == 9))
+        assert (await tx.execute(update(items).values(name="z").where(items.c.id == 1))).rowcount == 1
+        assert (await tx.execute(delete(items).where(items.c.id == 9))).rowcount == 0
+        empty = await tx.execute(select(items).where(items.c.id == 9))
         assert (list(empty.keys()), empty.all()) == (["id", "name"], [])
-        streamed = await tx.stream(select(things.c.id).order_by(things.c.id))
+        streamed = await tx.stream(select(items.c.id).order_by(items.c.id))
         assert [row.id async for row in streamed] == [1, 2, 3]
 
 
 async def test_errors_keep_their_meaning_and_undo_the_transaction(database: Database) -> None:
     async with database.transaction() as tx:
-        await tx.execute(insert(things).values(name="a"))
+        await tx.execute(insert(items).values(name="a"))
     with pytest.raises(IntegrityError):
         await twice(database, "b", "a")
     with pytest.raises(OperationalError, match="no such table"):
         await twice(database, "b", "c", "SELECT * FROM missing")
     async with database.transaction() as tx:
-        assert (await tx.execute(select(things.c.name))).scalars().all() == ["a"]
+        assert (await tx.execute(select(items.c.name))).scalars().all() == ["a"]
 
 
 async def twice(database: Database, first: str, second: str, then: str = "SELECT 1") -> None:
     async with database.transaction() as tx:
-        await tx.execute(insert(things).values(name=first))
-        await tx.execute(insert(things).values(name=second))
+        await tx.execute(insert(items).values(name=first))
+        await tx.execute(insert(items).values(name=second))
         await tx.execute(text(then))

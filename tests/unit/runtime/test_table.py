@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import Table
+from headrace_runtime.consumer import TopicTable
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
@@ -26,7 +26,7 @@ async def test_waiting_for_the_bus_leaves_no_reader_open(tmp_path: Path) -> None
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
     bus = BusSettings(address=f"127.0.0.1:{free_port()}")
-    table = Table(Routing, bus, "test", BlobStore(tmp_path.as_uri()), refuse)
+    table = TopicTable(Routing, bus, "test", BlobStore(tmp_path.as_uri()), refuse)
     waiting = asyncio.create_task(table.run())
     await asyncio.sleep(0.7)  # one attempt and the next
     waiting.cancel()
@@ -61,7 +61,7 @@ async def test_a_row_that_breaks_its_reader_is_refused_and_the_one_before_stays(
         return True
 
     bus = BusSettings(address="127.0.0.1:1")
-    table: Table[Event] = Table(kind, bus, "test", BlobStore(tmp_path.as_uri()), refuse, changed, accepts)
+    table: TopicTable[Event] = TopicTable(kind, bus, "test", BlobStore(tmp_path.as_uri()), refuse, changed, accepts)
     await table._apply(Record(topic, 0, 0, b"a", value))
     before = dict(table.rows)
     assert list(before) == ["a"]

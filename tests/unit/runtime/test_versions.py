@@ -80,7 +80,7 @@ async def test_a_corrupt_blob_leaves_nothing_half_done(blobs: BlobStore, folder:
 
 
 def test_something_else_is_no_manifest(blobs: BlobStore) -> None:
-    with pytest.raises(CorruptBlob, match="no manifest"):
+    with pytest.raises(CorruptBlob, match="not a manifest"):
         versions.read_manifest(blobs, blobs.put(b"{}"))
 
 
@@ -103,15 +103,15 @@ TEMPLATES = {
 def test_a_template_counts_wherever_it_stands(blobs: BlobStore, folder: Path, path: str) -> None:
     before, _ = stored(blobs, folder)
     assert before.template_sha256 == EMPTY
-    found = []
+    digests = []
     for text in ("one", "other"):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(TEMPLATES[path].format(text))
-        found.append(stored(blobs, folder)[0])
-    assert len({manifest.template_sha256 for manifest in (before, *found)}) == 3
-    assert len({manifest.prompt_sha256 for manifest in (before, *found)}) == 3
-    assert versions.prompt_digests(blobs, found[1].files) == (found[1].tokenizer_sha256, found[1].template_sha256)
-    assert versions.template_digest(folder) == found[1].template_sha256
+        digests.append(stored(blobs, folder)[0])
+    assert len({manifest.template_sha256 for manifest in (before, *digests)}) == 3
+    assert len({manifest.prompt_sha256 for manifest in (before, *digests)}) == 3
+    assert versions.prompt_digests(blobs, digests[1].files) == (digests[1].tokenizer_sha256, digests[1].template_sha256)
+    assert versions.template_digest(folder) == digests[1].template_sha256
 
 
 def test_one_template_in_its_own_file_hashes_as_it_always_has(blobs: BlobStore, folder: Path) -> None:

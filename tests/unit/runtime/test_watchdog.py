@@ -25,12 +25,12 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(7))
     await asyncio.sleep(600)
 
-async def beating():
-    async with liveness.beating(liveness.handed_over(os.environ)):
+async def serve():
+    async with liveness.send_heartbeats(liveness.take_inherited_pipe(os.environ)):
         await asyncio.sleep(0)
         await main()
 
-asyncio.run(beating())
+asyncio.run(serve())
 """
 
 
@@ -77,7 +77,7 @@ def test_what_hangs_is_killed(tmp_path: Path, how: str) -> None:
     assert watched.watchdog.wait(30) == 1
     assert not alive(pid)
     assert watched.watchdog.stderr is not None
-    assert "no sign of life" in watched.watchdog.stderr.read()
+    assert "no heartbeat within the timeout" in watched.watchdog.stderr.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")

@@ -22,7 +22,7 @@ from headrace_runtime import metrics, web
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
 from headrace_schemas.names import decode_name
-from tests.support.full_disk import no_room
+from tests.support.full_disk import full_error
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
@@ -66,7 +66,7 @@ async def test_health_tells_of_a_full_disk_also_where_work_goes_on_without_it(tm
     application = web.app({}, common=Common(data_dir=tmp_path), needs_disk=needed)
     async with web.serve(application, ServiceSettings()) as port, httpx2.AsyncClient() as client:
         assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
-        with no_room():
+        with full_error():
             answer = await client.get(f"http://127.0.0.1:{port}/health")
     assert answer.status_code == (503 if needed else 200)
     assert f"no space left on {tmp_path}" in answer.json()["reasons"]["disk"]
@@ -132,10 +132,10 @@ asyncio.run(main())
 
 def handed(listener: socket.socket, **environ: str) -> subprocess.Popen[str]:
     """A process that is given `listener` as systemd would."""
-    given = {"PORT": str(listener.getsockname()[1]), "GIVEN": str(listener.fileno()), **environ}
+    variables = {"PORT": str(listener.getsockname()[1]), "GIVEN": str(listener.fileno()), **environ}
     return subprocess.Popen(
         [sys.executable, "-c", HANDED],
-        env={**os.environ, **given},
+        env={**os.environ, **variables},
         pass_fds=[listener.fileno()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -165,14 +165,14 @@ def test_a_socket_that_is_handed_over_is_listened_on_and_outlives_the_process() 
 @pytest.mark.parametrize("environ", [{"PORT": "1"}, {"MEANT": "1"}], ids=["another port", "somebody else's"])
 def test_a_socket_that_is_not_ours_is_not_taken(environ: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        _, said = handed(listener, **environ).communicate(timeout=30)
-    assert "listens on" in said or "cannot listen on" in said
+        _, stderr = handed(listener, **environ).communicate(timeout=30)
+    assert "listens on" in stderr or "cannot listen on" in stderr
 
 
 def test_a_socket_for_everybody_is_not_taken_for_a_loopback_address() -> None:
     with socket.create_server(("0.0.0.0", 0)) as listener:
-        said = handed(listener).communicate(timeout=30)[1]
-    assert "0.0.0.0" in said
+        stderr = handed(listener).communicate(timeout=30)[1]
+    assert "0.0.0.0" in stderr
 
 
 async def _parameters(request: Request) -> Response:

@@ -102,12 +102,12 @@ SITES = ["cross-site", "same-site", "Cross-Site", "nonsense"]
 
 def requests_of_pages() -> list[tuple[str, dict[str, str]]]:
     """Return every mixture of method and headers by which a browser says that another site asks."""
-    made = []
+    requests = []
     for method, origin, site in itertools.product(METHODS, [None, *ORIGINS], [None, *SITES]):
         if origin or site:
             headers = {name: value for name, value in (("origin", origin), ("sec-fetch-site", site)) if value}
-            made.append((method, headers))
-    return made
+            requests.append((method, headers))
+    return requests
 
 
 async def test_no_request_of_another_site_is_served() -> None:
@@ -163,12 +163,12 @@ async def test_what_clients_send_is_served(method: str, headers: dict[str, str],
 async def test_a_named_origin_may_read_and_ask_first() -> None:
     page = {"origin": "https://chat.example.com", "sec-fetch-site": "cross-site"}
     settings: dict[str, Any] = {"origins": ("https://chat.example.com",)}
-    wanted = "authorization,content-type"
-    asked = {**page, "access-control-request-method": "POST", "access-control-request-headers": wanted}
-    status, served, response = await status_of("OPTIONS", asked, **settings)
+    requested_headers = "authorization,content-type"
+    preflight = {**page, "access-control-request-method": "POST", "access-control-request-headers": requested_headers}
+    status, served, response = await status_of("OPTIONS", preflight, **settings)
     assert (status, served.requests) == (204, [])
     assert response.headers["access-control-allow-origin"] == "https://chat.example.com"
-    assert response.headers["access-control-allow-headers"] == wanted
+    assert response.headers["access-control-allow-headers"] == requested_headers
     status, served, response = await status_of("POST", {**page, **JSON}, body=b"{}", **settings)
     assert (status, served.requests) == (200, ["POST {}"])
     assert response.headers["access-control-allow-origin"] == "https://chat.example.com"

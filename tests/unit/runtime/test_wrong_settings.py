@@ -53,14 +53,14 @@ MODELS: dict[str, type[ServiceSettings]] = {
 
 
 def names(model: type[BaseModel], prefix: str = "") -> list[tuple[str, set[Any]]]:
-    found = []
+    setting_names = []
     for name, field in model.model_fields.items():
         kinds = _plain_types(field.annotation)
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        found.append((prefix + name, kinds))
+        setting_names.append((prefix + name, kinds))
         for section in inner if field.annotation in inner else ():
-            found += names(section, f"{prefix}{name}.")
-    return found
+            setting_names += names(section, f"{prefix}{name}.")
+    return setting_names
 
 
 SETTINGS = [("gateway", name, kinds) for name, kinds in names(Common)]
@@ -127,7 +127,7 @@ def test_a_byte_order_mark_changes_nothing() -> None:
 def test_an_impossible_data_dir_is_a_sentence(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("x")
     path = Path(folder.format(file=tmp_path / "file"))
-    found = asyncio.run(check.problems("gateway", Common(data_dir=path), None, None, bus=False))
-    assert any(sentence.startswith("setting data_dir") for sentence in found), found
+    problems = asyncio.run(check.find_problems("gateway", Common(data_dir=path), None, None, bus=False))
+    assert any(sentence.startswith("setting data_dir") for sentence in problems), problems
     with pytest.raises(SettingError, match="setting data_dir"):
         data_folder(path)

@@ -31,24 +31,24 @@ DIAGNOSTIC = {"metrics", "statistics", "max_abs_delta", "parent_max_abs_delta", 
 """Fields with measured figures that no other event is computed from: they only have to be finite."""
 
 
-def _places(value: Any, place: Place = ()) -> Iterator[Place]:
-    yield place
+def _paths(value: Any, path: Place = ()) -> Iterator[Place]:
+    yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
-        yield from _places(inner, (*place, name))
+        yield from _paths(inner, (*path, name))
 
 
-def _at(value: Any, place: Place) -> Any:
-    for name in place:
+def _at(value: Any, path: Place) -> Any:
+    for name in path:
         value = value[name]
     return value
 
 
-def _with(value: Any, place: Place, new: Any) -> Any:
+def _with(value: Any, path: Place, new: Any) -> Any:
     changed = copy.deepcopy(value)
-    if not place:
+    if not path:
         return new
-    _at(changed, place[:-1])[place[-1]] = new
+    _at(changed, path[:-1])[path[-1]] = new
     return changed
 
 
@@ -70,7 +70,7 @@ def _survives(event: Event) -> bool:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _places(data):
+    for place in _paths(data):
         for text in UNSTORABLE:
             if isinstance(_at(data, place), str):
                 assert _read(model, _with(data, place, text)) is None, (place, text)
@@ -82,7 +82,7 @@ def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(pat
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_text(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _places(data):
+    for place in _paths(data):
         if not isinstance(_at(data, place), str):
             continue
         refused = _read(model, _with(data, place, "a\x01b")) is None  # a pattern, a time, a word of a list
@@ -97,7 +97,7 @@ def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_te
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _places(data):
+    for place in _paths(data):
         before = _at(data, place)
         if isinstance(before, bool) or not isinstance(before, int | float) or DIAGNOSTIC & set(map(str, place)):
             continue
@@ -137,12 +137,12 @@ def test_free_json_within_the_bounds_is_passed_on_untouched(value: dict[str, Any
 
 @given(free_json, planted, st.data())
 def test_one_bad_value_anywhere_in_free_json_is_refused(value: dict[str, Any], bad: Any, data: st.DataObject) -> None:
-    place = data.draw(st.sampled_from([*_places(value)]))
-    target = _at(value, place)
+    path = data.draw(st.sampled_from([*_paths(value)]))
+    target = _at(value, path)
     if isinstance(target, dict):
-        changed = _with(value, place, {**target, **({bad: 1} if isinstance(bad, str) else {"x": bad})})
+        changed = _with(value, path, {**target, **({bad: 1} if isinstance(bad, str) else {"x": bad})})
     else:
-        changed = _with(value, place, bad)
+        changed = _with(value, path, bad)
     with pytest.raises(ValidationError):
         FREE.validate_python(changed)
 
@@ -185,9 +185,9 @@ def test_merged_contexts_fit_every_event_and_keep_the_newest(contexts: list[dict
 
 
 def test_one_context_at_its_bounds_stays_whole_when_it_is_merged() -> None:
-    whole: dict[str, JsonValue] = {f"k{n}": [0] * (bounds.JSON_VALUES_MAX // 64 - 2) for n in range(64)}
-    check_json(whole)
-    assert merge_contexts([{"older": 1}, whole]) == whole
+    context: dict[str, JsonValue] = {f"k{n}": [0] * (bounds.JSON_VALUES_MAX // 64 - 2) for n in range(64)}
+    check_json(context)
+    assert merge_contexts([{"older": 1}, context]) == context
 
 
 def _reward(value: float) -> dict[str, Any]:

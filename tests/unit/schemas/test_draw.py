@@ -15,8 +15,10 @@ OLD, NEW, OTHER = (f"m@{digit * 16}" for digit in "123")
 
 
 def split(*arms: tuple[str, int, str], slots: int = 1) -> TrafficSplit:
-    made = tuple(Arm(rollout_id=f"r{slot}", version=version, slot=slot, share=share) for version, slot, share in arms)
-    return TrafficSplit(unit="session", salt="salt", slots=slots, arms=made)
+    arms_of_split = tuple(
+        Arm(rollout_id=f"r{slot}", version=version, slot=slot, share=share) for version, slot, share in arms
+    )
+    return TrafficSplit(unit="session", salt="salt", slots=slots, arms=arms_of_split)
 
 
 def test_a_unit_has_the_version_and_role_that_the_rule_gives_it() -> None:

@@ -42,5 +42,5 @@ def test_places_survive_the_way_and_what_is_none_is_as_if_it_was_not_sent() -> N
     read = Envelope.read(sent.headers(), event)
     assert (read.after, read.sequence) == ({"turns": 12, "trajectories": 0}, 7)
     for bad in ("turns", "turns=-1", "turns=x,trajectories=2", ""):
-        found = Envelope.read([("ce_after", bad.encode()), ("ce_sequence", bad.encode())], event)
-        assert (found.after, found.sequence) == (None, None)
+        envelope = Envelope.read([("ce_after", bad.encode()), ("ce_sequence", bad.encode())], event)
+        assert (envelope.after, envelope.sequence) == (None, None)

@@ -30,8 +30,8 @@ def test_a_response_id_leads_to_its_session_key(tenant: str, session: str) -> No
 
 
 @given(names, names, names)
-def test_tenants_never_share_a_session_key(one: str, other: str, session: str) -> None:
-    assert (session_key(one, session) == session_key(other, session)) == (one == other)
+def test_tenants_never_share_a_session_key(tenant: str, other_tenant: str, session: str) -> None:
+    assert (session_key(tenant, session) == session_key(other_tenant, session)) == (tenant == other_tenant)
 
 
 @pytest.mark.parametrize("foreign", ["", "chatcmpl-abc", "chatcmpl-" + "a" * 16 + "-xyz", "x" * 500])

@@ -22,9 +22,9 @@ def test_every_public_name_is_what_its_module_defines(package: object) -> None:
     names = package.__all__  # type: ignore[attr-defined]
     assert dir(package) == sorted(names)
     for name in names:
-        found = getattr(package, name)
-        home = getattr(found, "__module__", "headrace_schemas.by_topic")
-        assert found is getattr(import_module(home), name)
+        attribute = getattr(package, name)
+        home = getattr(attribute, "__module__", "headrace_schemas.by_topic")
+        assert attribute is getattr(import_module(home), name)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -44,5 +44,5 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_one_event_imports_no_other() -> None:
     code = "import sys; from headrace_schemas import Reward; print('headrace_schemas.events.turn' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "False\n"

@@ -21,7 +21,7 @@ def test_different_bytes_of_one_encoding_are_different_names() -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     raw = {bytes(rng.choices(range(0xA0, 0x100), k=3)) for _ in range(2000)}
-    assert len({decode_name(one) for one in raw}) == len(raw), f"SEED={seed}"
+    assert len({decode_name(name) for name in raw}) == len(raw), f"SEED={seed}"
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])

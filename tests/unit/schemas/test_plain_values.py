@@ -100,9 +100,9 @@ class NoText(Exception):
     ],
 )
 def test_an_error_is_described_whatever_its_text_is(error: Exception, text: str) -> None:
-    found = describe_error(error)
-    assert found.startswith(text)
-    found.encode()
+    description = describe_error(error)
+    assert description.startswith(text)
+    description.encode()
 
 
 def test_a_huge_error_is_cut() -> None:
@@ -110,8 +110,8 @@ def test_a_huge_error_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "taken"),
+    ("stop", "expected"),
     [("", None), ([], None), ("x", ("x",)), (["a", "b"], ("a", "b")), (None, None)],
 )
-def test_empty_stop_strings_ask_for_nothing(stop: Any, taken: Any) -> None:
-    assert stop_strings(stop) == taken
+def test_empty_stop_strings_ask_for_nothing(stop: Any, expected: Any) -> None:
+    assert stop_strings(stop) == expected

@@ -26,10 +26,10 @@ from headrace_schemas.redaction import HIDDEN, Redactor, is_secret, redacted, re
     ],
 )
 def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
-    said = redacted(text)
-    assert "PLANTED" not in said
-    assert "NTED" not in said
-    assert HIDDEN in said
+    redacted_text = redacted(text)
+    assert "PLANTED" not in redacted_text
+    assert "NTED" not in redacted_text
+    assert HIDDEN in redacted_text
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def feedback(**fields: Any) -> Feedback:
 @st.composite
 def disguised(draw: st.DrawFn) -> str:
     """A reserved word with other letters, cases, widths and invisible characters that people read as the word."""
-    shown = ""
+    name = ""
     for letter in draw(words):
         wide = chr(ord(letter) + 0xFEE0)
-        shown += draw(st.sampled_from([letter, letter.upper(), wide, *ALIKE.get(letter, "")]))
-        shown += draw(st.sampled_from(BLANKS))
-    return shown
+        name += draw(st.sampled_from([letter, letter.upper(), wide, *ALIKE.get(letter, "")]))
+        name += draw(st.sampled_from(BLANKS))
+    return name
 
 
 @given(disguised(), st.sampled_from(COLONS), st.text("abc:-", max_size=5))

@@ -25,10 +25,10 @@ lengths = st.integers(48, 300)
 
 @pytest.mark.parametrize("character", HIDING, ids=lambda character: f"U+{ord(character):04X}")
 def test_printable_shows_the_code_of_a_hidden_character(character: str) -> None:
-    shown = printable(f"a{character}b")
-    assert shown.isascii()
-    assert shown.isprintable()
-    assert shown.encode().decode("unicode_escape") == f"a{character}b"
+    result = printable(f"a{character}b")
+    assert result.isascii()
+    assert result.isprintable()
+    assert result.encode().decode("unicode_escape") == f"a{character}b"
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve Ünïcode 中文　日本語 עברית 🙂 e\u0301", r"C:\x1b\new", "\xa0"])
@@ -39,23 +39,23 @@ def test_printable_keeps_readable_text(text: str) -> None:
 @settings(max_examples=2_000, deadline=None, print_blob=True)
 @given(any_text, lengths)
 def test_printable_output_is_short_visible_and_stable(text: str, length_max: int) -> None:
-    shown = printable(text, length_max)
-    assert len(shown) <= length_max
-    assert not any(unicodedata.category(character)[0] == "C" for character in shown)
-    assert not set(shown) & {"\u2028", "\u2029"}
-    assert printable(shown, length_max) == shown
-    shown.encode()
+    result = printable(text, length_max)
+    assert len(result) <= length_max
+    assert not any(unicodedata.category(character)[0] == "C" for character in result)
+    assert not set(result) & {"\u2028", "\u2029"}
+    assert printable(result, length_max) == result
+    result.encode()
 
 
 @settings(max_examples=500, deadline=None, print_blob=True)
 @given(st.integers(1, 10_000), st.sampled_from(["a", "\x1b", "\u202e", "\U000e0041", "ü"]), lengths)
 def test_printable_states_how_many_characters_it_cut(count: int, character: str, length_max: int) -> None:
-    shown = printable(character * count, length_max)
+    result = printable(character * count, length_max)
     code = printable(character)
     if count * len(code) <= length_max:
-        assert shown == code * count
+        assert result == code * count
         return
-    body, _, mark = shown.partition("... (")
+    body, _, mark = result.partition("... (")
     assert body == code * (len(body) // len(code)), "the cut is between characters"
     assert mark == f"{count - len(body) // len(code)} more characters)"
 

@@ -158,7 +158,7 @@ async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_
 
 
 def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
-    assert BlobStore("memory://restore-points").room_trouble(1 << 60, None) is None
+    assert BlobStore("memory://restore-points").space_problem(1 << 60, None) is None
 
 
 def test_saved_bytes_are_those_that_the_library_writes() -> None:

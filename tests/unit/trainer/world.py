@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.pausing import Refusing
+from headrace_runtime.pausing import DeadLetterLimiter
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
@@ -194,7 +194,7 @@ class World:
             self.blobs,
             self.source,
             self.bus,
-            Refusing("trainer", self.bus.refuse, self.bounds),
+            DeadLetterLimiter("trainer", self.bus.refuse, self.bounds),
             self.clock,
             lambda: self.reporter,
         )

@@ -14,7 +14,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.settings import Common
-from headrace_runtime.wire import Patience
+from headrace_runtime.wire import BatchDecoder
 from headrace_schemas import Turn
 from headrace_stranger.metrics import HEARD
 from headrace_stranger.settings import EchoSettings
@@ -35,7 +35,7 @@ async def run(common: Common, settings: EchoSettings) -> None:
 
 
 async def _read(common: Common, kept: deque[str], reading: asyncio.Event) -> None:
-    blobs, patience = BlobStore.open(common), Patience(SystemClock())
+    blobs, patience = BlobStore.open(common), BatchDecoder(SystemClock())
     reader = consumer(common.bus, "echo")
     await reader.start()
     try:
