@@ -127,7 +127,7 @@ async def as_stored(
     async with database.transaction() as tx:
         record = await store.load_model(tx, model)
         versions = [version for version in await store.all_versions(tx) if version.model == model]
-        under_way = await rollout_store.under_way(tx, model)
+        under_way = await rollout_store.rollouts_under_way(tx, model)
         decided = await store.decisions(tx, [version.version for version in versions])
         expected = await routings._current_routing(tx, decisions[-1].time, record) if record else None
     if record is None or routing is None or expected is None:

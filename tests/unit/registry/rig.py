@@ -20,7 +20,7 @@ from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.model_controller import ModelController
 from headrace_registry.records import ModelRecord, VersionRecord
-from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.traffic_handlers import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
@@ -158,7 +158,7 @@ class Rig:
         self._offset = 0
         self.answers = answers
         """Source of a shadow's answers."""
-        self.reports: Reports | None = None
+        self.reports: ReportWriter | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: ModelController | None = None

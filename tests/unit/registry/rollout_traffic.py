@@ -141,7 +141,7 @@ class Traffic:
 
     async def last(self) -> RolloutRecord:
         async with self.rig.database.transaction() as tx:
-            (rollout,) = await rollout_store.newest(tx, MODEL, 1)
+            (rollout,) = await rollout_store.newest_rollouts(tx, MODEL, 1)
         return rollout
 
     async def readings(self) -> list[tuple[str, str, bool]]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
-from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.assignment import assign_unit
@@ -174,7 +174,7 @@ async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> N
     pytest.importorskip("matplotlib")
     rig = Rig(data_dir, settings=canary())
     folder = data_dir / "pictures"
-    rig.reports = Reports(folder, 2)
+    rig.reports = ReportWriter(folder, 2)
     rig.boot()
     await rig.start()
     try:

@@ -212,9 +212,12 @@ async def test_withdraw_ends_the_rollout_of_the_version(registry: RegistryState)
     await registry.promote_in_turn(0)
     first, second = await registry.roll_out(1), await registry.roll_out(2)
     await registry.transition.set_state(second, "held")
-    assert [rollout.version for rollout in await rollout_store.under_way(registry.tx, MODEL)] == [first, second]
+    assert [rollout.version for rollout in await rollout_store.rollouts_under_way(registry.tx, MODEL)] == [
+        first,
+        second,
+    ]
     await registry.transition.withdraw(await registry.model(), first, "complaints")
-    phases = {rollout.version: rollout.phase for rollout in await rollout_store.newest(registry.tx, MODEL, 9)}
+    phases = {rollout.version: rollout.phase for rollout in await rollout_store.newest_rollouts(registry.tx, MODEL, 9)}
     assert phases == {first: "rolled_back", second: "canary"}
 
 

@@ -183,7 +183,7 @@ class RegistryApi:
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             await transition.pause(model, True)
-            for rollout in await rollout_store.under_way(tx, model.model):
+            for rollout in await rollout_store.rollouts_under_way(tx, model.model):
                 await apply_outcome.hold(
                     transition, rollout, body.reason or "an operator stopped it", dict(rollout.statistics)
                 )

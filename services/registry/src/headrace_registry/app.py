@@ -15,7 +15,7 @@ from headrace_registry.leader import LeaderLease
 from headrace_registry.model_controller import ModelController
 from headrace_registry.reconcile import Reconciler
 from headrace_registry.rollouts.api import RolloutApi
-from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.traffic_handlers import SessionEventHandler, TurnHandler
 from headrace_registry.rollouts.traffic_reader import TrafficReader
 from headrace_registry.settings import RegistrySettings
@@ -99,7 +99,7 @@ class _Registry:
             key = common.security.internal_key.get_secret_value()
             shadow = settings.rollout.shadow
             answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
-        reports = Reports(common.data_dir / "registry" / "rollouts", settings.rollout.reports_kept_max)
+        reports = ReportWriter(common.data_dir / "registry" / "rollouts", settings.rollout.reports_kept_max)
         self._model_controller = ModelController(
             self._processor,
             self._lease,

@@ -30,7 +30,7 @@ from headrace_registry.lifecycle import (
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, ModelView
 from headrace_registry.rollouts import steps
-from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.rollout_controller import RolloutController
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.rollouts.state_machine import NotAllowed
@@ -62,7 +62,7 @@ class ModelController:
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
         watching: Callable[[bool], bool] = lambda _enabled: False,
-        reports: Reports | None = None,
+        reports: ReportWriter | None = None,
         answers: ShadowAnswers | None = None,
     ) -> None:
         """Create a controller.

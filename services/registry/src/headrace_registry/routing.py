@@ -54,7 +54,7 @@ async def _current_routing(tx: AsyncConnection, now: datetime, record: ModelReco
         aliases["champion"] = record.champion
     if record.previous:
         aliases["previous"] = record.previous
-    under_way = await rollout_store.under_way(tx, record.model)
+    under_way = await rollout_store.rollouts_under_way(tx, record.model)
     if under_way:
         aliases["canary"] = under_way[0].version
     served = await _serve(tx, record, [rollout.version for rollout in under_way])

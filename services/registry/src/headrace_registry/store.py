@@ -106,7 +106,7 @@ async def load_view(
     versions |= await _named(tx, [version.base for version in versions_shown if version.base])
     result = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
     audited = await _audited(tx, roles, gate_sha256)
-    rollouts = await rollout_store.under_way(tx, record.model)
+    rollouts = await rollout_store.rollouts_under_way(tx, record.model)
     return ModelView(
         record,
         versions,

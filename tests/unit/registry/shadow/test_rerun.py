@@ -16,7 +16,7 @@ from headrace_registry.shadow.recording import (
     first_run,
     is_single_run,
     log_weight,
-    weighable_answers,
+    scorable_answers,
 )
 from headrace_registry.shadow.rerun import ModelAnswer, Rerun, RerunBounds, RerunFailed, Toolbox, rerun
 from headrace_registry.shadow.settings import ShadowSettings
@@ -80,12 +80,12 @@ def test_recording_replays_results_in_order_and_repeats_the_last() -> None:
 
 def test_log_weight_is_the_sum_over_tokens() -> None:
     run = [turn.model_copy(update={"choices": (_with(turn, (-1.0, -2.0)),)}) for turn in SESSION[:2]]
-    answers = weighable_answers(run)
+    answers = scorable_answers(run)
     assert answers is not None
     assert [answer.logprobs for answer in answers] == [(-1.0, -2.0)] * 2
     assert log_weight(answers, [(-1.0, -1.0), (-3.0, -2.0)]) == pytest.approx(1.0 - 2.0)
     greedy = [run_turn.model_copy(update={"sampling": Sampling(temperature=0.0)}) for run_turn in run]
-    assert weighable_answers(greedy) is None, "what was not sampled has no weight"
+    assert scorable_answers(greedy) is None, "what was not sampled has no weight"
     assert math.isclose(log_weight(answers, [answer.logprobs for answer in answers]), 0.0)
 
 

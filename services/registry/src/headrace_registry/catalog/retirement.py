@@ -42,7 +42,7 @@ async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: Versi
     reasons = [f"it is {role} of {model.model}" for role, role_version in roles.items() if role_version == name]
     rollouts = [
         rollout
-        for rollout in await rollout_store.under_way(tx, model.model)
+        for rollout in await rollout_store.rollouts_under_way(tx, model.model)
         if name in (rollout.version, rollout.control)
     ]
     reasons += [f"rollout {rollout.rollout_id} is under way with it" for rollout in rollouts]

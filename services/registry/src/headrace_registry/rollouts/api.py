@@ -54,7 +54,7 @@ class RolloutApi:
         parameters = parameters_of(request, "model", "limit")
         limit = http.limit_parameter(parameters)
         async with self._database.transaction() as tx:
-            rollouts = await rollout_store.newest(tx, parameters.get("model"), limit)
+            rollouts = await rollout_store.newest_rollouts(tx, parameters.get("model"), limit)
         return http.json_response(RolloutList(data=tuple(states.rollout_state(rollout) for rollout in rollouts)))
 
     async def rollout(self, request: Request) -> Response:
@@ -119,7 +119,7 @@ class RolloutApi:
 
 
 async def _require_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecord:
-    rollout = await rollout_store.get(tx, rollout_id)
+    rollout = await rollout_store.load_rollout(tx, rollout_id)
     if rollout is None:
         raise Refused(404, "rollout_not_found", f"there is no rollout {rollout_id!r}", "rollout")
     return rollout

@@ -32,7 +32,7 @@ async def end_overtaken(transition: Transition, name: str) -> None:
         ROLLOUTS.c.version != (model.champion or ""),
     )
     await transition.tx.execute(update(ROLLOUTS).where(*former_champion).values(phase="succeeded"))
-    for rollout in await rollout_store.under_way(transition.tx, name):
+    for rollout in await rollout_store.rollouts_under_way(transition.tx, name):
         version = await store.load_version(transition.tx, rollout.version)
         if rollout.version == model.champion:
             await end(transition, rollout, "champion", "it was promoted")

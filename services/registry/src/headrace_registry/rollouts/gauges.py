@@ -11,7 +11,8 @@ from headrace_registry.rollouts.rollout_store import RolloutRecord
 
 
 class RolloutGauges:
-    """Gauges of all models. `show` after each evaluation, `keep` with the rollouts that are still under way."""
+    """Gauges of all models. Call `show` after each evaluation, and `remove_ended` with the rollouts that are still
+    under way."""
 
     def __init__(self) -> None:
         self._series: dict[str, set[tuple[Level, tuple[str, ...]]]] = {}
@@ -27,8 +28,8 @@ class RolloutGauges:
         for guardrail, evidence in evidence_of_harm(rollout, findings).items():
             self._set(rollout, ROLLOUT_HARM, (*labels, guardrail), evidence)
 
-    def keep(self, model: str, rollouts: Iterable[RolloutRecord]) -> None:
-        """Remove the series of all other rollouts of that model."""
+    def remove_ended(self, model: str, rollouts: Iterable[RolloutRecord]) -> None:
+        """Remove the series of that model's rollouts that are not in `rollouts`."""
         kept_ids = {rollout.rollout_id for rollout in rollouts}
         for rollout_id in [name for name in self._series if name not in kept_ids]:
             if any(labels[0] != model for _, labels in self._series[rollout_id]):

@@ -12,7 +12,7 @@ from headrace_schemas.rollout_api import RolloutState
 log = get_logger(__name__)
 
 
-class Reports:
+class ReportWriter:
     """Writer of charts. Call `write` after each step; a step that has a chart is skipped.
 
     A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. Without

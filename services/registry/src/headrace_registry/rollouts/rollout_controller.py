@@ -24,7 +24,7 @@ from headrace_registry.rollouts.gauges import RolloutGauges
 from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric, MetricFailed, compute_metrics
 from headrace_registry.rollouts.plan import ReadingAge
-from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.rollouts.state_machine import RolloutDecision
@@ -77,7 +77,7 @@ class RolloutController:
         lease: LeaderLease,
         settings: RolloutSettings,
         replicas: Callable[[], Iterable[Replica]],
-        reports: Reports | None = None,
+        reports: ReportWriter | None = None,
     ) -> None:
         self._processor = processor
         self._lease = lease
@@ -96,9 +96,9 @@ class RolloutController:
     async def tick(self, model: str) -> bool:
         """Advance the rollouts of a model. Return whether a decision was made."""
         async with self._processor.database.transaction() as tx:
-            rollouts = await rollout_store.under_way(tx, model)
+            rollouts = await rollout_store.rollouts_under_way(tx, model)
         UNDER_WAY.labels(model).set(len(rollouts))
-        self._gauges.keep(model, rollouts)
+        self._gauges.remove_ended(model, rollouts)
         decided = False
         for rollout in rollouts:
             examine, hold = partial(self._examine, rollout), partial(self._hold, rollout)
@@ -186,7 +186,9 @@ class RolloutController:
     async def _share_out_traffic(self, model: str) -> bool:
         """Set the shares of an adaptive split. Return whether a share changed."""
         async with self._processor.database.transaction() as tx:
-            canaries = [rollout for rollout in await rollout_store.under_way(tx, model) if rollout.phase == "canary"]
+            canaries = [
+                rollout for rollout in await rollout_store.rollouts_under_way(tx, model) if rollout.phase == "canary"
+            ]
             record = await store.load_model(tx, model)
         if record is None or record.paused or not canaries or canaries[0].plan.split == "even":
             return False
@@ -222,7 +224,7 @@ class RolloutController:
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             published.clear()
             await self._lease.check(tx)
-            current = await rollout_store.get(tx, rollout.rollout_id)
+            current = await rollout_store.load_rollout(tx, rollout.rollout_id)
             if current is None or (current.phase, current.stage, current.share) != (
                 rollout.phase,
                 rollout.stage,
@@ -237,12 +239,12 @@ class RolloutController:
         await self._processor.step(work)
         return bool(published)
 
-    async def _write_reports(self, model: str, reports: Reports) -> None:
+    async def _write_reports(self, model: str, reports: ReportWriter) -> None:
         """Write a report of each rollout that has entered another phase, stage or share, whoever moved it."""
         async with self._processor.database.transaction() as tx:
-            current = {rollout.rollout_id: rollout for rollout in await rollout_store.under_way(tx, model)}
+            current = {rollout.rollout_id: rollout for rollout in await rollout_store.rollouts_under_way(tx, model)}
             for rollout_id in [name for name in self._reported if name not in current]:
-                ended = await rollout_store.get(tx, rollout_id)
+                ended = await rollout_store.load_rollout(tx, rollout_id)
                 if ended is not None and ended.model == model:
                     current[rollout_id] = ended
         for rollout_id, rollout in current.items():
@@ -292,7 +294,7 @@ class RolloutController:
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             published.clear()
             await self._lease.check(tx)
-            current = await rollout_store.get(tx, rollout.rollout_id)
+            current = await rollout_store.load_rollout(tx, rollout.rollout_id)
             if current is None or (current.phase, current.stage) != (rollout.phase, rollout.stage):
                 return ()
             transition = Transition(tx, now)
@@ -356,7 +358,7 @@ class RolloutController:
         if not await self._processor.step(work):
             self._cleared.add(model)
         async with self._processor.database.transaction() as tx:
-            under_way = {rollout.rollout_id for rollout in await rollout_store.under_way(tx)}
+            under_way = {rollout.rollout_id for rollout in await rollout_store.rollouts_under_way(tx)}
         for rollout_id in self._statistics.keys() - under_way:
             del self._statistics[rollout_id]
 

@@ -24,7 +24,10 @@ _HOUR = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One row. `observed_ms` is the rollout's own clock: it runs while its sessions are read, in whichever process."""
+    """One row of the table of rollouts.
+
+    `observed_ms` is the rollout's own clock: it runs while its sessions are read, in whichever process.
+    """
 
     number_id: int
     rollout_id: str
@@ -92,7 +95,7 @@ class RolloutRecord:
         return Rollout(self.version, self.phase, self.stage, self.slot, self.number, self.began, changed)
 
 
-async def under_way(tx: AsyncConnection, model: str | None = None) -> list[RolloutRecord]:
+async def rollouts_under_way(tx: AsyncConnection, model: str | None = None) -> list[RolloutRecord]:
     """Return the rollouts under way, of one model or of all, the oldest first."""
     query = select(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).order_by(ROLLOUTS.c.number_id)
     if model is not None:
@@ -100,13 +103,13 @@ async def under_way(tx: AsyncConnection, model: str | None = None) -> list[Rollo
     return [_record(row) for row in (await tx.execute(query)).mappings()]
 
 
-async def get(tx: AsyncConnection, rollout_id: str) -> RolloutRecord | None:
+async def load_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecord | None:
     """Return the rollout with that id, or None."""
     row = (await tx.execute(select(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout_id))).mappings().one_or_none()
     return _record(row) if row else None
 
 
-async def newest(tx: AsyncConnection, model: str | None, limit: int) -> list[RolloutRecord]:
+async def newest_rollouts(tx: AsyncConnection, model: str | None, limit: int) -> list[RolloutRecord]:
     """Return up to `limit` rollouts, the newest first."""
     query = select(ROLLOUTS).order_by(ROLLOUTS.c.number_id.desc()).limit(limit)
     if model is not None:

@@ -42,7 +42,7 @@ async def begin(
 ) -> None:
     """Begin the rollout of the candidate, which leaves the gate. Raises `NotAllowed`."""
     tx, now = transition.tx, transition.now
-    active = await rollout_store.under_way(tx, model.model)
+    active = await rollout_store.rollouts_under_way(tx, model.model)
     if active:  # units stay where they are: one salt, one number of slots, one kind of unit
         plan = plan.model_copy(update={"unit": active[0].plan.unit, "slots": active[0].slots})
     state = await rollout_store.load_model_state(tx, model)
@@ -75,7 +75,7 @@ async def begin(
     await transition.delete_trial_result(version)
     await transition.set_state(version, "canary", request="", rollout=None)
     await transition.set_roles(model, candidate=None, family=after.family)
-    begun = await rollout_store.get(tx, str(values["rollout_id"]))
+    begun = await rollout_store.load_rollout(tx, str(values["rollout_id"]))
     assert begun is not None
     numbers = {**statistics, "number": float(planned.number)}
     await transition.record_decision(

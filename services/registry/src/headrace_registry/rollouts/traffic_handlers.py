@@ -45,7 +45,7 @@ class TurnHandler:
             return ()
         await self._lease.check(handling.tx)
         for rollout_id in assigned.rollouts:
-            rollout = await rollout_store.get(handling.tx, rollout_id)
+            rollout = await rollout_store.load_rollout(handling.tx, rollout_id)
             if rollout is None or not rollout.is_under_way:
                 continue
             member = Membership(rollout_id, assigned.unit, rollout.observed_ms)

@@ -92,7 +92,7 @@ class TrafficReader:
 
         async def begin(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            is_active = bool(await rollout_store.under_way(tx))
+            is_active = bool(await rollout_store.rollouts_under_way(tx))
             for partition, end in ends.items():
                 key = {"topic": partition.topic, "partition": partition.partition}
                 await upsert(tx, STREAM.positions, key, {"next_offset": end}, update=not is_active)

@@ -113,7 +113,7 @@ class GatewayAnswers:
 
 
 class GatewaySession:
-    """The model calls of one new answer: a `rerun.Answering`."""
+    """The model calls of one new answer: a `rerun.ModelSession`."""
 
     def __init__(
         self,

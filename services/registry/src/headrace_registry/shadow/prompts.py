@@ -30,7 +30,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One row."""
+    """One row of the table of a shadow's prompts."""
 
     rollout_id: str
     number: int

@@ -98,7 +98,7 @@ class ScorableAnswer:
     temperature: float
 
 
-def weighable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
+def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
     """Return the answers of a run, or None if one was not sampled from the version's own distribution and has no
     weight."""
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):

@@ -27,7 +27,7 @@ class ModelAnswer:
     tokens: int
 
 
-class Answering(Protocol):
+class ModelSession(Protocol):
     """Calls the model in one session of the shadow."""
 
     async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
@@ -74,7 +74,7 @@ class Rerun:
     """Calls of the model."""
 
 
-async def rerun(asking: Answering, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:
+async def rerun(asking: ModelSession, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:
     """Answer the prompt of an opening turn. Raises `RerunFailed`."""
     messages = list(prompt.messages)
     tokens = 0

@@ -24,9 +24,9 @@ from headrace_registry.shadow.recording import (
     is_opening,
     is_single_run,
     log_weight,
-    weighable_answers,
+    scorable_answers,
 )
-from headrace_registry.shadow.rerun import Answering, ReadOnlyTools, RerunFailed, Toolbox, rerun
+from headrace_registry.shadow.rerun import ModelSession, ReadOnlyTools, RerunFailed, Toolbox, rerun
 from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, StepFailed
@@ -44,7 +44,7 @@ class ShadowAnswers(Protocol):
     @property
     def tools(self) -> ReadOnlyTools: ...
 
-    def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[Answering]:
+    def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[ModelSession]:
         """Open a session of the shadow of session `of`. It is ended when the body is left."""
 
     async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
@@ -79,7 +79,9 @@ class ShadowRunner:
         """Begin the prompts that are due, within `shadow.concurrency`. Raises errors that should end the process."""
         self._reap()
         async with self._processor.database.transaction() as tx:
-            rollouts = [record for record in await rollout_store.under_way(tx, model) if record.phase == "shadow"]
+            rollouts = [
+                record for record in await rollout_store.rollouts_under_way(tx, model) if record.phase == "shadow"
+            ]
         for rollout in rollouts:
             free_slots = self._settings.shadow.concurrency - len(self._running)
             if free_slots <= 0:
@@ -160,7 +162,7 @@ class ShadowRunner:
         SHADOW_PROMPTS.labels(rollout.model, "answered").inc()
 
     async def _weight(self, version: str, run: Sequence[Turn]) -> float | None:
-        answers = weighable_answers(run)
+        answers = scorable_answers(run)
         logprobs = await self._answers.logprobs(version, answers) if answers else None
         return log_weight(answers, logprobs) if answers and logprobs is not None else None
 

@@ -19,7 +19,7 @@ from headrace_runtime.program_environment import program_environment
 from headrace_schemas import FunctionCall
 
 
-class ToolCalled(BaseModel):
+class ToolRequest(BaseModel):
     """A line of input for the program."""
 
     id: int
@@ -54,7 +54,7 @@ class ToolProgram:
             raise AssertionError(f"{function.name} is not marked read-only")
         async with self._starting:
             process = await self._running()
-        request = ToolCalled(id=next(self._numbers), name=function.name, arguments=function.arguments)
+        request = ToolRequest(id=next(self._numbers), name=function.name, arguments=function.arguments)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = answer
         try:
