@@ -124,19 +124,19 @@ class GarbageCollector:
         """Return the versions with files in the store."""
         versions: list[VersionRecord] = []
 
-        async def look(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        async def read_versions(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
             versions[:] = [version for version in await store.all_versions(tx) if not version.collected]
             return ()
 
-        await self._processor.step(look)
+        await self._processor.step(read_versions)
         return versions
 
     async def _needed(self, versions: Sequence[VersionRecord]) -> set[str]:
         """Return the versions that the registry's own state needs."""
         needed: set[str] = set()
 
-        async def look(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        async def read_versions(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             needed.clear()
             for version in versions:
                 model = await store.load_model(tx, version.model)
@@ -145,7 +145,7 @@ class GarbageCollector:
                     needed.add(version.version)
             return ()
 
-        await self._processor.step(look)
+        await self._processor.step(read_versions)
         return needed
 
     async def _retire(self, version: str) -> bool:
@@ -184,7 +184,7 @@ class GarbageCollector:
         kept_versions: list[VersionRecord] = []
         needs: dict[str, list[str]] = {}
 
-        async def look(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        async def read_versions(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
             for version in await store.all_versions(tx):
                 old = version.version in chosen or _is_retired_since(version, now - self._retired_for)
@@ -196,7 +196,7 @@ class GarbageCollector:
                     needs[version.version] = reasons
             return ()
 
-        await self._processor.step(look)
+        await self._processor.step(read_versions)
         for lineage, versions in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).items():
             for version in versions:
                 needs.setdefault(version, []).append(f"lineage {lineage} goes on from it or may go back to it")

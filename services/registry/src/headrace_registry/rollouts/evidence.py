@@ -60,9 +60,9 @@ class MetricMonitor:
     arms, so margins are halved too.
     """
 
-    def __init__(self, metric: Metric, look: ReadingAge, alpha: float) -> None:
-        self.metric, self.look = metric, look
-        self.scale = (1.0 if look == "shadow" else 0.5) / metric.width
+    def __init__(self, metric: Metric, age: ReadingAge, alpha: float) -> None:
+        self.metric, self.age = metric, age
+        self.scale = (1.0 if age == "shadow" else 0.5) / metric.width
         self.tests: list[SequentialTest] = []
         self.contrasts = EProcess(null=0.0, gap=1.0)
         self.units_with_value = [0, 0]
