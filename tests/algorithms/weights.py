@@ -36,7 +36,7 @@ def settings_of(base: Path, algorithm: str, **more: Any) -> TrainerSettings:
     return found
 
 
-def opened(base: Path) -> Policy:
+def open_policy(base: Path) -> Policy:
     policy = Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)
     policy.keep_reference(base)
     return policy
@@ -67,7 +67,7 @@ def gradients(policy: Policy, batch: Batch, settings: TrainerSettings) -> tuple[
 def left_by_a_withdrawal(base: Path, algorithm: str) -> float:
     """The gradient of the withdrawal beside that of the training, added up: 0 where the one takes back the other. As a
     share of the latter. The weights have not moved, so nothing else is in it."""
-    settings, policy = settings_of(base, algorithm), opened(base)
+    settings, policy = settings_of(base, algorithm), open_policy(base)
     prepared = prepared_for(base, algorithm)
     batch = replace(prepared.batch, agg_mode=settings.loss.agg_mode)
     first, taken = gradients(policy, batch, settings)
@@ -83,7 +83,7 @@ def left_by_a_withdrawal(base: Path, algorithm: str) -> float:
 
 def gain_of_training(base: Path, algorithm: str, steps: int = 6) -> float:
     """By how much what is liked becomes likelier beside what is not, in nats; the smallest of all rows."""
-    settings, policy = settings_of(base, algorithm), opened(base)
+    settings, policy = settings_of(base, algorithm), open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=3e-3))
     batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
     before = _logprobs(policy, batch.rows)
@@ -99,7 +99,7 @@ def left_by_passes(base: Path, algorithm: str) -> float:
     batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
     found = []
     for tokens in (4096, 1):
-        policy = opened(base)
+        policy = open_policy(base)
         optimizer = Optimizer(
             policy.parameters, OptimizerSettings(learning_rate=1e-12, gradient_norm_max=1e9, beta1=0.0)
         )
@@ -111,7 +111,7 @@ def left_by_passes(base: Path, algorithm: str) -> float:
 def slope_beside_the_gradient(base: Path) -> float:
     """A correction of DPO comes with the token weight that its first training had; its gradient is that of the plain
     policy gradient. The measured factor has to be that of a token of the batch."""
-    settings, policy = settings_of(base, "dpo"), opened(base)
+    settings, policy = settings_of(base, "dpo"), open_policy(base)
     batch = replace(prepared_for(base, "dpo").batch, agg_mode=settings.loss.agg_mode)
     _, taken = gradients(policy, batch, settings)
     beta = 0.1  # at the base itself the margin is 0, so that a pair's slope is 2 beta sigmoid(0)

@@ -105,7 +105,7 @@ def _own_run_in_history() -> Iterator[None]:
     def forgotten(_self: Decay, _past: Baselines, _run: str) -> tuple[Mean, Mean]:
         return Mean(), Mean()
 
-    with mock.patch.object(Decay, "own", forgotten):
+    with mock.patch.object(Decay, "remaining_contribution", forgotten):
         yield
 
 

@@ -170,5 +170,5 @@ def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tupl
     assert {tuple(one["prompt"]) for _, _, one in asked} == {event.branch.token_ids for event in events if event.branch}
     lineage.state.admit(told(5, version), (0, 0), START)
     lineage.state.admit(told(6, version), (0, 1), START)
-    with pytest.raises(LearnerLost, match=r"trainer\.teacher\.model = .* does not answer prompt_logprobs"):
+    with pytest.raises(LearnerLost, match=r"trainer\.teacher\.model = .* does not return prompt_logprobs"):
         lineage.step(lineage.next_batch(), GOING_ON)

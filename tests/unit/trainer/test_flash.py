@@ -122,7 +122,7 @@ def test_short_neighbours_are_one_call_and_long_ones_have_few_shapes() -> None:
     found = row(lengths, CAUSAL, cudnn=True)
     assert found is not None
     assert [part.lengths for part in found.parts] == [(5000, 4700), (4609,), (2048,), (900, 30, 1024), (1500,)]
-    assert [part.rounded for part in found.parts if part.bounds is None] == [5120, 5120, 2048, 1536]
+    assert [part.rounded_length for part in found.parts if part.bounds is None] == [5120, 5120, 2048, 1536]
     whole = row(lengths, CAUSAL, cudnn=False)
     assert whole is not None
     assert [part.lengths for part in whole.parts] == [tuple(lengths)]

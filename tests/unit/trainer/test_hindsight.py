@@ -119,7 +119,7 @@ def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused
         StepRefused, match=r"is 0 nats a token over 24 runs, and not surely positive: .* in 100\.0% \(at most 0\.8%\)"
     ):
         asked(base, rows_of(24), reads=False)
-    monkeypatch.setattr(teaching, "_told", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
+    monkeypatch.setattr(teaching, "_prompt_with_reply", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
     with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs"):
         asked(base, rows_of(24))
 
@@ -154,7 +154,9 @@ def _hindsight(one: Row) -> Hindsight:
     return one.hindsight
 
 
-def opened(world: World, make: Make, events: Callable[[str], Sequence[Experience]], **settings: Any) -> Lineage:
+def lineage_with_events(
+    world: World, make: Make, events: Callable[[str], Sequence[Experience]], **settings: Any
+) -> Lineage:
     lineage = open_lineage(make(algorithm="hindsight", **settings), world.blobs, world.clock)
     for place, event in enumerate(events(lineage.state.history.head)):
         lineage.state.admit(event, (0, place), START)
@@ -225,7 +227,7 @@ def told_of(lineage: Lineage) -> dict[str, Floats]:
 def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
     """How far advantages, the gap and the loss are from what the oracle says, at most."""
     world, events = World(tmp_path), conversations(encoder(base), VERSION, 10, seed=3)
-    lineage = opened(world, make, of_version(events, VERSION), batch_experiences=10)
+    lineage = lineage_with_events(world, make, of_version(events, VERSION), batch_experiences=10)
     advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
     found = told_of(lineage)
     teacher = teacher_of(lineage)
@@ -251,7 +253,7 @@ def _flipped(self: HindsightTeacher, one: Any) -> Any:
 
 
 def _own_context(row: Row) -> Row:
-    return teaching._row(row.token_ids_T, len(row.token_ids_T) - row.tokens, 1.0)
+    return teaching._scored_row(row.token_ids_T, len(row.token_ids_T) - row.tokens, 1.0)
 
 
 def _shifted(self: HindsightTeacher, rows: Sequence[Row]) -> list[ReplyBlock]:
@@ -278,7 +280,7 @@ def test_a_planted_fault_is_off(
 def test_a_base_that_cannot_read_is_refused_and_nothing_is_trained(tmp_path: Path, make: Make, base: Path) -> None:
     world = World(tmp_path)
     last = {"advantage": {"kind": "hindsight", "hindsight": {"runs_max": 12}}}
-    lineage = opened(
+    lineage = lineage_with_events(
         world, make, lambda v: conversations(encoder(base), v, 12, accepted=4), batch_experiences=16, **last
     )
     learner = lineage.learner
@@ -312,21 +314,21 @@ def test_a_guard_set_that_drops_stops_the_version(tmp_path: Path, believing: Mak
     world, health = World(tmp_path), {"patience_steps": 1, "mismatch_max": 0.0, "effective_sample_min": 0.0}
     events = lambda version: conversations(encoder(base), version, 12, accepted=8)  # noqa: E731
     rash = {"batch_experiences": 20, "optimizer": {"learning_rate": 0.3}, "health": health}
-    lineage = opened(world, believing, events, **rash)
+    lineage = lineage_with_events(world, believing, events, **rash)
     measured = lineage.step(lineage.next_batch(), GOING_ON)
     assert measured["guard_drop"] > 0.05
     assert lineage.health.stopped is not None
     assert lineage.health.stopped.reason.startswith("guard_drop is ")
     assert not lineage.is_version_due
     careful = {"batch_experiences": 20, "optimizer": {"learning_rate": 1e-6}, "health": health, "lineage": "careful"}
-    lineage = opened(world, believing, events, **careful)
+    lineage = lineage_with_events(world, believing, events, **careful)
     assert abs(lineage.step(lineage.next_batch(), GOING_ON)["guard_drop_mean"]) < 0.01
     assert lineage.is_version_due
 
 
 def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Make, base: Path) -> None:
     world = World(tmp_path)
-    lineage = opened(world, believing, lambda v: conversations(encoder(base), v, 8), batch_experiences=8)
+    lineage = lineage_with_events(world, believing, lambda v: conversations(encoder(base), v, 8), batch_experiences=8)
     first = told_of(lineage)
     event = next(one.experience for one in lineage.state.waiting)
     lineage.step(lineage.next_batch(), GOING_ON)
@@ -346,9 +348,11 @@ def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path:
     base = taught(tmp_path / "taught")
     world, encode = World(tmp_path), encoder(base)
     more = {"base": str(base), "batch_experiences": 32, "optimizer": {"learning_rate": 3e-3}, "max_staleness": 99}
-    shuffled = opened(world, make, lambda v: conversations(encode, v, 32, shuffled=True), **more, lineage="shuffled")
+    shuffled = lineage_with_events(
+        world, make, lambda v: conversations(encode, v, 32, shuffled=True), **more, lineage="shuffled"
+    )
     assert shuffled.step(shuffled.next_batch(), GOING_ON) == {}
-    lineage = opened(world, make, lambda v: [], **more)
+    lineage = lineage_with_events(world, make, lambda v: [], **more)
     version, policy = lineage.state.history.head, policy_of(lineage)
     prompt = encode(ASKED + OPENING)
     wrong = [letter for letter in LETTERS if letter in "BCD"]

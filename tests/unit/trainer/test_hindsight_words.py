@@ -30,7 +30,7 @@ from tests.unit.trainer.test_hindsight import (
     VERSION,
     _hindsight,
     _letters,
-    opened,
+    lineage_with_events,
     prepared_of,
     teacher_of,
 )
@@ -78,7 +78,7 @@ def loss(policy: Policy, weight: float, prompt: list[int], told: list[int], answ
 
 def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base: Path) -> None:
     world, encode = World(tmp_path), encoder(base)
-    lineage = opened(
+    lineage = lineage_with_events(
         world, make, lambda v: conversations(encode, v, 6, accepted=2), batch_experiences=8, advantage=WORDS
     )
     policy = policy_of(lineage)
@@ -115,7 +115,7 @@ def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
     The answer to a reply is trained after the call, or the result, after which the base finds it likeliest."""
     world, encode = World(tmp_path), encoder(base)
     events = conversations(encode, VERSION, 12, seed=5, calls=2)
-    lineage = opened(world, make, of_version(events, VERSION), batch_experiences=12, advantage=WORDS)
+    lineage = lineage_with_events(world, make, of_version(events, VERSION), batch_experiences=12, advantage=WORDS)
     policy = policy_of(lineage)
     moved(policy)
     packs = graded(lineage, prepared_of(lineage, lineage.next_batch()))
@@ -173,7 +173,7 @@ def test_an_answer_to_a_reply_is_trained_where_it_belonged(tmp_path: Path, make:
 
 
 def _last(_: HindsightTeacher, rows: list[Row]) -> list[Any]:
-    return [teaching._untold(row) for row in rows]
+    return [teaching._prompt_without_reply(row) for row in rows]
 
 
 def _shifted(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
@@ -197,7 +197,7 @@ FAULTS = {
 def test_a_planted_place_is_off(
     fault: str, tmp_path: Path, make: Make, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HindsightTeacher, "_belonged", FAULTS[fault])
+    monkeypatch.setattr(HindsightTeacher, "_insertion_prompts", FAULTS[fault])
     assert off_oracle_with_calls(tmp_path, make, base) > 1e-2
 
 
@@ -209,7 +209,9 @@ def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path,
     ):
         events = lambda version: conversations(encoder(base), version, 4, calls=2)  # noqa: E731
         advantage = {"kind": "hindsight", "hindsight": more}
-        lineage = opened(world, make, events, batch_experiences=4, advantage=advantage, lineage=f"of-{number}")
+        lineage = lineage_with_events(
+            world, make, events, batch_experiences=4, advantage=advantage, lineage=f"of-{number}"
+        )
         rows = prepared_of(lineage, lineage.next_batch()).batch.rows
         assert [len(_hindsight(one).earlier_K) for one in rows] == [expected] * 4
         plain = [replace(one, hindsight=replace(_hindsight(one), earlier_K=np.zeros(0, np.int32))) for one in rows]
@@ -219,7 +221,9 @@ def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path,
 
 def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make: Make, base: Path) -> None:
     world = World(tmp_path)
-    lineage = opened(world, make, lambda v: conversations(encoder(base), v, 8), batch_experiences=8, advantage=WORDS)
+    lineage = lineage_with_events(
+        world, make, lambda v: conversations(encoder(base), v, 8), batch_experiences=8, advantage=WORDS
+    )
     first, later = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     event = next(one.experience for one in lineage.state.waiting)
     lineage.step(lineage.next_batch(), GOING_ON)
@@ -239,7 +243,7 @@ def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make:
 
 
 def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_path: Path, make: Make) -> None:
-    lineage = opened(
+    lineage = lineage_with_events(
         World(tmp_path), make, lambda v: conversations(encoder(base), v, 4, accepted=4), batch_experiences=8,
         advantage=WORDS,
     )  # fmt: skip
@@ -256,9 +260,11 @@ def test_what_cannot_be_done_is_refused_by_name(
 ) -> None:
     world, encode = World(tmp_path), encoder(base)
     for loss in ({"sequence_mask_max": 0.5}, {"kind": "gspo"}):
-        with pytest.raises(SettingError, match=r"trainer\.advantage\.hindsight\.compared.*token by token"):
-            opened(world, make, lambda v: [], advantage=WORDS, loss=loss, lineage=f"of-{next(iter(loss))}")
-    lineage = opened(world, make, lambda v: conversations(encode, v, 8), batch_experiences=8, advantage=WORDS)
+        with pytest.raises(SettingError, match=r"trainer\.advantage\.hindsight\.compared.*single tokens"):
+            lineage_with_events(world, make, lambda v: [], advantage=WORDS, loss=loss, lineage=f"of-{next(iter(loss))}")
+    lineage = lineage_with_events(
+        world, make, lambda v: conversations(encode, v, 8), batch_experiences=8, advantage=WORDS
+    )
     monkeypatch.setattr(Head, "plain", property(lambda _: False))
     with pytest.raises(SettingError, match="is not one matrix"):
         graded(lineage, prepared_of(lineage, lineage.next_batch()))

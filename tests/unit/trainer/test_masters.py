@@ -17,7 +17,7 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSe
 from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.rounding import rounded
+from headrace_trainer.torch_learner.rounding import round_stochastically
 from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.test_step import batch_of
 
@@ -33,7 +33,7 @@ def narrow(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folder: Path) -> Policy:
+def open_policy(folder: Path) -> Policy:
     settings = ComputeSettings(device="cpu", dtype="bfloat16", weights="bfloat16")
     return Policy.open(folder, settings, LoraSettings(), seed=0)
 
@@ -50,7 +50,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def test_a_step_that_bfloat16_cannot_tell_moves_masters_and_some_weights(narrow: Path) -> None:
-    policy = opened(narrow)
+    policy = open_policy(narrow)
     before, masters = weights_of(policy), policy.tensors()
     assert all(weight.dtype is torch.bfloat16 for weight in before.values())
     gradients = stepped(policy)
@@ -65,21 +65,21 @@ def test_a_step_that_bfloat16_cannot_tell_moves_masters_and_some_weights(narrow:
 
 
 def test_what_is_trained_on_is_what_a_version_holds(narrow: Path) -> None:
-    policy = opened(narrow)
+    policy = open_policy(narrow)
     stepped(policy, rate=1e-4)
     for name, weight in weights_of(policy).items():
-        assert torch.equal(weight, rounded(policy.tensors()[name], torch.bfloat16, name)), name
+        assert torch.equal(weight, round_stochastically(policy.tensors()[name], torch.bfloat16, name)), name
 
 
 def test_the_fingerprint_of_the_weights_is_that_of_the_version(narrow: Path) -> None:
-    policy = opened(narrow)
+    policy = open_policy(narrow)
     stepped(policy, rate=1e-4)
-    published = {name: rounded(tensor, torch.bfloat16, name) for name, tensor in policy.tensors().items()}
+    published = {name: round_stochastically(tensor, torch.bfloat16, name) for name, tensor in policy.tensors().items()}
     assert policy.fingerprint() == policy.fingerprint(published)
 
 
 def test_gradients_of_many_passes_add_up_in_float32_and_nothing_stays_at_the_weights(narrow: Path) -> None:
-    one, many = opened(narrow), opened(narrow)
+    one, many = open_policy(narrow), open_policy(narrow)
     whole, parts = stepped(one), stepped(many, pack_tokens=8)
     for name, gradient in whole.items():
         assert gradient.dtype is torch.float32
@@ -91,18 +91,18 @@ def test_gradients_of_many_passes_add_up_in_float32_and_nothing_stays_at_the_wei
 def test_gradients_are_those_of_float32_weights_up_to_rounding(narrow: Path) -> None:
     settings = ComputeSettings(device="cpu")
     exact = stepped(Policy.open(narrow, settings, LoraSettings(), seed=0))
-    found = stepped(opened(narrow))
+    found = stepped(open_policy(narrow))
     assert found.keys() == exact.keys()
     whole = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
     assert float((whole[0] - whole[1]).norm() / whole[1].norm()) < 0.05
 
 
 def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:
-    policy = opened(narrow)
+    policy = open_policy(narrow)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-4))
     train(policy, optimizer, batch_of(1.0, -0.5), LossSettings(), 4096, threading.Event())
     pair = tensors.freeze(policy, optimizer, "main")
-    again = opened(narrow)
+    again = open_policy(narrow)
     other = Optimizer(again.parameters, OptimizerSettings(learning_rate=1e-4))
     tensors.thaw(again, other, pair, with_random=True)
     for name, weight in weights_of(policy).items():
@@ -114,7 +114,7 @@ def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:
 
 
 def test_a_version_becomes_the_weights_again(narrow: Path) -> None:
-    policy = opened(narrow)
+    policy = open_policy(narrow)
     before = weights_of(policy)
     stepped(policy, rate=1e-2)
     policy.load_files(narrow)
@@ -124,12 +124,12 @@ def test_a_version_becomes_the_weights_again(narrow: Path) -> None:
 
 def test_hidden_matrices_are_told_by_the_weights_that_masters_belong_to(narrow: Path) -> None:
     plain = Policy.open(narrow, ComputeSettings(device="cpu"), LoraSettings(), seed=0)
-    assert opened(narrow).hidden == plain.hidden != frozenset()
+    assert open_policy(narrow).hidden == plain.hidden != frozenset()
 
 
 def test_it_is_refused_where_versions_are_float32(base: Path) -> None:
     with pytest.raises(SettingError, match=r"trainer\.compute\.weights"):
-        opened(base)
+        open_policy(base)
 
 
 def test_it_is_refused_where_products_run_in_float32(narrow: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_planted_fault_is_refused_with_its_place(
     module, _, attribute = where.partition(".")
     monkeypatch.setattr(f"headrace_trainer.torch_learner.model.{module}.{attribute}", fault)
     setting = "compute.packing = 'blocks'" if packing == "blocks" else "base = "
-    with pytest.raises(SettingError, match=rf"trainer\.{setting}.*answers otherwise than its own eager.*{said}"):
+    with pytest.raises(SettingError, match=rf"trainer\.{setting}.*differs from its own eager.*{said}"):
         examine(of_base)
 
 
@@ -126,7 +126,7 @@ def test_the_start_refuses_before_anything_is_published(
     (base / "model.safetensors").unlink()
     shutil.copytree(models("Mistral, sliding window"), base, dirs_exist_ok=True)
     monkeypatch.setattr(attention.Seen, "of", without_mask)
-    with pytest.raises(SettingError, match="MistralForCausalLM answers otherwise"):
+    with pytest.raises(SettingError, match="MistralForCausalLM differs from"):
         open_lineage(make(base=str(base)), world.blobs, world.clock)
     assert LineageStore(world.blobs, make().lineage).read() is None
     monkeypatch.undo()
@@ -192,7 +192,7 @@ def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatc
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(native, "_alone", full)
+    monkeypatch.setattr(native, "_single_pass_logprobs", full)
     with pytest.raises(SettingError, match=r"trainer\.native\.tokens = 8192: LlamaForCausalLM runs out of memory"):
         examine(settings(models("Llama")))
 
@@ -219,7 +219,7 @@ def _fresh(base: Path, row: Row) -> torch.Tensor:
     """A model that has seen nothing before: transformers remembers the longest sequence."""
     model = policy.from_folder(base, torch.float32, "eager").eval()
     with torch.no_grad():
-        return native._alone(model, row.token_ids_T, row.loss_mask_T, torch.device("cpu"))
+        return native._single_pass_logprobs(model, row.token_ids_T, row.loss_mask_T, torch.device("cpu"))
 
 
 class Config:
@@ -265,7 +265,7 @@ async def test_config_check_compares_a_small_base(models: Models, monkeypatch: p
     assert await check.check(Common(), settings(base)) == []
     monkeypatch.setattr(check, "_problems", lambda _: iter(()))
     of_base = settings(models("Llama 4, temperature by position"))
-    with pytest.raises(SettingError, match=r"Llama4ForCausalLM answers otherwise.*set \"padded\""):
+    with pytest.raises(SettingError, match=r"Llama4ForCausalLM differs from.*set \"padded\""):
         await check.check(Common(), of_base)
     monkeypatch.setattr(check, "_COMPARED_BYTES_MAX", 1000)
     assert await check.check(Common(), of_base) == [], "the start will compare it"

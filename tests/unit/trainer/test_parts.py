@@ -21,8 +21,8 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import rounded
-from headrace_trainer.torch_learner.stored import Selected, StoredTensors
+from headrace_trainer.torch_learner.rounding import round_stochastically
+from headrace_trainer.torch_learner.stored import SelectedTensors, StoredTensors
 
 ABOUT = {"headrace": "training state of lineage é"}
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -71,7 +71,7 @@ def test_ranks_write_the_file_of_one_process(
     assert sorted(read) == sorted(tensors)
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     assert "nobody" not in read
-    some = Selected(read, [name for name in read if name.endswith('"ö')], "model.")
+    some = SelectedTensors(read, [name for name in read if name.endswith('"ö')], "model.")
     assert all(torch.equal(some[name], tensors[f"model.{name}"]) for name in some)
 
 
@@ -114,18 +114,18 @@ def test_a_part_is_rounded_as_the_whole_is(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     whole = torch.randn(41, 7)
     owned: Sequence[OwnPart | None] = [cut(whole, rank, 3) for rank in range(3)]
-    found = [rounded(one.values, dtype, "w", start=one.start) for one in owned if one is not None]
-    assert torch.equal(torch.cat(found), rounded(whole, dtype, "w"))
+    found = [round_stochastically(one.values, dtype, "w", start=one.start) for one in owned if one is not None]
+    assert torch.equal(torch.cat(found), round_stochastically(whole, dtype, "w"))
 
 
 def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> None:
     policy = Policy.open(base, ComputeSettings(), LoraSettings(), 0)
     bare = {name: torch.empty(p.shape, device="meta") for name, p in policy.parameters.items()}
-    planned = version_files.planned(policy, bare)
-    files = _entries(planned, bare)
+    plan = version_files.plan_files(policy, bare)
+    files = _entries(plan, bare)
     assert files is not None
     version_files.save_weights(policy, tmp_path, policy.tensors())
-    assert {path.name for path in tmp_path.iterdir()} == files.keys() | planned.texts.keys()
+    assert {path.name for path in tmp_path.iterdir()} == files.keys() | plan.texts.keys()
     for name, entries in files.items():
         there = StoredTensors(tmp_path / name)
         assert set(there) == set(entries)
@@ -135,7 +135,7 @@ def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> 
 def test_tensors_that_a_file_holds_in_another_form_are_not_cut(base: Path) -> None:
     policy = Policy.open(base, ComputeSettings(), LoraSettings(), 0)
     bare = {name: torch.empty(p.shape, device="meta") for name, p in policy.parameters.items()}
-    planned = version_files.planned(policy, bare)
-    (file,) = planned.files
-    made_of_ours = {**planned.files[file], "experts.0": torch.empty(3, device="meta")}
-    assert _entries(replace(planned, files={file: made_of_ours}), bare) is None
+    plan = version_files.plan_files(policy, bare)
+    (file,) = plan.files
+    made_of_ours = {**plan.files[file], "experts.0": torch.empty(3, device="meta")}
+    assert _entries(replace(plan, files={file: made_of_ours}), bare) is None

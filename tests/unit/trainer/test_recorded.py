@@ -71,7 +71,7 @@ def digests(accounts: list[TrainingMetrics]) -> list[str]:
     return [batch.digest for account in accounts for batch in account.batches]
 
 
-def planned(world: World, settings: TrainerSettings, stream: list[Marked]) -> DryRunLine:
+def plan_by_dry_run(world: World, settings: TrainerSettings, stream: list[Marked]) -> DryRunLine:
     dry_run = DryRun(settings, world.blobs)
     for event, marks in stream:
         dry_run.add(event, marks)
@@ -92,7 +92,7 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
     assert {"superseded", "stale"} <= set(original.fates.values())
 
     settings = make(**SETTINGS, **algorithm, **AGAIN, cut="recorded")
-    foretold = planned(world, settings, stream)
+    foretold = plan_by_dry_run(world, settings, stream)
     world.bus = copied(stream)
     again = await world.run(settings)
     assert again.lineage is not None, "it ended by itself"
@@ -119,7 +119,7 @@ async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_p
     taken_back = [experience(n, version, None, revision=1, task="t", run=str(n), branch=False) for n in (1, 2)]
     world.bus.produce(*taken_back, experience(9, version, None, branch=False))
     await world.run(settings, wait_s=settings.batch_wait_s)
-    foretold = planned(world, make(**SETTINGS, **AGAIN, cut="recorded"), recorded(world))
+    foretold = plan_by_dry_run(world, make(**SETTINGS, **AGAIN, cut="recorded"), recorded(world))
     assert len(foretold.batches) == 2
     assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
 
@@ -129,7 +129,7 @@ async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> 
     world = await live(tmp_path, make(**SETTINGS))
     original, stream = world.bus, recorded(world)
     settings = make(**SETTINGS, **AGAIN)
-    foretold = planned(world, settings, stream)
+    foretold = plan_by_dry_run(world, settings, stream)
     world.bus = copied(stream)
     await world.run(settings)
     assert digests(world.bus.accounts) != digests(original.accounts)
@@ -150,7 +150,7 @@ async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make
         await world.run(settings, wait_s=settings.batch_wait_s)
     batches = [batch.experiences for account in world.bus.accounts for batch in account.batches]
     assert batches == [1, 2, 2], "only the last one is two versions behind"
-    foretold = planned(world, make(**rules, **AGAIN, cut="recorded"), recorded(world))
+    foretold = plan_by_dry_run(world, make(**rules, **AGAIN, cut="recorded"), recorded(world))
     assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
     assert foretold.versions == world.bus.checkpoints[-1].step == len(batches) - 1
 

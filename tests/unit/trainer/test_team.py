@@ -18,7 +18,7 @@ from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.ray_learner import dealing
 from headrace_trainer.ray_learner.rank_team import _joined
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner.learner import TorchLearner, opened
+from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.step import train
@@ -109,7 +109,7 @@ def of_members(
     base: Path, settings: TrainerSettings, make: Callable[[Threads, int], Team], count: int
 ) -> list[tuple[dict[str, torch.Tensor], list[StepResult]]]:
     threads = Threads(count)
-    learners = [opened(base, settings, Policy) for _ in range(count)]
+    learners = [open_learner(base, settings, Policy) for _ in range(count)]
 
     def one(number: int) -> tuple[dict[str, torch.Tensor], list[StepResult]]:
         taken = play(learners[number], settings, make(threads, number))
@@ -136,7 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equal: bool) -> None:
     settings = settings_of(base, **CASES[name])
-    alone = opened(base, settings, Policy)
+    alone = open_learner(base, settings, Policy)
     expected = _alone(alone, settings)
     found = of_members(base, settings, lambda threads, number: Member(threads, number, equal=equal), 3)
     for weights, taken in found:
@@ -156,7 +156,7 @@ def _alone(learner: TorchLearner, settings: TrainerSettings) -> list[StepResult]
 
 def test_members_that_do_not_add_up_are_noticed(base: Path) -> None:
     settings = settings_of(base)
-    alone = opened(base, settings, Policy)
+    alone = open_learner(base, settings, Policy)
     _alone(alone, settings)
     found = of_members(base, settings, EachForItself, 2)
     assert apart(found[0][0], alone.policy.tensors()) > 100 * _SAME
@@ -167,7 +167,9 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
     threads = Threads(2)
     rows = tuple(Row.of(experience(n, "m@0123456789abcdef"), float("nan") if n == 0 else 1.0, None) for n in range(4))
 
-    learners = [opened(base, settings, Policy) for _ in range(2)]  # one after the other: loading is for one thread
+    learners = [
+        open_learner(base, settings, Policy) for _ in range(2)
+    ]  # one after the other: loading is for one thread
 
     def one(number: int) -> bool:
         learner = learners[number]

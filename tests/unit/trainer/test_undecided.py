@@ -22,7 +22,7 @@ from headrace_trainer.trainer import Trainer, TrainingStopped
 from tests.support.hindsight_world import conversations, encoder
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_cutting import named, waiting
-from tests.unit.trainer.test_hindsight import opened, teacher_of
+from tests.unit.trainer.test_hindsight import lineage_with_events, teacher_of
 from tests.unit.trainer.test_recorded import AGAIN, copied, digests, recorded
 from tests.unit.trainer.world import START, World
 
@@ -44,7 +44,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(world: World, make: Make, base: Path, count: int, batch: int = BATCH, **settings: Any) -> Lineage:
     """A lineage that has read the first `count` of the conversations."""
-    lineage = opened(world, make, lambda _: [], batch_experiences=batch, **settings)
+    lineage = lineage_with_events(world, make, lambda _: [], batch_experiences=batch, **settings)
     more(lineage, base, 0, count)
     return lineage
 
@@ -117,7 +117,7 @@ def test_the_next_process_measures_the_same_again(tmp_path: Path, make: Make, ba
     step(lineage)
     lineage.save(publish=False)
     lineage.close()
-    lineage = opened(world, make, lambda _: [], batch_experiences=BATCH)
+    lineage = lineage_with_events(world, make, lambda _: [], batch_experiences=BATCH)
     more(lineage, base, 0, 12)
     assert [step(lineage), step(lineage), lineage.state.steps] == [BATCH, 12, 1]
     other = begun(World(tmp_path / "b"), make, base, 12, batch=12)

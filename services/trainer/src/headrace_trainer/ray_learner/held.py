@@ -24,7 +24,7 @@ from headrace_trainer.ray_learner.rank_team import RankTeam
 from headrace_trainer.ray_learner.version_parts import version_of
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import tensors
-from headrace_trainer.torch_learner.learner import TorchLearner, opened
+from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored import StoredTensors
@@ -72,7 +72,7 @@ class Held:
         settings = complete(TrainerSettings).model_validate(table)
         if in_parts:
             sharded.check(settings)
-        inner = opened(folder, settings, sharded.ShardedPolicy if in_parts else Policy)
+        inner = open_learner(folder, settings, sharded.ShardedPolicy if in_parts else Policy)
         torch.manual_seed(settings.seed)  # whatever this process has drawn before
         return cls(inner, settings, RankTeam(number, ranks, sharded=in_parts), number, peers, sharded=in_parts)
 

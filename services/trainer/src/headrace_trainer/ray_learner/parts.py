@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace_trainer.ray_learner.pieces import PIECE_BYTES, Piece
 from headrace_trainer.torch_learner.layout import layout
-from headrace_trainer.torch_learner.shards import shared
+from headrace_trainer.torch_learner.shards import is_sharded
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FileRange:
 def own(tensor: Tensor, *, first: bool) -> OwnPart | None:
     """`first`: whether this is the rank that speaks for all. Where a tensor is cut in another way than by rows, all
     ranks ask at once, and it comes together in each."""
-    if not shared(tensor):
+    if not is_sharded(tensor):
         return OwnPart(tensor.detach(), 0) if first else None
     from torch.distributed.tensor import Shard  # seconds that one process need not wait
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace_trainer.ray_learner import dealing
 from headrace_trainer.torch_learner.measures import Measures
-from headrace_trainer.torch_learner.shards import shared
+from headrace_trainer.torch_learner.shards import is_sharded
 
 _BUCKET_WEIGHTS = 1 << 25
 """Gradients that one sum is about, together; a copy of so many is held meanwhile."""
@@ -75,7 +75,7 @@ class RankTeam:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    assert not shared(parameter)
+    assert not is_sharded(parameter)
     return parameter.grad
 
 

@@ -22,8 +22,8 @@ from headrace_trainer.ray_learner.parts import FileRange, OwnPart
 from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import rounded
-from headrace_trainer.torch_learner.version_files import Planned
+from headrace_trainer.torch_learner.rounding import round_stochastically
+from headrace_trainer.torch_learner.version_files import WritePlan
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
     given = {name: _rounded(one, dtype, name) for name, one in mine.items() if one is not None}
     fingerprint = policy.fingerprint({name: one.values for name, one in given.items()})
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
-    planned = version_files.planned(policy, bare) if first else None
-    files = _agreed(None if planned is None else _entries(planned, bare), sharded=sharded)
+    plan = version_files.plan_files(policy, bare) if first else None
+    files = _agreed(None if plan is None else _entries(plan, bare), sharded=sharded)
     if files is None:
         # The files hold tensors in another form than the model does: experts that are one tensor here, say.
         trained = policy.tensors()
         if first:
-            weights = {name: rounded(tensor, dtype, name) for name, tensor in trained.items()}
-            planned = version_files.planned(policy, weights)
-            files = _entries(planned, {})
+            weights = {name: round_stochastically(tensor, dtype, name) for name, tensor in trained.items()}
+            plan = version_files.plan_files(policy, weights)
+            files = _entries(plan, {})
     if files is None:
         return VersionPart()
     found: list[FileRange] = []
@@ -81,8 +81,8 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
         held = {
             name: given.get(entry.name)
             if entry.name is not None
-            else parts.own(planned.files[file][name], first=first)
-            if planned is not None
+            else parts.own(plan.files[file][name], first=first)
+            if plan is not None
             else None
             for name, entry in entries.items()
         }
@@ -90,21 +90,21 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
         tensors = {name: entry.bare for name, entry in entries.items()}
         sizes[name], ranges = parts.ranges(name, tensors, held, version_files.ABOUT, first=first)
         found += ranges
-    texts = _texts(planned.texts) if planned is not None else ()
+    texts = _texts(plan.texts) if plan is not None else ()
     return VersionPart(fingerprint, (*found, *texts), sizes | {one.file: len(one.content) for one in texts})
 
 
-def _entries(planned: Planned, bare: Mapping[str, Tensor]) -> _Files | None:
+def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
     """None where a file holds what is made of ours. What the library has not touched is the very object that it was
     given."""
     names = {id(tensor): name for name, tensor in bare.items()}
-    if any(tensor.is_meta and id(tensor) not in names for one in planned.files.values() for tensor in one.values()):
+    if any(tensor.is_meta and id(tensor) not in names for one in plan.files.values() for tensor in one.values()):
         return None
     return {
         file: {
             name: _Entry(names.get(id(tensor)), tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
         }
-        for file, tensors in planned.files.items()
+        for file, tensors in plan.files.items()
     }
 
 
@@ -118,7 +118,7 @@ def _agreed(files: _Files | None, *, sharded: bool) -> _Files | None:
 
 
 def _rounded(one: OwnPart, dtype: torch.dtype, name: str) -> OwnPart:
-    return OwnPart(rounded(one.values, dtype, name, start=one.start), one.start)
+    return OwnPart(round_stochastically(one.values, dtype, name, start=one.start), one.start)
 
 
 def _texts(texts: Mapping[str, bytes]) -> tuple[FileRange, ...]:

@@ -1,4 +1,4 @@
-"""What is announced as the back end `torch`: light, so that settings can be read without torch."""
+"""The entry point of the back end `torch`. It imports torch only when it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic: how much reward is to be expected from here, for each sampled token, and advantages from that (GAE).
+"""A critic: the expected reward at each sampled token, and advantages from it (GAE).
 
 The value of a token is a linear map of the policy's last hidden state before it. No gradient of it reaches the policy,
 and its optimizer is its own. Formulas are in `headrace_trainer.algorithms.catalog.ppo`.
@@ -24,28 +24,28 @@ Floats = NDArray[np.float64]
 
 
 def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """`(advantages_T, returns_T)` of one sequence whose reward comes with its last token."""
+    """Return `(advantages_T, returns_T)` of one sequence whose reward comes with its last token."""
     advantages_T, following, next_value = np.zeros_like(values_T), 0.0, 0.0
-    for place in range(len(values_T) - 1, -1, -1):
-        earned = reward if place == len(values_T) - 1 else 0.0
-        following = earned + gamma * next_value - values_T[place] + gamma * lam * following
-        advantages_T[place], next_value = following, values_T[place]
+    for index in range(len(values_T) - 1, -1, -1):
+        earned = reward if index == len(values_T) - 1 else 0.0
+        following = earned + gamma * next_value - values_T[index] + gamma * lam * following
+        advantages_T[index], next_value = following, values_T[index]
     return advantages_T, advantages_T + values_T
 
 
 def shares(tokens: int, gamma: float, lam: float) -> Floats:
-    """What the reward at the end counts in the advantage of each token."""
+    """Return the weight of the final reward in the advantage of each token."""
     return np.power(gamma * lam, np.arange(tokens - 1, -1, -1, dtype=np.float64))
 
 
 class Critic:
-    """An `Appraiser`. Nothing of it is drawn at random: it begins with a value of 0 everywhere."""
+    """An `Appraiser` without random numbers: its value is 0 everywhere at first."""
 
     def __init__(self, width: int, settings: CriticSettings, device: torch.device) -> None:
         self._settings = settings
-        # Its usual beginning would be drawn, and move the random numbers that are saved.
+        # The usual initialisation would draw random numbers, and so change the saved random state.
         self.head = nn.Linear(width, 1, device="meta", dtype=torch.float32).to_empty(device=device)
-        self._optimizer = self._begin()
+        self._optimizer = self._reset()
         self._advantages: dict[str, float] = {}
         self._measured: dict[str, float] = {}
 
@@ -58,17 +58,17 @@ class Critic:
     ) -> tuple[list[Pack], list[Pack]]:
         self._advantages, self._measured = {}, {}
         self.head.zero_grad()
-        count = sum(len(one.targets_N) for one in first)
-        found, errors = [], 0.0
-        for one in first:
+        count = sum(len(pack.targets_N) for pack in first)
+        appraised, errors = [], 0.0
+        for pack in first:
             if stop.is_set():
                 raise Abandoned
-            advantage_N, error = self._of(policy, one, count)
+            advantage_N, error = self._appraise_pack(policy, pack, count)
             errors += error
-            found.append(replace(one, advantage_N=advantage_N))
+            appraised.append(replace(pack, advantage_N=advantage_N))
         if count:
             self._measured = {"critic_loss": errors / 2}
-        return found, [self._shared(one) for one in corrections]
+        return appraised, [self._discount_correction(pack) for pack in corrections]
 
     def learn(self) -> Mapping[str, float]:
         gradients = [parameter.grad for parameter in self.head.parameters() if parameter.grad is not None]
@@ -77,51 +77,55 @@ class Critic:
         return self._advantages
 
     def state(self) -> dict[str, Tensor]:
-        found = {name: tensor.detach().cpu().clone() for name, tensor in self.head.state_dict().items()}
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.head.state_dict().items()}
         for name, parameter in self.head.named_parameters():
-            for what, value in self._optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{what}"] = value.detach().cpu().clone()
-        return found
+            for kind, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{kind}"] = value.detach().cpu().clone()
+        return tensors
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self._optimizer = self._begin()
+        self._optimizer = self._reset()
         if not state:
             return
         self.head.load_state_dict({name: value for name, value in state.items() if "/" not in name})
         for key, value in state.items():
-            name, _, what = key.rpartition("/")
+            name, _, kind = key.rpartition("/")
             if name:
                 parameter = self.head.get_parameter(name)
-                self._optimizer.state[parameter][what] = value.clone() if what == "step" else value.to(parameter.device)
+                self._optimizer.state[parameter][kind] = value.clone() if kind == "step" else value.to(parameter.device)
 
-    def _begin(self) -> torch.optim.AdamW:
+    def _reset(self) -> torch.optim.AdamW:
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)
         return torch.optim.AdamW(self.head.parameters(), lr=self._settings.learning_rate, weight_decay=0.0)
 
-    def _of(self, policy: Policy, one: Pack, count: int) -> tuple[Tensor, float]:
-        """The advantages of a pass, with the gradient of its part of the critic's loss; and its part of the error."""
-        settings, hidden_NH = self._settings, policy.hidden_states(one)
+    def _appraise_pack(self, policy: Policy, pack: Pack, count: int) -> tuple[Tensor, float]:
+        """Compute the advantages of a pass, and add the gradient of its part of the critic's loss.
+
+        Returns:
+            The advantages, and the pass's part of the squared error.
+        """
+        settings, hidden_NH = self._settings, policy.hidden_states(pack)
         values_N = self.head(hidden_NH).squeeze(-1)
-        values, rewards = values_N.detach().double().cpu().numpy(), one.advantage_N.double().cpu().numpy()
-        rows = one.row_N.cpu().numpy()
+        values, rewards = values_N.detach().double().cpu().numpy(), pack.advantage_N.double().cpu().numpy()
+        rows = pack.row_N.cpu().numpy()
         advantages, returns = np.zeros_like(values), np.zeros_like(values)
-        for index, name in enumerate(one.names):
-            place = np.flatnonzero(rows == index)
-            found = gae(values[place], float(rewards[place[-1]]), settings.gamma, settings.lam)
-            advantages[place], returns[place] = found
-            reached = shares(len(place), settings.gamma, settings.lam)
-            self._advantages[name] = float(found[0].sum() / reached.sum())
+        for index, name in enumerate(pack.names):
+            tokens = np.flatnonzero(rows == index)
+            row_advantages, row_returns = gae(values[tokens], float(rewards[tokens[-1]]), settings.gamma, settings.lam)
+            advantages[tokens], returns[tokens] = row_advantages, row_returns
+            reward_shares = shares(len(tokens), settings.gamma, settings.lam)
+            self._advantages[name] = float(row_advantages.sum() / reward_shares.sum())
         errors_N = values_N - torch.from_numpy(returns).to(values_N)
         loss = 0.5 * (errors_N**2).sum() / count
         loss.backward()
-        return torch.from_numpy(advantages).to(one.advantage_N), float(((values - returns) ** 2).sum() / count)
+        return torch.from_numpy(advantages).to(pack.advantage_N), float(((values - returns) ** 2).sum() / count)
 
-    def _shared(self, one: Pack) -> Pack:
-        """A correction of the reward, as far as it reaches each token."""
-        rows = one.row_N.cpu().numpy()
-        reached = np.zeros(len(rows))
-        for index in range(len(one.names)):
-            place = np.flatnonzero(rows == index)
-            reached[place] = shares(len(place), self._settings.gamma, self._settings.lam)
-        return replace(one, advantage_N=one.advantage_N * torch.from_numpy(reached).to(one.advantage_N))
+    def _discount_correction(self, pack: Pack) -> Pack:
+        """Return a correction of the reward, discounted for each token."""
+        rows = pack.row_N.cpu().numpy()
+        reward_shares = np.zeros(len(rows))
+        for index in range(len(pack.names)):
+            tokens = np.flatnonzero(rows == index)
+            reward_shares[tokens] = shares(len(tokens), self._settings.gamma, self._settings.lam)
+        return replace(pack, advantage_N=pack.advantage_N * torch.from_numpy(reward_shares).to(pack.advantage_N))

@@ -1,7 +1,7 @@
-"""The base, told what the user said next, as a teacher of what it was not told
+"""A teacher that sees the user's next message: the base model, prompted with the reply to a contradicted answer
 (`headrace_trainer.algorithms.catalog.hindsight`, which has the formulas).
 
-Nothing is drawn that the runs before do not decide. What was measured, and the guard set, are saved with the
+No random number is drawn that the earlier runs do not determine. The measurements and the guard set are saved with the
 optimizer's state.
 """
 
@@ -31,11 +31,11 @@ from headrace_trainer.torch_learner.model.taught import Taught
 Floats = NDArray[np.float64]
 _GAP = "gap/dealt"
 _TOKENS, _SHAPES = "guard/tokens", "guard/shapes"
-"""The guard set: its tokens in a row; of each answer its length, where it begins, and its temperature."""
+"""The guard set: its tokens in one tensor, and the length, start and temperature of each answer."""
 
 
 class HindsightTeacher:
-    """An `Appraiser`. The policy has to keep the first version's answers (`Policy.keep_reference`)."""
+    """An `Appraiser`. The policy must keep the first version's answers (`Policy.keep_reference`)."""
 
     def __init__(self, settings: HindsightSettings, pack_tokens: int) -> None:
         self._settings = settings
@@ -43,9 +43,9 @@ class HindsightTeacher:
         self._policy: Policy | None = None
         self._stop = threading.Event()
         self._measured: dict[str, float] = {}
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.gap = GapEstimate()
         self.guard: deque[Row] = deque(maxlen=self._settings.guard_answers)
 
@@ -56,15 +56,20 @@ class HindsightTeacher:
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Raises `StepRefused` while the gap is not positive. Only what is trained is remembered: rows of a step that
-        is not taken are measured again with the batch that they are in next."""
+        """Compute the advantages of all passes.
+
+        Rows of a refused step are not remembered, because they are measured again with the batch that they are in next.
+
+        Raises:
+            StepRefused: The gap between teacher and student is not surely positive.
+        """
         self._policy, self._stop, self._measured = policy, stop, {}
-        rows = [row for one in first for row in one.rows]
+        rows = [row for pack in first for row in pack.rows]
         contradicted = sorted((row for row in rows if row.hindsight is not None), key=lambda row: row.name)
         if contradicted:
             gap = self.gap.plus(self.blocks(contradicted))
-            if (refused := refusal(gap, self._settings)) is not None:
-                raise StepRefused("hindsight_gap", gap.mean, refused.why, undecided=refused.undecided)
+            if (decision := refusal(gap, self._settings)) is not None:
+                raise StepRefused("hindsight_gap", gap.mean, decision.why, undecided=decision.undecided)
             self.gap = gap
             self._measured = {
                 "hindsight_gap": gap.mean,
@@ -73,21 +78,24 @@ class HindsightTeacher:
             }
         self.guard.extend(sorted((row for row in rows if row.hindsight is None), key=lambda row: row.name))
         if self._settings.compared == "distributions":
-            return self._followed(first), self._followed(corrections)
-        return [self._graded(one) for one in first], [self._graded(one) for one in corrections]
+            return self._with_targets(first), self._with_targets(corrections)
+        return [self._with_advantages(pack) for pack in first], [self._with_advantages(pack) for pack in corrections]
 
     def learn(self) -> Mapping[str, float]:
-        """The weights have moved: how far has the guard set dropped?"""
+        """Measure how far the guard set has dropped below the base, now that the weights have moved."""
         guard = list(self.guard)
         if len(guard) > 1:
-            before, after = self._base(guard), self._logprobs(guard, reference=False)
-            drops = [float((one - other).mean()) for one, other in zip(before, after, strict=True)]
+            before, after = self._base_logprobs(guard), self._logprobs(guard, reference=False)
+            drops = [float((base - present).mean()) for base, present in zip(before, after, strict=True)]
             self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": student_t.lower_bound(drops, 0.025)}
         return {}
 
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:
-        """How likely the base finds the answers to replies, of the first contradicted answer of each run. A run has its
-        own reply, those of its block, and none. No block: there is only one run."""
+        """Measure the base's logprobs of the model's answers to replies, for the first contradicted answer of each run.
+
+        Each answer is measured after its own reply, after those of the other runs of its block, and after none. The
+        result is empty if there is only one run.
+        """
         first: dict[str, Row] = {}
         for row in rows:
             first.setdefault(row.experience_id, row)
@@ -99,165 +107,201 @@ class HindsightTeacher:
             (row, context)
             for part in parts
             for row in part
-            for context in (*(_told(row, other) for other in part), _untold(row))
+            for context in (*(_prompt_with_reply(row, other) for other in part), _prompt_without_reply(row))
         ]
-        found = iter(self._base([_asked(_of(row), context) for row, context in contexts]))
-        means = [np.array([[float(next(found).mean()) for _ in (*part, None)] for _ in part]) for part in parts]
-        return [ReplyBlock(both[:, :-1], both[:, -1]) for both in means]
+        logprobs = iter(self._base_logprobs([_answer_after(_hindsight_of(row), context) for row, context in contexts]))
+        means = [np.array([[float(next(logprobs).mean()) for _ in (*part, None)] for _ in part]) for part in parts]
+        return [ReplyBlock(means_BC[:, :-1], means_BC[:, -1]) for means_BC in means]
 
-    def _graded(self, one: Pack) -> Pack:
-        """The pass with the advantage of each token: of a contradicted answer what the teacher says, with the sign of
-        its row."""
-        told = [row for row in one.rows if row.hindsight is not None]
-        teacher = iter(self._base([_taught(row) for row in told]))
-        settings, found = self._settings, []
-        for row in one.rows:
+    def _with_advantages(self, pack: Pack) -> Pack:
+        """Return the pass with the advantages of tokens: the teacher's for contradicted answers, with the sign of their
+        row, and 0 for accepted ones."""
+        contradicted = [row for row in pack.rows if row.hindsight is not None]
+        teacher = iter(self._base_logprobs([_teacher_row(row) for row in contradicted]))
+        settings, advantages = self._settings, []
+        for row in pack.rows:
             if row.hindsight is None:
-                found.append(np.zeros(row.tokens))
+                advantages.append(np.zeros(row.tokens))
                 continue
             gap_N = next(teacher) - row.behaviour_T[row.loss_mask_T]
-            found.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
-        return replace(one, advantage_N=torch.from_numpy(np.concatenate(found)).to(one.advantage_N))
+            advantages.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
+        return replace(pack, advantage_N=torch.from_numpy(np.concatenate(advantages)).to(pack.advantage_N))
 
-    def _followed(self, packs: Sequence[Pack]) -> list[Pack]:
-        """The passes with what a teacher thinks of all words: the base, which was told where an answer was
-        contradicted, and was not where one was accepted. Beside them the answers to the replies, as if nothing had
-        been replied, where they belonged. Raises `SettingError` where logits cannot be made chunk by chunk."""
+    def _with_targets(self, packs: Sequence[Pack]) -> list[Pack]:
+        """Return the passes with a distillation target over all words.
+
+        The teacher is the base: with the reply in its prompt where an answer was contradicted, and without where one
+        was accepted. Further passes train the answers to the replies in place of the answers that the replies were
+        about.
+
+        Raises:
+            SettingError: The output head cannot compute logits chunk by chunk.
+        """
         assert self._policy is not None
         policy = self._policy
         if not (policy.head.plain and policy.reference_head.plain):
             remedy = 'the output head of this model is not one matrix, or has an adapter; set "tokens"'
             raise SettingError("trainer.advantage.hindsight.compared", self._settings.compared, remedy)
-        found = []
-        for one in packs:
-            teachers = [row if row.hindsight is None else _taught(row) for row in one.rows]
-            found.append(self._follow(one, teachers, [_sign(row) * row.token_weight for row in one.rows]))
-        told = [row for one in packs for row in one.rows if row.hindsight is not None]
-        answers = [_asked(_of(row), context) for row, context in zip(told, self._belonged(told), strict=True)]
-        for chosen in passes(answers, self._pack_tokens):
-            one = policy.collate([answers[index] for index in chosen])
-            teachers = [_asked(_of(told[index]), _told(told[index])) for index in chosen]
-            found.append(
-                self._follow(one, teachers, [_sign(told[index]) * told[index].token_weight for index in chosen])
+        passes_with_targets = []
+        for pack in packs:
+            teachers = [row if row.hindsight is None else _teacher_row(row) for row in pack.rows]
+            passes_with_targets.append(
+                self._with_target(pack, teachers, [_sign(row) * row.token_weight for row in pack.rows])
             )
-        return found
+        contradicted = [row for pack in packs for row in pack.rows if row.hindsight is not None]
+        answers = [
+            _answer_after(_hindsight_of(row), context)
+            for row, context in zip(contradicted, self._insertion_prompts(contradicted), strict=True)
+        ]
+        for indices in passes(answers, self._pack_tokens):
+            pack = policy.collate([answers[index] for index in indices])
+            teachers = [
+                _answer_after(_hindsight_of(contradicted[index]), _prompt_with_reply(contradicted[index]))
+                for index in indices
+            ]
+            weights = [_sign(contradicted[index]) * contradicted[index].token_weight for index in indices]
+            passes_with_targets.append(self._with_target(pack, teachers, weights))
+        return passes_with_targets
 
-    def _belonged(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
-        """Of each contradicted answer the prompt after which what was answered to its reply belonged: the base finds
-        it likeliest there, told nothing."""
-        contexts = [[*(row.token_ids_T[:start] for start in _of(row).earlier_K), _untold(row)] for row in rows]
-        unclear = [(row, one) for row, many in zip(rows, contexts, strict=True) for one in many if len(many) > 1]
-        likely = iter([one.mean() for one in self._base([_asked(_of(row), context) for row, context in unclear])])
-        return [max(many, key=lambda _: next(likely)) if len(many) > 1 else many[0] for many in contexts]
+    def _insertion_prompts(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
+        """Return, for each contradicted answer, the prompt of the answer that its reply was about.
 
-    def _follow(self, one: Pack, teachers: Sequence[Row], weights: Sequence[float]) -> Pack:
-        """`teachers`: rows whose loss tokens are those of the pass, after what the teacher is told; `weights`: of each
-        row's tokens, with its sign."""
+        Candidates are the prompts of the contradicted answer and of the earlier answers. The one is chosen under which
+        the base, without the reply, gives the model's next answer the highest mean logprob.
+        """
+        candidates = [
+            [*(row.token_ids_T[:start] for start in _hindsight_of(row).earlier_K), _prompt_without_reply(row)]
+            for row in rows
+        ]
+        unclear = [
+            (row, prompt)
+            for row, prompts in zip(rows, candidates, strict=True)
+            for prompt in prompts
+            if len(prompts) > 1
+        ]
+        logprobs = self._base_logprobs([_answer_after(_hindsight_of(row), prompt) for row, prompt in unclear])
+        means = iter([answer.mean() for answer in logprobs])
+        return [max(prompts, key=lambda _: next(means)) if len(prompts) > 1 else prompts[0] for prompts in candidates]
+
+    def _with_target(self, pack: Pack, teachers: Sequence[Row], weights: Sequence[float]) -> Pack:
+        """Return the pass with a distillation target.
+
+        Args:
+            pack: The pass.
+            teachers: Rows with the loss tokens of the pass after the teacher's prompts.
+            weights: The weight of each row's tokens, with its sign.
+        """
         assert self._policy is not None
-        weight_N = torch.tensor(weights).to(one.weight_N)[one.row_N]
-        (places_M,) = weight_N.nonzero(as_tuple=True)
-        hidden_MH = torch.cat(self._hidden(teachers))[places_M]
-        weight_M = self._settings.coefficient * weight_N[places_M]
+        weight_N = torch.tensor(weights).to(pack.weight_N)[pack.row_N]
+        (positions_M,) = weight_N.nonzero(as_tuple=True)
+        hidden_MH = torch.cat(self._hidden(teachers))[positions_M]
+        weight_M = self._settings.coefficient * weight_N[positions_M]
         answer, limit = self._policy.reference_head.answer, self._settings.limit
-        taught = Taught(places_M, hidden_MH, weight_M, answer, limit)
-        return replace(one, advantage_N=torch.zeros_like(one.advantage_N), taught=taught)
+        target = Taught(positions_M, hidden_MH, weight_M, answer, limit)
+        return replace(pack, advantage_N=torch.zeros_like(pack.advantage_N), taught=target)
 
     def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:
-        """What the base asks its head about the loss tokens of each row. Raises `Abandoned`."""
+        """Return the base's last hidden states before the loss tokens of each row. Raises `Abandoned`."""
         assert self._policy is not None
-        return self._each(rows, self._policy.reference_hidden)
+        return self._compute_per_row(rows, self._policy.reference_hidden)
 
-    def _base(self, rows: Sequence[Row]) -> list[Floats]:
+    def _base_logprobs(self, rows: Sequence[Row]) -> list[Floats]:
         return self._logprobs(rows, reference=True)
 
     def _logprobs(self, rows: Sequence[Row], *, reference: bool) -> list[Floats]:
-        """Of the loss tokens of each row, under the base or the present weights. Raises `Abandoned`."""
+        """Return the logprobs of the loss tokens of each row, under the base or the present weights. Raises
+        `Abandoned`."""
         assert self._policy is not None
         policy = self._policy
-        ask = policy.reference_logprobs if reference else lambda pack: policy.logprobs(pack)[0]
-        return [each.double().cpu().numpy() for each in self._each(rows, ask)]
+        compute = policy.reference_logprobs if reference else lambda pack: policy.logprobs(pack)[0]
+        return [each.double().cpu().numpy() for each in self._compute_per_row(rows, compute)]
 
     @torch.no_grad()
-    def _each(self, rows: Sequence[Row], ask: Callable[[Pack], Tensor]) -> list[Tensor]:
-        """The part of each row in what `ask` answers about the loss tokens of a pass."""
+    def _compute_per_row(self, rows: Sequence[Row], compute: Callable[[Pack], Tensor]) -> list[Tensor]:
+        """Return the part of each row in the results of `compute`, which has one entry per loss token of a pass."""
         assert self._policy is not None
-        found: dict[int, Tensor] = {}
-        for chosen in passes(rows, self._pack_tokens):
+        parts: dict[int, Tensor] = {}
+        for indices in passes(rows, self._pack_tokens):
             if self._stop.is_set():
                 raise Abandoned
-            answer = ask(self._policy.collate([rows[index] for index in chosen]))
-            found |= zip(chosen, torch.split(answer, [rows[index].tokens for index in chosen]), strict=True)
-        return [found[index] for index in range(len(rows))]
+            values = compute(self._policy.collate([rows[index] for index in indices]))
+            parts |= zip(indices, torch.split(values, [rows[index].tokens for index in indices]), strict=True)
+        return [parts[index] for index in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
-        known = (self.gap.count, self.gap.total, self.gap.observed, *self.gap.permuted)
-        found = {_GAP: torch.tensor(known, dtype=torch.float64)}
+        sums = (self.gap.count, self.gap.total, self.gap.observed, *self.gap.permuted)
+        tensors = {_GAP: torch.tensor(sums, dtype=torch.float64)}
         if self.guard:
-            found[_TOKENS] = torch.from_numpy(np.concatenate([row.token_ids_T for row in self.guard]))
+            tensors[_TOKENS] = torch.from_numpy(np.concatenate([row.token_ids_T for row in self.guard]))
             shapes = [(row.length, row.length - row.tokens, float(row.temperature_T[-1])) for row in self.guard]
-            found[_SHAPES] = torch.tensor(shapes, dtype=torch.float64)
-        return found
+            tensors[_SHAPES] = torch.tensor(shapes, dtype=torch.float64)
+        return tensors
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self._begin()
+        self._reset()
         if _GAP in state:
-            count, total, as_said, *dealt = state[_GAP].tolist()
-            self.gap = GapEstimate(int(count), total, as_said, tuple(dealt))
+            count, total, observed, *permuted = state[_GAP].tolist()
+            self.gap = GapEstimate(int(count), total, observed, tuple(permuted))
         begin = 0
         for length, start, temperature in state[_SHAPES].tolist() if _SHAPES in state else ():
             tokens_T = state[_TOKENS][begin : begin + int(length)].numpy().astype(np.int32)
-            self.guard.append(_row(tokens_T, int(start), temperature))
+            self.guard.append(_scored_row(tokens_T, int(start), temperature))
             begin += int(length)
 
 
-def _of(row: Row) -> Hindsight:
+def _hindsight_of(row: Row) -> Hindsight:
     assert row.hindsight is not None
     return row.hindsight
 
 
 def _sign(row: Row) -> float:
-    """Accepted answers hold the policy where it was right; of that there is nothing to take back."""
+    """Return the sign of a row's training. Corrections of accepted answers have none, so they are not trained."""
     return float(not row.correction if row.hindsight is None else row.advantage)
 
 
 def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
-    """Those whose replies may be dealt out: no sequence becomes longer than a pass, or than one of these rows is. The
-    longest are left out."""
-    sizes = {row.name: (len(_of(row).prompt_T) + len(_of(row).next_T), len(_of(row).reply_T)) for row in rows}
-    room = max(pack_tokens, *(sum(one) for one in sizes.values()), 0)
-    asked = replied = 0
-    kept = set()
+    """Return the rows whose replies may be permuted, without the longest.
+
+    With any reply, no sequence may become longer than a pass, or than the longest of these rows is.
+    """
+    sizes = {
+        row.name: (len(_hindsight_of(row).prompt_T) + len(_hindsight_of(row).next_T), len(_hindsight_of(row).reply_T))
+        for row in rows
+    }
+    tokens_max = max(pack_tokens, *(sum(size) for size in sizes.values()), 0)
+    longest = longest_reply = 0
+    comparable = set()
     for name in sorted(sizes, key=lambda name: sum(sizes[name])):
-        asked, replied = max(asked, sizes[name][0]), max(replied, sizes[name][1])
-        if asked + replied <= room:
-            kept.add(name)
-    return [row for row in rows if row.name in kept]
+        longest, longest_reply = max(longest, sizes[name][0]), max(longest_reply, sizes[name][1])
+        if longest + longest_reply <= tokens_max:
+            comparable.add(name)
+    return [row for row in rows if row.name in comparable]
 
 
-def _told(row: Row, other: Row | None = None) -> NDArray[np.int32]:
-    """The teacher's prompt, with the reply of `other` if there is one."""
-    return np.concatenate([_of(row).prompt_T, _of(other or row).reply_T])
+def _prompt_with_reply(row: Row, other: Row | None = None) -> NDArray[np.int32]:
+    """Return the teacher's prompt, with the reply of `other` if it is given."""
+    return np.concatenate([_hindsight_of(row).prompt_T, _hindsight_of(other or row).reply_T])
 
 
-def _untold(row: Row) -> NDArray[np.int32]:
-    """The prompt as it was."""
+def _prompt_without_reply(row: Row) -> NDArray[np.int32]:
+    """Return the prompt without a reply."""
     return row.token_ids_T[~row.loss_mask_T]
 
 
-def _asked(about: Hindsight, context_T: NDArray[np.int32]) -> Row:
-    """The answer to the reply, after some context."""
-    return _row(np.concatenate([context_T, about.next_T]), len(context_T), about.next_temperature)
+def _answer_after(about: Hindsight, context_T: NDArray[np.int32]) -> Row:
+    """Return a row with the model's answer to the reply, after a context."""
+    return _scored_row(np.concatenate([context_T, about.next_T]), len(context_T), about.next_temperature)
 
 
-def _taught(row: Row) -> Row:
-    """The contradicted answer, after what the teacher was told."""
-    context_T = _told(row)
+def _teacher_row(row: Row) -> Row:
+    """Return a row with the contradicted answer after the teacher's prompt."""
+    context_T = _prompt_with_reply(row)
     tokens_T = np.concatenate([context_T, row.token_ids_T[row.loss_mask_T]])
-    return _row(tokens_T, len(context_T), float(row.temperature_T[-1]))
+    return _scored_row(tokens_T, len(context_T), float(row.temperature_T[-1]))
 
 
-def _row(tokens_T: NDArray[np.int32], start: int, temperature: float) -> Row:
-    """Only to be asked about from `start` on."""
+def _scored_row(tokens_T: NDArray[np.int32], start: int, temperature: float) -> Row:
+    """Return a row whose logprobs are computed from `start` on. It is never trained."""
     mask_T = np.arange(len(tokens_T)) >= start
     zeros_T = np.zeros(len(tokens_T), np.float32)
     temperature_T = np.where(mask_T, np.float32(temperature), np.float32(1))

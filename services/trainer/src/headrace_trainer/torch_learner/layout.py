@@ -1,6 +1,6 @@
-"""Where each tensor lies in the safetensors file that one process would write, without the tensors' values.
+"""Computes the position of each tensor in the safetensors file that a single process would write, without values.
 
-So many processes can write one file, each its own ranges, and a file of one process is what comes of it
+So several processes can write one file together, each its own ranges, with the same result as one process
 (https://huggingface.co/docs/safetensors: eight bytes with the size of the header, the header in JSON, the tensors).
 """
 
@@ -19,18 +19,22 @@ _SIZE_BYTES = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one file, in bytes."""
+    """Byte layout of one safetensors file."""
 
     header: bytes
-    """What comes before all tensors."""
+    """The bytes before all tensors."""
     starts: Mapping[str, int]
     size: int
 
 
 def layout(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Layout:
-    """`tensors` may have no values (`meta`), or be in parts: their shapes and types are looked at. `about`: the file's
-    metadata, one entry, as the library writes several in random order."""
-    # The library says in which order they stand: by type and name.
+    """Return the layout of a file with these tensors.
+
+    Args:
+        tensors: The tensors by name. Only their shapes and types are used: they may be `meta` tensors or sharded.
+        about: The file's metadata: one entry, because the library writes several in random order.
+    """
+    # The library decides the order of tensors: by type and name.
     empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata=dict(about))
     entries = json.loads(empty[_SIZE_BYTES:])
     starts, end = {}, 0

@@ -39,7 +39,7 @@ class TorchLearner(WholeLearner):
         served_as: torch.dtype,
         appraiser: Appraiser | None = None,
     ) -> None:
-        """`served_as`: the type of the base's own weights, which a version's files have too."""
+        """`served_as` is the type of the base's own weights, which a version's files have too."""
         self.policy = policy
         self.optimizer = optimizer
         self._settings = settings
@@ -48,8 +48,8 @@ class TorchLearner(WholeLearner):
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> TorchLearner:
-        """From the base's folder. Raises `SettingError`."""
-        return opened(folder, settings, Policy)
+        """Open a learner from the base's folder. Raises `SettingError`."""
+        return open_learner(folder, settings, Policy)
 
     @property
     def abilities(self) -> Abilities:
@@ -58,7 +58,7 @@ class TorchLearner(WholeLearner):
 
     @property
     def failure(self) -> str | None:
-        """It is this process: while that can be asked, nothing of it is missing."""
+        """None, because the learner is in the trainer's own process and cannot fail without it."""
         return None
 
     def sequence_bound(self) -> int:
@@ -88,13 +88,13 @@ class TorchLearner(WholeLearner):
             raise
 
     def freeze(self) -> Frozen:
-        beside = self._appraiser.state() if self._appraiser is not None else None
-        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, beside)
+        appraiser_state = self._appraiser.state() if self._appraiser is not None else None
+        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, appraiser_state)
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        beside = tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
+        appraiser_state = tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
         if self._appraiser is not None:
-            self._appraiser.load(beside)
+            self._appraiser.load(appraiser_state)
 
     def load(self, folder: Path) -> None:
         self.policy.load_files(folder)
@@ -112,14 +112,17 @@ class TorchLearner(WholeLearner):
             return self.policy.fingerprint()
 
     def close(self) -> None:
-        """Its memory goes with the last reference to it."""
+        """The memory is freed with the last reference."""
 
 
-def opened(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> TorchLearner:
-    """The model's own answers come before ours, so the two are never in memory together. Raises `SettingError`."""
+def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> TorchLearner:
+    """Open a learner after comparing the model's logprobs with those of its own attention.
+
+    The model's own logprobs are computed first, so that two copies are never in memory together. Raises `SettingError`.
+    """
     native = Native(folder, settings)
     policy = kind.open(folder, settings.compute, settings.lora, settings.seed)
-    _say(native.compare(policy))
+    _log_comparison(native.compare(policy))
     if settings.needs_base:
         policy.keep_reference(folder)
     chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
@@ -129,31 +132,32 @@ def opened(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> Torch
 
 
 def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
-    """What the kind of advantage needs beside rewards. Raises `SettingError`."""
+    """Open the appraiser that the kind of advantage needs, if any. Raises `SettingError`."""
     if settings.needs.critic:
         if policy.head.whole is not None:
-            remedy = (
-                f"a critic reads hidden states, and this model's cannot be had: {policy.head.whole}; use another one"
-            )
+            reason = policy.head.whole
+            remedy = f"a critic reads hidden states, and this model does not expose them: {reason}; use another one"
             raise SettingError("trainer.algorithm", settings.algorithm, remedy)
         width = policy.model.config.get_text_config().hidden_size
         return Critic(width, settings.critic, policy.device)
     if settings.needs.hindsight:
         return _hindsight(settings)
-    return teacher.of(policy, settings) if settings.needs.teacher else None
+    return teacher.open_teacher(policy, settings) if settings.needs.teacher else None
 
 
 def _hindsight(settings: TrainerSettings) -> HindsightTeacher:
     chosen = hindsight_of(settings.advantage)
     if chosen.compared == "distributions" and (settings.loss.sequence_mask_max or not settings.loss.function.by_token):
-        remedy = 'needs a loss that is known token by token: set loss.sequence_mask_max to 0, or "tokens"'
+        remedy = 'needs a loss that depends on single tokens: set loss.sequence_mask_max to 0, or "tokens"'
         raise SettingError("trainer.advantage.hindsight.compared", chosen.compared, remedy)
     return HindsightTeacher(chosen, settings.compute.pack_tokens)
 
 
-def _say(found: Compared) -> None:
-    """What was compared with the model's own attention, and what was not."""
-    if found.difference is not None:
-        log.info("native_compared", architecture=found.architecture, difference=found.difference, tokens=found.tokens)
-    for what in found.unseen:
-        log.warning("native_not_compared", architecture=found.architecture, what=what, remedy=_NATIVE_REMEDY)
+def _log_comparison(result: Compared) -> None:
+    """Log the result of the comparison with the model's own attention, and the parts that were not compared."""
+    if result.difference is not None:
+        log.info(
+            "native_compared", architecture=result.architecture, difference=result.difference, tokens=result.tokens
+        )
+    for part in result.unseen:
+        log.warning("native_not_compared", architecture=result.architecture, what=part, remedy=_NATIVE_REMEDY)

@@ -1,5 +1,4 @@
-"""The standing measurements of a step: how far engine and trainer are apart, what was clipped, how sure the
-policy is."""
+"""Measurements of every step: distance between engine and trainer, clipping, entropy of the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class Measures:
     """Collects observations pass by pass and update by update. Tensors are `_N`, tokens of the loss."""
 
     drift: list[Tensor] = field(default_factory=list)
-    """Logprob at the start of the step minus the engine's."""
+    """Logprobs at the start of the step minus the engine's."""
     fresh: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     weight: list[Tensor] = field(default_factory=list)
@@ -26,37 +25,39 @@ class Measures:
     masked: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
     idle: list[Tensor] = field(default_factory=list)
-    """Tokens through which no gradient of the objective flows."""
+    """Tokens without a gradient of the objective."""
     left_out: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
-    """Which experiences of a pass have no part in the loss, by their names."""
+    """Experiences of a pass that are left out of the loss, by the names of its rows."""
     base: list[Tensor] = field(default_factory=list)
-    """k3 from the base model, when it was asked."""
+    """k3 from the base model, where it was computed."""
     losses: list[Tensor] = field(default_factory=list)
     slopes: list[tuple[Pack, Tensor]] = field(default_factory=list)
-    """Of each pass in the first update, and what stood in place of 1 in the policy gradients of its rows."""
+    """Each pass of the first update with the slopes of its rows, which replace 1 in their policy gradients."""
 
-    def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
-        """One pass of one update. Nothing is read: all stays where it was computed."""
-        drift_N = start_N - one.behaviour_N
-        self.drift.append(drift_N if one.written_N is None else drift_N.where(~one.written_N, 0.0))
-        self.fresh.append(one.fresh_N)
+    def observe(self, pack: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
+        """Add one pass of one update. No value is read, so all tensors stay on their device."""
+        drift_N = start_N - pack.behaviour_N
+        self.drift.append(drift_N if pack.written_N is None else drift_N.where(~pack.written_N, 0.0))
+        self.fresh.append(pack.fresh_N)
         self.entropy.append(entropy_N)
         self.weight.append(tokens.weight_N)
         self.truncated.append(tokens.truncated_N)
         self.masked.append(tokens.masked_N)
         self.clipped.append(tokens.clipped_N)
-        self.idle.append((one.advantage_N == 0) | tokens.masked_N | tokens.clipped_N)
+        self.idle.append((pack.advantage_N == 0) | tokens.masked_N | tokens.clipped_N)
         self.losses.append(loss_N)
 
     def slopes_by_row(self) -> dict[str, float]:
-        """By the rows' names; empty where the loss is linear."""
+        """Return the slopes by the rows' names; empty where the loss is linear."""
         return {
-            name: value for one, slope_R in self.slopes for name, value in zip(one.names, slope_R.tolist(), strict=True)
+            name: value
+            for pack, slope_R in self.slopes
+            for name, value in zip(pack.names, slope_R.tolist(), strict=True)
         }
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
-        """Everything that `values` is made of, as one tensor, so that it is read at once."""
+        """Return all numbers that `values` needs as one tensor, so that they are read from the device at once."""
         drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
         base = _mean(self.base) if self.base else torch.zeros((), dtype=torch.float64, device=drift_N.device)
         means = [
@@ -73,14 +74,20 @@ class Measures:
         return torch.cat([torch.stack(means), *(out_R.double() for out_R in self.left_out.values())])
 
     def values(self, batch: Batch, numbers: list[float]) -> tuple[dict[str, float], frozenset[str]]:
-        """Means over tokens and updates, from what `numbers` says, and the experiences that were left out of the loss.
-        `mismatch_*` is there only when the batch holds tokens sampled by the very weights of this step."""
+        """Return the means over tokens and updates, and the experiences that were left out of the loss.
+
+        Args:
+            batch: The batch of the step.
+            numbers: The values of the tensor that `numbers` returned.
+
+        `mismatch_*` is set only when the batch holds tokens sampled by the very weights of this step.
+        """
         loss, kl, entropy, weight, truncated, masked, clipped, idle, effective, base, *rest = numbers
         mismatch_tokens, mismatch_mean, mismatch_p99, *out = rest
-        names = [name for several in self.left_out for name in several]
+        names = [name for pack_names in self.left_out for name in pack_names]
         left_out = frozenset(name for name, flag in zip(names, out, strict=True) if flag)
         advantages_B = torch.tensor([float(row.advantage) for row in batch.rows])
-        found = {
+        values = {
             "loss": loss,
             "loss_tokens": float(batch.loss_tokens),
             "kl_behaviour": kl,
@@ -98,28 +105,30 @@ class Measures:
             "advantage_max": float(advantages_B.max()),
         }
         if self.base:
-            found["kl_base"] = base
+            values["kl_base"] = base
         if mismatch_tokens:
-            found["mismatch_mean"] = mismatch_mean
-            found["mismatch_p99"] = mismatch_p99
-            found["mismatch_tokens"] = mismatch_tokens
-        return found, left_out
+            values["mismatch_mean"] = mismatch_mean
+            values["mismatch_p99"] = mismatch_p99
+            values["mismatch_tokens"] = mismatch_tokens
+        return values, left_out
 
 
 def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
-    """Kish's, of importance weights, as a share of their number: (sum w)^2 / (n sum w^2). 1: all are equal; 1/n: one
-    outweighs the rest."""
+    """Return Kish's effective sample size of importance weights, as a share of their number: (sum w)^2 / (n sum w^2).
+
+    1 means that all weights are equal, 1/n that one outweighs the rest.
+    """
     weight_N = log_ratio_N.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     return weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())
 
 
 def _mismatch(size_N: Tensor, fresh_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many are fresh, and their mean and 99th percentile; without one, what the latter are says nothing."""
+    """Return the number of fresh tokens, and their mean and 99th percentile, which have no meaning without any."""
     count = fresh_N.double().sum()
     mean = size_N.double().where(fresh_N, 0.0).sum() / count
     ordered_N = size_N.where(fresh_N, torch.inf).sort().values
-    place = (0.99 * (count - 1)).clamp(min=0).long()
-    return count, mean, ordered_N.gather(0, place[None])[0].double()
+    index = (0.99 * (count - 1)).clamp(min=0).long()
+    return count, mean, ordered_N.gather(0, index[None])[0].double()
 
 
 def _mean(values: list[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Whether we compute what the model itself computes: our logprobs beside those of transformers' own eager attention.
+"""Compares the trainer's logprobs with those of transformers' own eager attention.
 
-Our path packs sequences, keeps their attention apart and asks kernels of its own choice; the model's own code is asked
-one sequence at a time. Architectures differ where short sequences do not show it: beyond a sliding window or a chunk,
-beyond the context that a rotary embedding was made for, in a wide row. So the sequences reach there (`native_plan`).
+The trainer packs sequences, separates their attention and chooses its own kernels; the model's own code computes one
+sequence at a time. Architectures can differ only in long sequences: beyond a sliding window or a chunk, beyond the
+context that a rotary embedding was made for, in a wide row. So the sequences reach there (`native_plan`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from headrace_trainer.torch_learner.native_plan import Plan, integers, plan
 T = TypeVar("T")
 
 _ROUTED_SHARE = 0.9
-"""Where tokens go to experts, rounding alone sends a few to another one. This share of them has to agree."""
+"""Share of tokens that must agree where tokens go to experts, because rounding sends a few to another expert."""
 _COARSE = 100.0
-"""Weights in bfloat16 round so coarsely that only means can be compared, with `difference_max` this many times."""
+"""Factor of `difference_max` for bfloat16 weights, of which only means are compared because they round so coarsely."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What was found. `difference` is in nats, the largest of all places, and `place` says which; None when nothing was
-    compared."""
+    """Result of the comparison. `difference` is the largest of all places, in nats, and `place` names that place.
+
+    `difference` is None when nothing was compared.
+    """
 
     architecture: str
     difference: float | None
@@ -50,10 +52,11 @@ class Compared:
 
 
 class Native:
-    """The model's own answers, kept until ours are there. The two are never in memory together."""
+    """Logprobs of the model's own code, stored until the trainer's are computed. Only one model is in memory at a
+    time."""
 
     def __init__(self, folder: Path, settings: TrainerSettings) -> None:
-        """Computes them. Blocks. Raises `SettingError` when the model cannot answer alone, or there is no room."""
+        """Compute them. Blocks. Raise `SettingError` when the model's code fails, or there is too little memory."""
         self._settings = settings
         config = config_of(folder)
         text = config.get_text_config()
@@ -64,67 +67,69 @@ class Native:
         rounds = bool(settings.lora.rank) or compute.weights == "bfloat16"
         self._dtype = weights_dtype(compute, frozen=rounds)
         self._coarse = self._dtype is not torch.float32
-        self._own_N = self._answers(folder) if self._plan.rows else None
+        self._native_N = self._native_logprobs(folder) if self._plan.rows else None
 
     def compare(self, policy: Policy) -> Compared:
-        """Ours beside the model's own. Raises `SettingError` where the policy answers otherwise."""
-        if self._own_N is None:
+        """Compare the policy's logprobs with the model's own. Raise `SettingError` where they differ."""
+        if self._native_N is None:
             return Compared(self._architecture, None, "", 0, self._plan.unseen)
-        difference, place = self._largest(self._ours(policy, self._own_N))
+        difference, place = self._largest(self._differences(policy, self._native_N))
         bound = self._settings.native.difference_max
         if not difference <= bound * (_COARSE if self._coarse else 1.0):
-            raise self._refused(
-                f"answers otherwise than its own eager attention does, by {difference:.2g} nats {place}, "
+            raise self._refusal(
+                f"differs from its own eager attention by {difference:.2g} nats {place}, "
                 f"and trainer.native.difference_max is {bound:g}"
             )
         tokens = sum(row.length for row in self._plan.rows)
         return Compared(self._architecture, difference, place, tokens, self._plan.unseen)
 
     @torch.no_grad()
-    def _answers(self, folder: Path) -> Tensor:
+    def _native_logprobs(self, folder: Path) -> Tensor:
         device = device_of(self._settings.compute.device)
         model = from_folder(folder, self._dtype, "eager").to(device).eval()
 
-        def answers() -> Tensor:
-            return torch.cat([_alone(model, row.token_ids_T, row.loss_mask_T, device) for row in self._plan.rows]).cpu()
+        def compute() -> Tensor:
+            return torch.cat(
+                [_single_pass_logprobs(model, row.token_ids_T, row.loss_mask_T, device) for row in self._plan.rows]
+            ).cpu()
 
         try:
-            return self._in_memory(answers)
+            return self._in_memory(compute)
         except SettingError:
             raise
-        except Exception as error:  # whatever a model's code does
+        except Exception as error:  # a model's code may raise any error
             remedy = f"{self._architecture} does not compute with its own eager attention: {said(error)}"
             raise SettingError("trainer.base", self._settings.base, remedy) from error
 
     @torch.no_grad()
-    def _ours(self, policy: Policy, own_N: Tensor) -> Tensor:
-        """Differences, in the order of the plan's rows; packed as a step would."""
-        rows, parts = self._plan.rows, torch.split(own_N, [int(row.loss_mask_T.sum()) for row in self._plan.rows])
+    def _differences(self, policy: Policy, native_N: Tensor) -> Tensor:
+        """Return the differences in the order of the plan's rows, packed as in a step."""
+        rows, parts = self._plan.rows, torch.split(native_N, [int(row.loss_mask_T.sum()) for row in self._plan.rows])
         difference: dict[int, Tensor] = {}
         try:
             for indices in pack([row.length for row in rows], self._settings.compute.pack_tokens):
-                one = policy.collate([rows[index] for index in indices])
-                ours_N = self._in_memory(partial(_logprobs, policy, one))
-                kept = torch.split(ours_N.cpu(), [len(parts[index]) for index in indices])
-                difference |= {i: (ours - parts[i]).abs() for i, ours in zip(indices, kept, strict=True)}
+                joined = policy.collate([rows[index] for index in indices])
+                policy_N = self._in_memory(partial(_logprobs, policy, joined))
+                by_row = torch.split(policy_N.cpu(), [len(parts[index]) for index in indices])
+                difference |= {i: (row_N - parts[i]).abs() for i, row_N in zip(indices, by_row, strict=True)}
         except SettingError:
             raise
-        except Exception as error:  # whatever a model's code does with attention that is not its own
-            raise self._refused(f"does not compute: {said(error)}") from error
+        except Exception as error:  # a model's code may raise any error with attention that is not its own
+            raise self._refusal(f"does not compute: {said(error)}") from error
         return torch.cat([difference[index] for index in range(len(rows))])
 
     def _largest(self, difference_N: Tensor) -> tuple[float, str]:
-        """Of all places, and which."""
-        places = {place: difference_N[torch.from_numpy(at_N)] for place, at_N in self._plan.places.items()}
-        found = [(self._one(each_N), place) for place, each_N in places.items() if len(each_N)]
-        return max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
+        """Return the largest difference of all places, and its place."""
+        by_place = {place: difference_N[torch.from_numpy(mask_N)] for place, mask_N in self._plan.places.items()}
+        sizes = [(self._summarize(place_N), place) for place, place_N in by_place.items() if len(place_N)]
+        return max(sizes, key=lambda size: math.inf if math.isnan(size[0]) else size[0])
 
-    def _one(self, difference_N: Tensor) -> float:
+    def _summarize(self, difference_N: Tensor) -> float:
         if self._coarse:
             return float(difference_N.mean())
         return float(difference_N.quantile(_ROUTED_SHARE) if self._routed else difference_N.max())
 
-    def _refused(self, why: str) -> SettingError:
+    def _refusal(self, why: str) -> SettingError:
         if self._settings.compute.packing == "blocks":
             name, value, remedy = "trainer.compute.packing", "blocks", 'set "padded"'
         else:
@@ -142,21 +147,21 @@ class Native:
 
 
 def examine(settings: TrainerSettings) -> Compared:
-    """The comparison by itself, of the base folder, on the CPU. Blocks. Raises `SettingError`."""
+    """Run the comparison by itself on the base folder, on the CPU. Blocks. Raises `SettingError`."""
     on_cpu = settings.model_copy(update={"compute": settings.compute.model_copy(update={"device": "cpu"})})
     folder = Path(settings.base)
     native = Native(folder, on_cpu)
     return native.compare(Policy.open(folder, on_cpu.compute, on_cpu.lora, on_cpu.seed))
 
 
-def _logprobs(policy: Policy, one: Pack) -> Tensor:
-    """Without autocast: what differs shall not hide in the rounding of a coarser type."""
+def _logprobs(policy: Policy, pack: Pack) -> Tensor:
+    """Return the logprobs without autocast, so that no difference hides in the rounding of a coarser type."""
     with policy.eagerly():
-        return forward.logprobs(policy.model, policy.head, one)[0]
+        return forward.logprobs(policy.model, policy.head, pack)[0]
 
 
-def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:
-    """Logprobs of one sequence, all of it in one pass, where the mask is set."""
+def _single_pass_logprobs(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:
+    """Return the logprobs of one sequence, computed in one pass, where the mask is set."""
     liveness.progress()
     ids_T = torch.from_numpy(token_ids_T).long().to(device)
     targets_N = torch.from_numpy(loss_mask_T).nonzero().flatten().to(device)

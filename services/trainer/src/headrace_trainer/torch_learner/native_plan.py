@@ -1,4 +1,4 @@
-"""Which sequences show whether an architecture is computed as its own code does, within a budget of tokens."""
+"""Chooses the sequences that compare an architecture with its own code, within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model.sequence_bound import context_of
 
 _PLAIN = (24, 57, 200)
-"""Tokens of sequences that every model gets."""
+"""Lengths of sequences that every model gets, in tokens."""
 _BEYOND = 33
-"""How far a sequence goes past a length at which a model changes."""
+"""Number of tokens by which a sequence exceeds a length at which a model changes."""
 _HEAD = 64
 _LENGTHS = re.compile(r"window|chunk|block_size|original_max_position|floor_scale")
 """Settings of transformers' configurations that hold such a length."""
@@ -25,16 +25,16 @@ _LENGTHS = re.compile(r"window|chunk|block_size|original_max_position|floor_scal
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows to compare. `places` has, for each place with a name, which of the rows' loss tokens lie there."""
+    """Rows to compare. `places` marks, for each named place, the loss tokens of all rows that lie there."""
 
     rows: tuple[Row, ...]
     places: Mapping[str, NDArray[np.bool_]]
     unseen: tuple[str, ...]
-    """What the budget left out."""
+    """Parts that the budget left out."""
 
 
 def plan(config: Any, settings: TrainerSettings) -> Plan:
-    """For the model of this (text) configuration."""
+    """Plan the comparison for the model of this (text) configuration."""
     budget = settings.native.tokens
     if not budget:
         return Plan((), {}, ("anything",))
@@ -42,33 +42,33 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
     lengths: list[int] = []
     unseen: list[str] = []
 
-    def wanted(length: int, what: str, times: int = 1) -> None:
+    def add(length: int, part: str, times: int = 1) -> None:
         if sum(lengths) + times * length <= budget:
             lengths.extend([length] * times)
         else:
-            unseen.append(what)
+            unseen.append(part)
 
     for length in sorted({min(plain, longest) for plain in _PLAIN}):
-        wanted(length, f"sequences of {length} tokens")
-    reached = sorted(turning_points(config).items())
-    for point, name in reached:
+        add(length, f"sequences of {length} tokens")
+    points = sorted(turning_points(config).items())
+    for point, name in points:
         if point < longest:
-            wanted(min(point + _BEYOND, longest), f"what lies beyond {name} = {point}")
+            add(min(point + _BEYOND, longest), f"tokens beyond {name} = {point}")
         elif settings.compute.packing == "blocks" and point < settings.compute.pack_tokens:
             missing = max(0, point + _BEYOND - sum(lengths))
-            wanted(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
-    shown = [(point, name) for point, name in reached if any(length > point for length in lengths)]
-    rows = tuple(_row(config, length, [point for point, _ in shown], seed) for seed, length in enumerate(lengths))
-    return Plan(rows, _places(rows, shown), tuple(unseen))
+            add(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
+    compared = [(point, name) for point, name in points if any(length > point for length in lengths)]
+    rows = tuple(_row(config, length, [point for point, _ in compared], seed) for seed, length in enumerate(lengths))
+    return Plan(rows, _places(rows, compared), tuple(unseen))
 
 
 def turning_points(config: Any) -> dict[int, str]:
-    """Lengths at which the model may change what it does, and the settings that say so."""
+    """Return the lengths at which the model may change its computation, with the settings that name them."""
     return {value: name for name, value in integers(config.to_dict()) if _LENGTHS.search(name) and value > 1}
 
 
 def integers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Names and values of all that are whole numbers, those of inner sections too."""
+    """Yield the names and values of all integers, including those of inner sections."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from integers(value)
@@ -77,8 +77,8 @@ def integers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
-    """Random tokens, none of which means anything to the model itself. Compared are the head, the tail, and what
-    follows each point."""
+    """Return a row of random tokens without special ones. Its loss tokens are the head, the tail, and those after each
+    point."""
     special = {value for name, value in integers(config.to_dict()) if "token_i" in name}
     ordinary = np.setdiff1d(np.arange(config.vocab_size), list(special))
     tokens = np.random.default_rng(seed).choice(ordinary, length).astype(np.int32)
@@ -92,7 +92,7 @@ def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
 
 
 def _places(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Each loss token is beyond the last point that it has passed."""
+    """Return the places of the loss tokens: each is beyond the last point that it has passed."""
     if not rows:
         return {}
     at_N = np.concatenate([np.flatnonzero(row.loss_mask_T) for row in rows])

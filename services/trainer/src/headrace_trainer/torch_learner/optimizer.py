@@ -1,4 +1,4 @@
-"""AdamW, or Muon on matrices with AdamW on the rest, behind one warm-up and one saved state."""
+"""AdamW, or Muon on matrices with AdamW on the rest, with one warm-up and one saved state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
 from headrace_trainer.torch_learner import shards
 from headrace_trainer.torch_learner.adam import Adam
-from headrace_trainer.torch_learner.stored import Selected
+from headrace_trainer.torch_learner.stored import SelectedTensors
 
 _UPDATES = "updates"
 
 
 class Optimizer:
-    """Owns the updates of `parameters`. Its state is tensors by name, so that it fits a safetensors file.
+    """Optimizer of `parameters`. Its state is tensors by name, so that it fits a safetensors file.
 
     An update is `zero_grad`, a backward pass, `take`, `apply`; or the last two at once, `step`.
     """
@@ -26,7 +26,7 @@ class Optimizer:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str] = ()
     ) -> None:
-        """`hidden`: the matrices between hidden layers, which Muon is made for."""
+        """`hidden` names the matrices between hidden layers, which Muon is made for."""
         self._parameters = dict(parameters)
         self._settings = settings
         matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
@@ -34,20 +34,20 @@ class Optimizer:
         self._muon = _muon([self._parameters[name] for name in matrices], settings) if matrices else None
         self._stashed: Tensor | None = None
         self.updates = 0
-        """Updates that the present weights have had; the warm-up goes by it."""
+        """Number of updates of the present weights; the warm-up depends on it."""
         self.changed = False
         """Whether weights or state have begun to change since a caller set it to False."""
         self.gain = 1.0
-        """What the gradients that were taken last count: clipping, warm-up, the filling of the momentum, and the size
-        that gradients had then. A correction that is multiplied by it does as much, whenever it comes."""
+        """Factor of the gradients taken last: clipping, warm-up, the filling of the momentum, and the size of gradients
+        at that time. A correction that is multiplied by it has the same effect, whenever it comes."""
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update: linear up to the setting, then constant."""
-        return self._settings.rate * self._warmth
+        """Learning rate of the next update: linear up to the setting, then constant."""
+        return self._settings.rate * self._warmup_factor
 
     @property
-    def _warmth(self) -> float:
+    def _warmup_factor(self) -> float:
         return min(1.0, (self.updates + 1) / max(1, self._settings.warmup_updates))
 
     def zero_grad(self) -> None:
@@ -55,21 +55,28 @@ class Optimizer:
             parameter.grad = None
 
     def stash(self) -> dict[str, Tensor]:
-        """The gradients so far, out of the way of others. `take` finds out whether they are finite."""
+        """Set the present gradients aside and return them. `take` checks that they are finite."""
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
         self._stashed = _total(shards.norms(list(stashed.values()))) if stashed else None
         return stashed
 
     @torch.no_grad()
-    def take(self, weight: float, beside: Tensor | None = None) -> tuple[float | None, list[float]]:
-        """Clip the gradients of a batch of `weight` to the global norm and learn their size. Returns the norm before
-        clipping, None when it was not finite, or that of what was stashed, and nothing was changed; and the numbers in
-        `beside`, which are read from the device together with it."""
-        given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norms = dict(zip(given, shards.norms(list(given.values())), strict=True))
-        known, total = self._read(weight, norms, beside)
-        norm, logarithm, stashed, *more = known
+    def take(self, weight: float, extra: Tensor | None = None) -> tuple[float | None, list[float]]:
+        """Clip the gradients of a batch of `weight` to the global norm and record their size.
+
+        Args:
+            weight: Size of the batch as a share of a full one.
+            beside: Further numbers to read from the device together with the norm.
+
+        Returns:
+            The norm before clipping, None when it or that of the stashed gradients was not finite and nothing was
+            changed; and the numbers of `beside`.
+        """
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norms = dict(zip(gradients, shards.norms(list(gradients.values())), strict=True))
+        numbers, total = self._read(weight, norms, extra)
+        norm, logarithm, stashed, *more = numbers
         self.gain, self._stashed = 1.0, None
         if not (math.isfinite(norm) and math.isfinite(stashed)):
             self.zero_grad()
@@ -80,33 +87,37 @@ class Optimizer:
         clip = min(1.0, self._settings.gradient_norm_max / (norm + 1e-6))
         if clip < 1.0:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
-        gain = self._warmth * self._adam.gain(weight)
+        gain = self._warmup_factor * self._adam.gain(weight)
         self._adam.observe(weight)
         if gain != 1.0:
-            torch._foreach_mul_(list(given.values()), gain)
+            torch._foreach_mul_(list(gradients.values()), gain)
         self.gain = clip * gain / self._adam.scale_of(logarithm)
         return norm, more
 
-    def _read(self, weight: float, norms: Mapping[str, Tensor], beside: Tensor | None) -> tuple[list[float], Tensor]:
-        """The one time that an update waits for the device: norm, `Adam.foreseen`, norm of what is stashed, `beside`;
-        and the first of them as it is on the device."""
+    def _read(self, weight: float, norms: Mapping[str, Tensor], extra: Tensor | None) -> tuple[list[float], Tensor]:
+        """Read numbers from the device, the only time that an update waits for it.
+
+        Returns:
+            The norm, `Adam.foreseen`, the norm of the stashed gradients and `beside`; and the norm as a device tensor.
+        """
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
-        nothing = torch.zeros((), device=device)
-        total = _total(norms.values()) if norms else nothing
+        zero = torch.zeros((), device=device)
+        total = _total(norms.values()) if norms else zero
         clip = (self._settings.gradient_norm_max / (total.double() + 1e-6)).clamp(max=1.0)
-        wanted = [total, self._adam.foreseen(weight, norms, clip), nothing if self._stashed is None else self._stashed]
-        numbers = torch.stack([number.double().to(device) for number in wanted])
-        return (numbers if beside is None else torch.cat([numbers, beside.to(device)])).tolist(), total
+        stashed = zero if self._stashed is None else self._stashed
+        scalars = [total, self._adam.predict_logarithm(weight, norms, clip), stashed]
+        numbers = torch.stack([number.double().to(device) for number in scalars])
+        return (numbers if extra is None else torch.cat([numbers, extra.to(device)])).tolist(), total
 
     @torch.no_grad()
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
-        """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, gradients times
-        their own `gain`."""
+        """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, which are
+        gradients multiplied with their own `gain`."""
         self.changed = True
-        given = corrections or {}
+        gradients = corrections or {}
         if self._muon is not None:
-            scale = self._adam.scale if given else 1.0
-            for name, gradient in given.items():
+            scale = self._adam.scale if gradients else 1.0
+            for name, gradient in gradients.items():
                 parameter = self._parameters[name]
                 if name not in self._adam.parameters:
                     gradient = gradient * scale
@@ -114,12 +125,12 @@ class Optimizer:
             for group in self._muon.param_groups:
                 group["lr"] = self.learning_rate * min(1.0, weight)
             self._muon.step()  # type: ignore[no-untyped-call]
-        mine = {name: gradient for name, gradient in given.items() if name in self._adam.parameters}
+        mine = {name: gradient for name, gradient in gradients.items() if name in self._adam.parameters}
         self._adam.step(self._settings.rate, weight, mine)
         self.updates += 1
 
     def step(self, weight: float = 1.0) -> float | None:
-        """`take` and `apply`. A gradient of zero changes nothing: it spends no momentum."""
+        """Call `take` and `apply`. A gradient of zero changes nothing and spends no momentum."""
         norm, _ = self.take(weight)
         if norm:
             self.apply(weight)
@@ -133,32 +144,37 @@ class Optimizer:
             self._muon.state.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: `<parameter>/<what>`, the clocks and the number of updates; of shared tensors in the first
-        process of a team, which asks for them by name."""
-        return {name: shards.kept(tensor) for name, tensor in self.references().items()}
+        """Return copies on the CPU: `<parameter>/<kind>`, the clocks and the number of updates.
+
+        Of sharded tensors only the first process of a team gets the values. All of its processes must call this method.
+        """
+        return {name: shards.cpu_copy(tensor) for name, tensor in self.references().items()}
 
     def references(self) -> dict[str, Tensor]:
-        """The same, not copied, in the same order in every process."""
-        found = {_UPDATES: torch.tensor([self.updates])}
-        found |= sorted(self._adam.state().items())
+        """Return the same tensors without copying them, in the same order in every process."""
+        tensors = {_UPDATES: torch.tensor([self.updates])}
+        tensors |= sorted(self._adam.state().items())
         if self._muon is not None:
             for name, parameter in self._parameters.items():
-                for what, value in self._muon.state.get(parameter, {}).items():
-                    found[f"{name}/{what}"] = value
-        return found
+                for kind, value in self._muon.state.get(parameter, {}).items():
+                    tensors[f"{name}/{kind}"] = value
+        return tensors
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state` was taken, by this release or by one that used torch's AdamW. Raises `SettingError`
-        when that was another kind of optimizer."""
+        """Restore a state, saved by this release or by one that used torch's AdamW.
+
+        Raises:
+            SettingError: The state belongs to another kind of optimizer.
+        """
         self.reset()
         self.updates = int(state[_UPDATES])
         moments = []
         for key in state:
-            name, _, what = key.rpartition("/")
-            if what == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
+            name, _, kind = key.rpartition("/")
+            if kind == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
                 parameter = self._parameters[name]
-                self._muon.state[parameter][what] = shards.as_held(parameter, state[key])
-            elif what == "momentum_buffer" or (name and name not in self._adam.parameters):
+                self._muon.state[parameter][kind] = shards.with_layout_of(parameter, state[key])
+            elif kind == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",
                     self._settings.kind,
@@ -166,12 +182,12 @@ class Optimizer:
                 )
             elif key != _UPDATES:
                 moments.append(key)
-        self._adam.load(Selected(state, moments))
+        self._adam.load(SelectedTensors(state, moments))
 
 
 def _total(norms: Iterable[Tensor]) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return found
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
 
 
 def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Muon:

@@ -1,7 +1,7 @@
-"""Tensors of which every process of a team holds a part (DTensors, as FSDP2 makes them), and how they become whole.
+"""Tensors that are sharded over the processes of a team (DTensors, as FSDP2 makes them), and how to gather them.
 
-A tensor that is whole already is returned as it is, so one process pays nothing for any of it. What is asked of a
-shared tensor is asked by every member, in the same order: the parts travel.
+An unsharded tensor is returned as it is, so a single process pays nothing for these functions. Functions that gather a
+sharded tensor must be called by every member, in the same order, because the members exchange their parts.
 """
 
 from __future__ import annotations
@@ -13,48 +13,51 @@ import torch
 from torch import Tensor
 
 
-def shared(tensor: Tensor) -> bool:
-    """Whether other processes hold parts of it."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether other processes hold parts of the tensor."""
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of it, in every process."""
-    if not shared(tensor):
+def gather(tensor: Tensor) -> Tensor:
+    """Return the full tensor, in every process."""
+    if not is_sharded(tensor):
         return tensor
-    found: Tensor = _shared(tensor).full_tensor()
-    return found
+    gathered: Tensor = _as_any(tensor).full_tensor()
+    return gathered
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """Over all of it."""
-    return whole(tensor.sum()) / tensor.numel() if shared(tensor) else tensor.mean()
+    """Return the mean over the full tensor."""
+    return gather(tensor.sum()) / tensor.numel() if is_sharded(tensor) else tensor.mean()
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each."""
-    return [whole(norm) for norm in torch._foreach_norm(list(tensors))] if tensors else []
+    """Return the norm of each tensor."""
+    return [gather(norm) for norm in torch._foreach_norm(list(tensors))] if tensors else []
 
 
-def kept(tensor: Tensor) -> Tensor:
-    """A copy of all of it on the CPU, in the first process of the team; the others have nothing of it."""
-    found = whole(tensor.detach())
-    if shared(tensor) and _shared(tensor).device_mesh.get_rank() != 0:
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the full tensor on the CPU in the first process of the team, and an empty tensor in the
+    others."""
+    gathered = gather(tensor.detach())
+    if is_sharded(tensor) and _as_any(tensor).device_mesh.get_rank() != 0:
         return torch.empty(0)
-    return found.cpu().clone()
+    return gathered.cpu().clone()
 
 
-def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value`, all of which every process has, in the form that `parameter` is held in: where it is, and of
-    it only the part that is held here."""
-    if not shared(parameter):
+def with_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of `value` with the device and the sharding of `parameter`.
+
+    Every process must have the full `value`; the result holds only the part of this process.
+    """
+    if not is_sharded(parameter):
         return value.to(parameter.device).clone()
-    from torch.distributed.tensor import distribute_tensor  # seconds that one process need not wait
+    from torch.distributed.tensor import distribute_tensor  # imported here, because it takes seconds
 
-    held = _shared(parameter)
-    found: Tensor = distribute_tensor(value.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
-    return found.clone()
+    layout = _as_any(parameter)
+    part: Tensor = distribute_tensor(value.to(layout.device), layout.device_mesh, layout.placements, src_data_rank=None)
+    return part.clone()
 
 
-def _shared(tensor: Tensor) -> Any:
+def _as_any(tensor: Tensor) -> Any:
     return tensor

@@ -1,12 +1,12 @@
 """One step on a batch: forward and backward pass by pass, then one update of the weights (or several).
 
-The loss is a sum over tokens, each with the weight of its row. Passes add their parts of that one sum, so cutting the
-batch into passes changes nothing but rounding. Rows that are trained for the first time share the batch's
-weight (`Batch.token_weight`), what is learned about the size of gradients, and the clip of the global norm. Corrections
-come with the weight that their tokens had then: gradients of both only meet after that.
+The loss is a sum over tokens, each with the weight of its row. Each pass adds its part of that sum, so dividing the
+batch into passes changes only the rounding. Rows that are trained for the first time share the batch's weight
+(`Batch.token_weight`), the estimate of the size of gradients, and the clip of the global norm. Corrections have the
+token weight of their first training: gradients of both are only combined after that.
 
-A device computes ahead of the program that tells it what to do, until a number is asked for. That happens once an
-update, before the weights move: the norm of the gradients, the size that is learned from them, and all measurements.
+A device computes asynchronously until a number is read from it. That happens once an update, before the weights move:
+for the norm of the gradients, the estimate of their size, and all measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.shards import whole
+from headrace_trainer.torch_learner.shards import gather
 from headrace_trainer.torch_learner.team import ALONE, IDLE, Team
 
 
@@ -47,28 +47,39 @@ def train(
     appraiser: Appraiser | None = None,
     team: Team = ALONE,
 ) -> StepResult:
-    """Change the weights by `batch`. `from_base`: measure the divergence from the base also where it has no part in
-    the loss. `appraiser`: makes the advantages of tokens from those of rows. `team`: who makes the passes; it is told
-    the same as every other member. Blocks; runs in the training thread.
+    """Change the weights by `batch`. Blocks; runs in the training thread.
 
-    Raises `Abandoned` when `stop` is set (looked at between passes) and `NotFinite`.
+    Args:
+        policy: The policy.
+        optimizer: Its optimizer.
+        batch: The batch.
+        settings: The settings of the loss.
+        pack_tokens: The number of tokens in one pass.
+        stop: Checked between passes.
+        from_base: Measure the divergence from the base even where the loss does not use it.
+        appraiser: Computes the advantages of tokens from those of rows.
+        team: The processes that share the passes. Every member must get the same arguments.
+
+    Raises:
+        Abandoned: `stop` was set.
+        NotFinite: The gradient is infinite or not a number.
     """
     began = time.perf_counter()
-    first, corrections = _packs(policy, batch, pack_tokens, team)
+    first, corrections = _collate_passes(policy, batch, pack_tokens, team)
     if appraiser is not None:
         first, corrections = appraiser.appraise(policy, first, corrections, stop)
     packs = [*corrections, *first]
-    starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
-    bases = [policy.reference_logprobs(one) if settings.kl or from_base else None for one in first]
+    starts = _start_logprobs(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
+    bases = [policy.reference_logprobs(pack) if settings.kl or from_base else None for pack in first]
     measures, token_weight, moved = Measures(), batch.token_weight, False
     for update in range(settings.updates_per_step):
         optimizer.zero_grad()
-        for one, start_N in zip(corrections, starts, strict=False):
-            _backward(policy, one, start_N, None, settings, measures, stop, correction=True)
+        for pack, start_N in zip(corrections, starts, strict=False):
+            _backward(policy, pack, start_N, None, settings, measures, stop, correction=True)
         team.add_up(policy.parameters)
         stashed = optimizer.stash() if batch.corrections else {}
-        for one, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
-            _backward(policy, one, start_N, base_N, settings, measures, stop)
+        for pack, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
+            _backward(policy, pack, start_N, base_N, settings, measures, stop)
         team.add_up(policy.parameters)
         learning_rate, last = optimizer.learning_rate, update + 1 == settings.updates_per_step
         measures = team.together(measures) if last else measures
@@ -78,17 +89,17 @@ def train(
         if norm is None:
             measures = measures if last else team.together(measures)
             numbers = numbers or measures.numbers().tolist()
-            break  # what the updates before it did stands
+            break  # the earlier updates of this step are kept
         if update == 0:
             token_weight *= optimizer.gain
-        if norm > 0.0 or any(bool(whole(gradient).any()) for gradient in stashed.values()):
+        if norm > 0.0 or any(bool(gather(gradient).any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
             policy.renew()
             moved = True
-    found, left_out = measures.values(batch, numbers)
+    values, left_out = measures.values(batch, numbers)
     appraised = appraiser.learn() if appraiser is not None else {}
     seconds = time.perf_counter() - began
-    measured = found | {
+    measured = values | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
         GRADIENT_FACTOR: token_weight,
@@ -100,19 +111,19 @@ def train(
     return StepResult(measured, left_out, measures.slopes_by_row(), appraised, moved)
 
 
-def _packs(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:
-    """Rows that are trained for the first time, and corrections; each pass holds one kind. Those that are ours."""
-    found = []
+def _collate_passes(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:
+    """Return the passes of this process: those of first trainings, and those of corrections."""
+    kinds = []
     for rows in (batch.first, batch.corrections):
         lengths = [row.length for row in rows]
         indices = team.mine(passes(rows, team.budget(lengths, pack_tokens)), lengths)
-        found.append([policy.collate([batch.weighted(rows[i]) for i in chosen] or [IDLE]) for chosen in indices])
-    return found[0], found[1]
+        kinds.append([policy.collate([batch.weighted(rows[i]) for i in chosen] or [IDLE]) for chosen in indices])
+    return kinds[0], kinds[1]
 
 
 def _backward(
     policy: Policy,
-    one: Pack,
+    pack: Pack,
     start_N: Tensor | None,
     base_N: Tensor | None,
     settings: LossSettings,
@@ -121,108 +132,112 @@ def _backward(
     *,
     correction: bool = False,
 ) -> None:
-    """Add this pass's share of the gradient."""
+    """Add the gradient of one pass."""
     liveness.progress()
     if stop.is_set():
         raise Abandoned
     function = settings.function
-    reference_N = policy.reference_logprobs(one) if function.needs.reference and base_N is None else base_N
+    reference_N = policy.reference_logprobs(pack) if function.needs.reference and base_N is None else base_N
     linear = function.correction if correction else None
     compute, by_token = (linear or function.load)(), function.by_token or linear is not None
-    share = _Share(one, compute, settings, reference_N, start_N, kl=0.0 if base_N is None else settings.kl)
+    share = _PassLoss(pack, compute, settings, reference_N, start_N, kl=0.0 if base_N is None else settings.kl)
     if not by_token or (settings.sequence_mask_max and start_N is None):
-        # The loss of a token, or which sequences are left out, is known after a sequence's last token.
-        current_N, entropy_N = policy.logprobs(one)
+        # The loss of a token, or whether a sequence is left out, depends on all tokens of the sequence.
+        current_N, entropy_N = policy.logprobs(pack)
         now_N = current_N.detach()
         share.start_N = now_N if start_N is None else start_N
-        share.left_out_N = _left_out(one, share.start_N, settings, measures)
+        share.left_out_N = _left_out(pack, share.start_N, settings, measures)
         torch.autograd.backward(current_N, share.slope(now_N, _ALL))
-        if function.correction is not None and not correction and all(one is not other for other, _ in measures.slopes):
-            measures.slopes.append((one, share.by_row(now_N)))
+        is_new = all(pack is not other for other, _ in measures.slopes)
+        if function.correction is not None and not correction and is_new:
+            measures.slopes.append((pack, share.by_row(now_N)))
     else:
-        share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)
-        current_N, entropy_N = policy.backward(one, share.slope)
-    if one.idle:
+        share.left_out_N = None if start_N is None else _left_out(pack, start_N, settings, measures)
+        current_N, entropy_N = policy.backward(pack, share.slope)
+    if pack.idle:
         return
     with torch.no_grad():
         tokens, loss_N = share.of(current_N, _ALL)
     if base_N is not None:
         measures.base.append(k3(current_N.detach(), base_N))
-    measures.observe(one, current_N.detach() if start_N is None else start_N, entropy_N, tokens, loss_N)
+    measures.observe(pack, current_N.detach() if start_N is None else start_N, entropy_N, tokens, loss_N)
 
 
 _ALL = slice(None)
 
 
 @dataclass
-class _Share:
-    """The loss of a pass's tokens, all or some of them."""
+class _PassLoss:
+    """Computes the loss of all or some tokens of a pass."""
 
-    one: Pack
+    pack: Pack
     compute: Compute
     settings: LossSettings
     reference_N: Tensor | None
     start_N: Tensor | None
-    """None: the weights have not moved since the step began."""
+    """None where the weights have not moved since the step began."""
     kl: float
     left_out_N: Tensor | None = None
 
     def of(self, current_N: Tensor, part: slice) -> tuple[TokenLoss, Tensor]:
-        """By these logprobs, of the tokens `part`."""
-        one = self.one
+        """Return the loss of the tokens `part` for their present logprobs."""
+        pack = self.pack
         start_N, reference_N, left_out_N = (
-            None if given is None else given[part] for given in (self.start_N, self.reference_N, self.left_out_N)
+            None if values_N is None else values_N[part]
+            for values_N in (self.start_N, self.reference_N, self.left_out_N)
         )
         start_N = current_N.detach() if start_N is None else start_N
-        behaviour_N, advantage_N, row_N = one.behaviour_N[part], one.advantage_N[part], one.row_N[part]
-        written_N = None if one.written_N is None else one.written_N[part]
+        behaviour_N, advantage_N, row_N = pack.behaviour_N[part], pack.advantage_N[part], pack.row_N[part]
+        written_N = None if pack.written_N is None else pack.written_N[part]
         sampled = LossInputs(
-            current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N, written_N, one.pair_R
+            current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N, written_N, pack.pair_R
         )
         tokens = self.compute(sampled, self.settings)
         loss_N = tokens.loss_N
         if reference_N is not None and self.kl:
             divergence_N = DIVERGENCES[self.settings.kl_kind](current_N, reference_N, behaviour_N)
-            kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
-            loss_N = loss_N + self.kl * kept_N
+            trained_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
+            loss_N = loss_N + self.kl * trained_N
         return tokens, loss_N
 
     def slope(self, logprobs_N: Tensor, part: slice) -> Tensor:
         with torch.enable_grad():
             leaf_N = logprobs_N.detach().requires_grad_()
             _, loss_N = self.of(leaf_N, part)
-            (slope_N,) = torch.autograd.grad((loss_N * self.one.weight_N[part]).sum(), leaf_N)
+            (slope_N,) = torch.autograd.grad((loss_N * self.pack.weight_N[part]).sum(), leaf_N)
         return slope_N
 
     def by_row(self, logprobs_N: Tensor) -> Tensor:
-        """What stands in the place of 1 in each row's policy gradient (`_R`), where the loss is not linear. It is the
-        same for all tokens of a row."""
-        one = self.one
+        """Return the slope that replaces 1 in each row's policy gradient (`_R`), where the loss is not linear.
+
+        It is the same for all tokens of a row.
+        """
+        pack = self.pack
         slope_N = replace(self, kl=0.0).slope(logprobs_N, _ALL)
-        unit_N = -one.weight_N * one.advantage_N
+        unit_N = -pack.weight_N * pack.advantage_N
         relative_N = torch.where(unit_N == 0, 0.0, slope_N / unit_N)
-        counts_R = torch.bincount(one.row_N, minlength=len(one.names))
+        counts_R = torch.bincount(pack.row_N, minlength=len(pack.names))
         starts_R = counts_R.cumsum(0) - counts_R
         return relative_N[starts_R]
 
 
-def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
-    """The tokens of sequences that have drifted too far from what they were sampled from."""
+def _left_out(pack: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
+    """Return the tokens of sequences that have drifted too far from their sampling policy."""
     if not settings.sequence_mask_max:
         return None
-    behaviour_N = one.behaviour_N if one.written_N is None else torch.where(one.written_N, start_N, one.behaviour_N)
-    left_out_R = left_out(start_N, behaviour_N, one.row_N, len(one.names), settings.sequence_mask_max)
-    earlier_R = measures.left_out.get(one.names)
-    measures.left_out[one.names] = left_out_R if earlier_R is None else earlier_R | left_out_R
-    return left_out_R[one.row_N]
+    behaviour_N = pack.behaviour_N if pack.written_N is None else torch.where(pack.written_N, start_N, pack.behaviour_N)
+    left_out_R = left_out(start_N, behaviour_N, pack.row_N, len(pack.names), settings.sequence_mask_max)
+    earlier_R = measures.left_out.get(pack.names)
+    measures.left_out[pack.names] = left_out_R if earlier_R is None else earlier_R | left_out_R
+    return left_out_R[pack.row_N]
 
 
 @torch.no_grad()
-def _at_start(policy: Policy, packs: Sequence[Pack], stop: threading.Event) -> list[Tensor]:
-    """Logprobs of the weights before the first of several updates."""
-    found = []
-    for one in packs:
+def _start_logprobs(policy: Policy, packs: Sequence[Pack], stop: threading.Event) -> list[Tensor]:
+    """Return the logprobs before the first of several updates."""
+    logprobs = []
+    for pack in packs:
         if stop.is_set():
             raise Abandoned
-        found.append(policy.logprobs(one)[0])
-    return found
+        logprobs.append(policy.logprobs(pack)[0])
+    return logprobs

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file, read when somebody asks for one: a state may be larger than memory."""
+"""Tensors in a safetensors file that are read one by one, because a state may be larger than memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Those of a file. What is asked for twice is read twice."""
+    """Mapping of a file's tensors. Each access reads the tensor from the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = cast(Any, safe_open(path, "pt"))
@@ -20,8 +20,8 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        found: Tensor = self._file.get_tensor(name)
-        return found
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -33,8 +33,8 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class Selected(Mapping[str, Tensor]):
-    """Some tensors of another mapping, still unread, by their names without `prefix`."""
+class SelectedTensors(Mapping[str, Tensor]):
+    """Mapping of some tensors of another mapping, by their names without `prefix`. They are read when accessed."""
 
     def __init__(self, inner: Mapping[str, Tensor], names: Iterable[str], prefix: str = "") -> None:
         self._inner = inner

@@ -1,9 +1,9 @@
-"""A teacher: another model that says how likely each sampled token is. The advantage of a token is what it would have
-given it beyond what the engine did (`headrace_trainer.algorithms.catalog.on_policy_distill`).
+"""A teacher: another model that grades the sampled tokens. The advantage of a token is the teacher's logprob minus the
+engine's (`headrace_trainer.algorithms.catalog.on_policy_distill`).
 
-It is a model's folder, loaded beside the policy, or an endpoint of OpenAI's completions API that takes token ids and
-answers `prompt_logprobs`, as vLLM's does. An endpoint answers at temperature 1: tokens that were sampled at another one
-have no advantage then.
+The teacher is a model's folder, loaded next to the policy, or an endpoint of OpenAI's completions API that takes token
+ids and returns `prompt_logprobs`, as vLLM's does. An endpoint computes logprobs at temperature 1: tokens that were
+sampled at another temperature have no advantage then.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from headrace_trainer.torch_learner.model.policy import Policy
 _PAUSE_S = 1.0
 
 
-class _Answers(Protocol):
-    def __call__(self, one: Pack) -> tuple[Tensor, Tensor]:
-        """`(logprobs_N, known_N)`."""
+class _ScorePack(Protocol):
+    def __call__(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Return the teacher's logprobs, `logprobs_N`, and whether each is usable, `usable_N`."""
 
 
 class Teacher:
-    """An `Appraiser` without a state."""
+    """An `Appraiser` without state."""
 
-    def __init__(self, answers: _Answers, coefficient: float) -> None:
-        self._answers = answers
+    def __init__(self, answers: _ScorePack, coefficient: float) -> None:
+        self._score = answers
         self._coefficient = coefficient
         self._measured: dict[str, float] = {}
 
@@ -50,17 +50,17 @@ class Teacher:
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        found, differences = [], []
-        for one in first:
+        appraised, differences = [], []
+        for pack in first:
             if stop.is_set():
                 raise Abandoned
-            logprobs_N, known_N = self._answers(one)
-            difference_N = (logprobs_N - one.behaviour_N).where(known_N, 0.0)
+            logprobs_N, usable_N = self._score(pack)
+            difference_N = (logprobs_N - pack.behaviour_N).where(usable_N, 0.0)
             differences.append(difference_N)
-            found.append(replace(one, advantage_N=one.advantage_N * self._coefficient * difference_N))
+            appraised.append(replace(pack, advantage_N=pack.advantage_N * self._coefficient * difference_N))
         if differences:
             self._measured = {"teacher_gap": float(-torch.cat(differences).double().mean())}
-        return found, list(corrections)
+        return appraised, list(corrections)
 
     def learn(self) -> Mapping[str, float]:
         return {}
@@ -69,58 +69,61 @@ class Teacher:
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """There is nothing to continue."""
+        """Do nothing, because there is no state."""
 
 
-def of(policy: Policy, settings: TrainerSettings) -> Teacher:
-    """What `[trainer.teacher]` names. Raises `SettingError`."""
-    given = settings.teacher
-    if given.model.startswith(("http://", "https://")):
-        return Teacher(TeacherEndpoint(given), given.coefficient)
+def open_teacher(policy: Policy, settings: TrainerSettings) -> Teacher:
+    """Open the teacher that `[trainer.teacher]` names. Raises `SettingError`."""
+    teacher = settings.teacher
+    if teacher.model.startswith(("http://", "https://")):
+        return Teacher(TeacherEndpoint(teacher), teacher.coefficient)
     compute = settings.compute.model_copy(update={"gradient_checkpointing": False, "weights": "float32"})
-    folder = Path(given.model)
+    folder = Path(teacher.model)
     if not folder.is_dir():
-        raise SettingError("trainer.teacher.model", given.model, "is neither a folder nor the address of an endpoint")
+        raise SettingError(
+            "trainer.teacher.model", teacher.model, "is neither a folder nor an endpoint's address; name one"
+        )
     other = Policy.open(folder, compute, LoraSettings(), settings.seed)
     other.model.requires_grad_(False).eval()
     if other.vocabulary != policy.vocabulary:
         remedy = (
             f"has {other.vocabulary} token ids, and trainer.base {policy.vocabulary}; a teacher needs the same ones"
         )
-        raise SettingError("trainer.teacher.model", given.model, remedy)
+        raise SettingError("trainer.teacher.model", teacher.model, remedy)
 
     @torch.no_grad()
-    def answers(one: Pack) -> tuple[Tensor, Tensor]:
-        logprobs_N = other.logprobs(one)[0]
+    def score(pack: Pack) -> tuple[Tensor, Tensor]:
+        logprobs_N = other.logprobs(pack)[0]
         return logprobs_N, torch.ones_like(logprobs_N, dtype=torch.bool)
 
-    return Teacher(answers, given.coefficient)
+    return Teacher(score, teacher.coefficient)
 
 
 class TeacherEndpoint:
-    """Asks about one sequence at a time; whoever serves it batches. Blocks."""
+    """Sends one sequence at a time to an endpoint, whose server batches them. Blocks."""
 
     def __init__(self, settings: TeacherSettings) -> None:
         self._settings = settings
 
-    def __call__(self, one: Pack) -> tuple[Tensor, Tensor]:
-        found: list[float] = []
-        for token_ids, places in _sequences(one):
+    def __call__(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        token_logprobs: list[float] = []
+        for token_ids, positions in _sequences(pack):
             logprobs = self._logprobs(token_ids)
-            found += [logprobs[place] for place in places]
-        return torch.tensor(found).to(one.behaviour_N), one.temperature_N == 1.0
+            token_logprobs += [logprobs[position] for position in positions]
+        return torch.tensor(token_logprobs).to(pack.behaviour_N), pack.temperature_N == 1.0
 
     def _logprobs(self, token_ids: list[int]) -> list[float]:
-        """Of each token of the sequence; of the first one 0. Raises `LearnerLost`."""
-        asked = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = self._post({"model": self._settings.name, **asked})
+        """Return the logprob of each token of the sequence; 0 for the first one. Raises `LearnerLost`."""
+        options = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = self._post({"model": self._settings.name, **options})
         try:
-            given = answer["choices"][0]["prompt_logprobs"]
-            found = [0.0 if each is None else float(each[str(token)]["logprob"])
-                     for each, token in zip(given, token_ids, strict=True)]  # fmt: skip
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [
+                0.0 if entry is None else float(entry[str(token)]["logprob"])
+                for entry, token in zip(entries, token_ids, strict=True)
+            ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise LearnerLost(f"{self._what} does not answer prompt_logprobs for token ids: {error!r}") from None
-        return found
+            raise LearnerLost(f"{self._setting} does not return prompt_logprobs for token ids: {error!r}") from None
 
     def _post(self, body: Mapping[str, Any]) -> Any:
         settings = self._settings
@@ -134,24 +137,24 @@ class TeacherEndpoint:
             except (OSError, ValueError, RecursionError) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if refused or attempt == settings.attempts:
-                    raise LearnerLost(f"{self._what} cannot be asked: {error}") from None
+                    raise LearnerLost(f"{self._setting} cannot be reached: {error}") from None
                 time.sleep(_PAUSE_S * attempt)
         raise AssertionError("attempts is at least 1")
 
     @property
-    def _what(self) -> str:
+    def _setting(self) -> str:
         return f"trainer.teacher.model = {self._settings.model!r}"
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Past the proxies of the environment: a teacher is an inference server of ours, and gets its key."""
+"""An opener without the environment's proxies, because the request carries the key of an inference server."""
 
 
-def _sequences(one: Pack) -> Iterator[tuple[list[int], list[int]]]:
-    """The token ids of each row, and the places of its loss tokens."""
-    width = one.token_ids_BT.shape[1]
-    flat, rows, targets = one.token_ids_BT.flatten().tolist(), one.row_N.tolist(), (one.predicting_N + 1).tolist()
-    for index in range(len(one.names)):
-        start, end = (index * width, (index + 1) * width) if not one.bounds else one.bounds[index : index + 2]
-        places = [place - start for place, row in zip(targets, rows, strict=True) if row == index]
-        yield flat[start:end][: max(places) + 1], places
+def _sequences(pack: Pack) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the token ids of each row, and the positions of its loss tokens."""
+    width = pack.token_ids_BT.shape[1]
+    flat, rows, targets = pack.token_ids_BT.flatten().tolist(), pack.row_N.tolist(), (pack.predicting_N + 1).tolist()
+    for index in range(len(pack.names)):
+        start, end = (index * width, (index + 1) * width) if not pack.bounds else pack.bounds[index : index + 2]
+        positions = [target - start for target, row in zip(targets, rows, strict=True) if row == index]
+        yield flat[start:end][: max(positions) + 1], positions

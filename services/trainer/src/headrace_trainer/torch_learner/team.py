@@ -1,5 +1,5 @@
-"""Who shares the passes of a step. Alone, one process makes all of them. In a team each makes its own part, and what
-they find is added up: the loss is one sum over the batch's tokens, so who computes which token changes nothing but
+"""Division of a step's passes among processes. A single process computes all of them. In a team each process computes a
+part, and the gradients are added up: the loss is one sum over the batch's tokens, so the division changes only the
 rounding."""
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ IDLE = Row(
     np.float32(0),
     np.zeros(2, np.bool_),
 )
-"""Nobody's row, of no weight: what a pass is made of that is only made because the others make one."""
+"""A row without name and weight. A process without rows of its own computes it when the others compute a pass."""
 
 
 class Team(Protocol):
-    """Every member calls the same methods in the same order, with the same batch."""
+    """Processes that share a step. Every member calls the same methods in the same order, with the same batch."""
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        """Tokens of one pass over rows of these `lengths`, so that there is work for everybody."""
+        """Return the number of tokens of one pass over rows of these `lengths`, so that every member has work."""
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        """Of all passes, as row numbers, those that this member makes. An empty one is a pass over `IDLE`."""
+        """Return the passes of this member, as row numbers, out of all `packs`. An empty one is a pass over `IDLE`."""
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make each gradient the sum of all members'."""
+        """Replace each gradient by the sum of all members' gradients."""
 
     def together(self, measures: Measures) -> Measures:
-        """What all members have observed; the same for each."""
+        """Return the observations of all members, the same for each."""
 
 
 class Alone:
-    """A `Team` of one."""
+    """A `Team` of one process."""
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return pack_tokens
@@ -52,7 +52,7 @@ class Alone:
         return packs
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Its own are all."""
+        """Do nothing, because there are no other members."""
 
     def together(self, measures: Measures) -> Measures:
         return measures

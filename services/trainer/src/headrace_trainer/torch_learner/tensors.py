@@ -12,7 +12,7 @@ from headrace_runtime import liveness
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.stored import Selected
+from headrace_trainer.torch_learner.stored import SelectedTensors
 from headrace_trainer.whole import Frozen
 
 _RANDOM = "random/"
@@ -20,35 +20,35 @@ _APPRAISER = "appraiser/"
 
 
 def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
-    """Equal tensors give equal bytes. `appraiser`: the state of one, where there is one."""
+    """Return the learner's state as bytes. Equal tensors give equal bytes. `appraiser` is the appraiser's state, if
+    any."""
     about, random = about_state(lineage), random_state(policy)
-    beside = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
-    return Frozen(_bytes(policy.tensors(), about), _bytes(optimizer.state() | random | beside, about))
+    appraiser_tensors = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
+    return Frozen(_bytes(policy.tensors(), about), _bytes(optimizer.state() | random | appraiser_tensors, about))
 
 
 def about_state(lineage: str) -> dict[str, str]:
-    """Metadata of both files. One entry: safetensors writes several in random order."""
+    """Return the metadata of both files: one entry, because safetensors writes several in random order."""
     return {"headrace": f"training state of lineage {lineage}"}
 
 
 def random_state(policy: Policy) -> dict[str, Tensor]:
-    """Of this process, by the names that it is saved under."""
-    found = {f"{_RANDOM}cpu": torch.get_rng_state()}
+    """Return the random state of this process, by the names under which it is saved."""
+    state = {f"{_RANDOM}cpu": torch.get_rng_state()}
     if policy.device.type == "cuda":
-        found[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
-    return found
+        state[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
+    return state
 
 
 def set_random_state(policy: Policy, state: Mapping[str, Tensor]) -> None:
-    """Set the random numbers of this process to what `random_state` returned."""
+    """Set the random state of this process to the result of `random_state`."""
     torch.set_rng_state(state[f"{_RANDOM}cpu"])
     if policy.device.type == "cuda" and f"{_RANDOM}cuda" in state:
         torch.cuda.set_rng_state(state[f"{_RANDOM}cuda"], policy.device)
 
 
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
-    """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's
-    state."""
+    """Restore the result of `freeze`, optionally with its random state. Return the appraiser's state."""
     weights, state = load(bytes(frozen.weights)), load(bytes(frozen.optimizer))
     return restore(policy, optimizer, weights, state, with_random=with_random)
 
@@ -61,19 +61,21 @@ def restore(
     *,
     with_random: bool,
 ) -> dict[str, Tensor]:
-    """The same, from the tensors in the two, of which no more than one is asked for at a time."""
-    beside = Selected(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
-    random = Selected(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)
+    """Restore the state from tensors, of which at most one is read at a time. Return the appraiser's state."""
+    appraiser_tensors = SelectedTensors(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
+    random = SelectedTensors(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)
     policy.load(weights)
-    optimizer.load(Selected(state, (name for name in state if not name.startswith((_APPRAISER, _RANDOM)))))
+    optimizer.load(SelectedTensors(state, (name for name in state if not name.startswith((_APPRAISER, _RANDOM)))))
     if with_random:
         set_random_state(policy, {f"{_RANDOM}{name}": value for name, value in random.items()})
-    return dict(beside)
+    return dict(appraiser_tensors)
 
 
 def _bytes(tensors: dict[str, Tensor], about: dict[str, str]) -> bytearray:
-    """Return the file that `safetensors.torch.save` makes. That keeps the interpreter's lock until all is copied, and
-    copying a tensor does not."""
+    """Return the bytes of the file that `safetensors.torch.save` would write.
+
+    That function holds the interpreter's lock until all is copied, but copying a tensor does not.
+    """
     plan = layout(tensors, about)
     content = bytearray(plan.size)
     content[: len(plan.header)] = plan.header

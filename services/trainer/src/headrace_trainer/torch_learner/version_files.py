@@ -1,4 +1,4 @@
-"""A version's own files, written from the model in memory: all weights in the base's type, or an adapter."""
+"""Writes a version's own files from the model in memory: all weights in the base's type, or an adapter."""
 
 from __future__ import annotations
 
@@ -15,50 +15,54 @@ from transformers import modeling_utils
 from headrace_runtime.versions import is_weights, model_files
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import rounded
+from headrace_trainer.torch_learner.rounding import round_stochastically
 
 ABOUT = {"format": "pt"}
-"""The metadata that the library gives to a file of weights."""
+"""The metadata that transformers writes into a file of weights."""
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """The type that the model's files in `folder` have, so that a version is served as its base is."""
+    """Return the type of the weights in `folder`, so that a version has the type of its base."""
     config = json.loads((folder / "config.json").read_bytes())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> Fingerprint:
-    """All weights in `dtype`, and nothing else. Returns what they answer."""
-    weights = {key: rounded(tensor, dtype, key) for key, tensor in policy.tensors().items()}
+    """Write all weights in `dtype`, and no other file. Return their fingerprint."""
+    weights = {key: round_stochastically(tensor, dtype, key) for key, tensor in policy.tensors().items()}
     save_weights(policy, folder, weights)
     return policy.fingerprint(weights)
 
 
 def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """These, by the model's own names."""
-    given = dict(weights)
+    """Write these weights under the model's own names."""
     parameters = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in parameters}
-    policy.model.save_pretrained(folder, state_dict=buffers | given)  # a tied weight goes in once, as in the base
+    policy.model.save_pretrained(
+        folder, state_dict=buffers | dict(weights)
+    )  # a tied weight is stored once, as in the base
     for path in model_files(folder):
-        if not is_weights(path.name):  # what the library has made of the configuration; the base's own counts
+        if not is_weights(path.name):  # the library's copy of the configuration; a version has the base's
             path.unlink()
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What `save_weights` would write, without writing it."""
+class WritePlan:
+    """The files that `save_weights` would write."""
 
     files: Mapping[str, Mapping[str, Tensor]]
-    """The tensors of each file, by their names in it. A given one that is in a file as it is, is the very object."""
+    """The tensors of each file, by their names in it. A tensor that is stored unchanged is the very object."""
     texts: Mapping[str, bytes]
-    """Which file holds which, where there are several."""
+    """Index files, which name the file of each tensor where there are several."""
 
 
-def planned(policy: Policy, weights: Mapping[str, Tensor]) -> Planned:
-    """`weights` may have no values (`meta`). One thread of a process at a time."""
+def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
+    """Return the files that `save_weights` would write.
+
+    `weights` may be `meta` tensors. Not safe for concurrent use within a process.
+    """
     files: dict[str, Mapping[str, Tensor]] = {}
 
     def note(tensors: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
@@ -67,24 +71,27 @@ def planned(policy: Policy, weights: Mapping[str, Tensor]) -> Planned:
 
     writes = modeling_utils.safe_save_file
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as name:
-        modeling_utils.safe_save_file = note  # the library has no other way of saying it
+        modeling_utils.safe_save_file = note  # the library has no other way to report its plan
         try:
             save_weights(policy, Path(name), weights)
         finally:
             modeling_utils.safe_save_file = writes
         texts = {path.name: path.read_bytes() for path in model_files(Path(name))}
-    return Planned(files, texts)
+    return WritePlan(files, texts)
 
 
 def write_adapter(policy: Policy, folder: Path, base: str) -> Fingerprint:
-    """PEFT's layout, which vLLM loads too. The configuration is made to hold no path and no order of a set. Returns
-    what the base with the adapter answers."""
+    """Write an adapter in PEFT's layout, which vLLM loads too, with a deterministic configuration.
+
+    Returns:
+        The fingerprint of the base with the adapter.
+    """
     save_adapter(policy, folder, base)
     return policy.fingerprint()
 
 
 def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
-    """`weights`: by the model's own names, where it has only parts of them."""
+    """Write an adapter. `weights` are needed where the model has only parts of them, by the model's own names."""
     policy.model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}

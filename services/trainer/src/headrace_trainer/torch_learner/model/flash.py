@@ -52,7 +52,7 @@ class Part:
         return max(self.lengths)
 
     @property
-    def rounded(self) -> int:
+    def rounded_length(self) -> int:
         return _rounded(self.longest)
 
 
@@ -116,7 +116,18 @@ class Cudnn:
         answer, (norms, seed, offset) = found
         five = (_rectangle(tensor, part) for tensor in (of, query, key, value, answer))
         of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *five, norms, seed, offset, None, None, None, part.rounded, part.rounded, 0.0, True, scale=scale
+            *five,
+            norms,
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            part.rounded_length,
+            part.rounded_length,
+            0.0,
+            True,
+            scale=scale,
         )
         return _strip(of_query, part), _strip(of_key, part), _strip(of_value, part)
 
@@ -168,9 +179,9 @@ def _left(part: Part) -> int:
 
 def _rectangle(tensor: Tensor, part: Part) -> Tensor:
     """`[sequences, heads, rounded, width]`; a view where nothing is added."""
-    if all(length == part.rounded for length in part.lengths):
-        return tensor.reshape(len(part.lengths), part.rounded, *tensor.shape[1:]).transpose(1, 2)
-    whole = tensor.new_zeros(len(part.lengths), part.rounded, *tensor.shape[1:])
+    if all(length == part.rounded_length for length in part.lengths):
+        return tensor.reshape(len(part.lengths), part.rounded_length, *tensor.shape[1:]).transpose(1, 2)
+    whole = tensor.new_zeros(len(part.lengths), part.rounded_length, *tensor.shape[1:])
     for target, source in zip(whole, torch.split(tensor, list(part.lengths)), strict=True):
         target[: len(source)] = source
     return whole.transpose(1, 2)
@@ -179,7 +190,7 @@ def _rectangle(tensor: Tensor, part: Part) -> Tensor:
 def _strip(tensor: Tensor, part: Part) -> Tensor:
     """Back again."""
     rows = tensor.transpose(1, 2)
-    if all(length == part.rounded for length in part.lengths):
+    if all(length == part.rounded_length for length in part.lengths):
         return rows.flatten(0, 1)
     return torch.cat([row[:length] for row, length in zip(rows, part.lengths, strict=True)])
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from headrace_trainer.torch_learner.rounding import How, part, rounded
+from headrace_trainer.torch_learner.rounding import RoundPart, round_part, round_stochastically
 
 _MASTER = "headrace_master"
 
@@ -26,7 +26,7 @@ def of(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             found[name] = nn.Parameter(weight.detach())
-            weight.data = rounded(found[name], torch.bfloat16, name)
+            weight.data = round_stochastically(found[name], torch.bfloat16, name)
             setattr(weight, _MASTER, found[name])
             weight.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
     return found
@@ -41,15 +41,15 @@ def home(weight: Tensor) -> Tensor:
 @torch.no_grad()
 def renew(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) -> None:
     """Make the weights of `model` what their masters are by now."""
-    how: How | None = None
+    how: RoundPart | None = None
     if compiled:
         from headrace_trainer.torch_learner.model.compiled import fused_for_all  # seconds that others need not wait
 
-        how = fused_for_all(part)
+        how = fused_for_all(round_part)
 
     for name, weight in model.named_parameters():
         if name in masters:
-            weight.copy_(rounded(masters[name].detach(), weight.dtype, name, how))
+            weight.copy_(round_stochastically(masters[name].detach(), weight.dtype, name, how))
 
 
 def _hand_over(weight: Tensor) -> None:

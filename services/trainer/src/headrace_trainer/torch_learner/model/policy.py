@@ -44,7 +44,7 @@ from headrace_trainer.torch_learner.model.configuration import architecture_of, 
 from headrace_trainer.torch_learner.model.devices import device_of, resolved, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
-from headrace_trainer.torch_learner.shards import as_held, kept
+from headrace_trainer.torch_learner.shards import cpu_copy, with_layout_of
 
 log = get_logger(__name__)
 
@@ -239,7 +239,7 @@ class Policy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what is trained, on the CPU."""
-        return {name: kept(parameter) for name, parameter in self.parameters.items()}
+        return {name: cpu_copy(parameter) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -252,7 +252,7 @@ class Policy:
                 "does not fit the saved lineage; choose another trainer.lineage",
             )
         for name, parameter in self.parameters.items():
-            parameter.copy_(as_held(parameter, tensors[name]))
+            parameter.copy_(with_layout_of(parameter, tensors[name]))
             liveness.progress()
         self.renew()
 

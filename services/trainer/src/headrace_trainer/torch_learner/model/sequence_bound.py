@@ -16,7 +16,7 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.torch_learner.model import cpu
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import CHUNK_BYTES
-from headrace_trainer.torch_learner.shards import shared
+from headrace_trainer.torch_learner.shards import is_sharded
 
 SHARE = 0.8
 """Of what is free; the rest is for saves, fragments and what others take."""
@@ -49,7 +49,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def kept_bytes(policy: Any, pack: Pack) -> int:
     """What a forward pass over `pack` keeps for the backward pass, without the weights."""
-    changing = any(shared(parameter) for parameter in policy.model.parameters())
+    changing = any(is_sharded(parameter) for parameter in policy.model.parameters())
     always = _addresses(policy.model)
     seen: dict[int, int] = {}
 
@@ -68,7 +68,7 @@ def kept_bytes(policy: Any, pack: Pack) -> int:
 
 def _addresses(model: nn.Module) -> set[int]:
     """Of the weights that are whole at the moment."""
-    return {each.untyped_storage().data_ptr() for each in model.parameters() if not shared(each)}
+    return {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
 
 
 def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
