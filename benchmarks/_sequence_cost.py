@@ -33,7 +33,7 @@ def main() -> None:
             mask_options = {"mask_function": mask, "local_size": options.window}
         q, k, v = (torch.randn(1, heads, length, 32, requires_grad=True) for heads in (4, 2, 2))
         began = time.process_time()
-        seen = attention.Seen((0, length), q_length=length, **mask_options)
+        seen = attention.SequenceMask((0, length), q_length=length, **mask_options)
         attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
         return time.process_time() - began
 

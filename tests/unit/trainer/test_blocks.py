@@ -75,7 +75,7 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
         more["s_aux"] = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()
     leaves = [*given, *([more["s_aux"]] if "s_aux" in more else [])]
     with attention.sequences(attention.bounds_of(LENGTHS)):
-        seen = attention._seen(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **asked(mask))
+        seen = attention._mask_object(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **asked(mask))
     found, _ = attention.attend(None, q, k, v, seen, **more)
     expected = textbook(q, k, v, MASKS[mask][1], **more)
     # The scores of attention by hand are in float32, as in the models' own code.
@@ -108,11 +108,11 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch, how: di
     monkeypatch.setattr(blocks, "QUERIES", 16)
     monkeypatch.setattr(tiles, "TILE", 1 << 14)
     monkeypatch.setattr(tiles, "ROWS_MIN", 16)
-    monkeypatch.setattr(tiles, "_rooms", tiles._Rooms())
+    monkeypatch.setattr(tiles, "_buffers", tiles._Buffers())
     length = 1024
     q, k, v = (torch.randn(1, heads, length, 4, requires_grad=True) for heads in (2, 1, 1))
     with Largest() as largest:
-        seen = attention._seen(q_length=length, **asked(mask))
+        seen = attention._mask_object(q_length=length, **asked(mask))
         attention.attend(None, q, k, v, seen, **how)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert largest.elements < length**2 / 10
 
@@ -149,7 +149,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> None:
     q, k, v = (torch.randn(1, heads, 60, 8, requires_grad=True) for heads in (4, 2, 2))
     with attention.sequences((0, 20, 40, 60)), Copies() as copies:
-        seen = attention._seen(q_length=60, mask_function=masking_utils.causal_mask_function)
+        seen = attention._mask_object(q_length=60, mask_function=masking_utils.causal_mask_function)
         attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert not [name for name in copies.names if "repeat" in name or name == "cat"]
     assert copies.names.count("bmm") == 2 + 5, "products of the forward and the backward pass"
@@ -159,7 +159,7 @@ def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> N
 def test_rows_of_a_rectangle_are_computed_each(bounds: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
     with attention.sequences(bounds):
-        seen = attention._seen(q_length=20, mask_function=masking_utils.causal_mask_function)
+        seen = attention._mask_object(q_length=20, mask_function=masking_utils.causal_mask_function)
     found, _ = attention.attend(None, q, k, v, seen)
     for row in range(3):
         alone, _ = attention.attend(None, q[row, None], k[row, None], v[row, None], seen)

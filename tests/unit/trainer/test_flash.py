@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
-from headrace_trainer.torch_learner.model import attention, flash, kept
+from headrace_trainer.torch_learner.model import attention, attention_results, flash
 from headrace_trainer.torch_learner.model.flash import Found, Part
 
 WIDTH = 16
@@ -156,7 +156,7 @@ def test_recomputed_layers_ask_the_kernel_once() -> None:
     plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert len(oracle.asked) == 2
     oracle.asked.clear()
-    answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=kept.contexts)
+    answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=attention_results.contexts)
     again = torch.autograd.grad(answer.sum(), leaves)
     assert len(oracle.asked) == 2
     torch.testing.assert_close(again, plain)

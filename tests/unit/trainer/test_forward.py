@@ -112,7 +112,7 @@ def test_entropy_is_that_of_the_distribution(base: Path) -> None:
 def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mask_function, **asked: Any) -> Any:
     with attention.sequences(attention.bounds_of(lengths)):
         total = sum(lengths)
-        return attention._seen(q_length=total, kv_length=total, mask_function=mask_function, **asked)
+        return attention._mask_object(q_length=total, kv_length=total, mask_function=mask_function, **asked)
 
 
 def by_hand(
@@ -171,7 +171,7 @@ def test_attention_that_needs_more_is_refused() -> None:
     some = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotImplementedError, match="more than plain attention"):
         attention.attend(None, some, some, some, seen((2,)), position_bias=some)
-    with pytest.raises(NotImplementedError, match="makes a mask of its own"):
+    with pytest.raises(NotImplementedError, match="builds a mask of its own"):
         attention.attend(None, some, some, some, None)
 
 

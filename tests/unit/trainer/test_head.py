@@ -348,7 +348,7 @@ def test_the_head_answers_as_before_once_it_was_caught(base: Path) -> None:
     policy = open_policy(base)
     policy.logprobs(policy.collate(rows()))
     assert "forward" not in vars(policy.head.module)
-    with pytest.raises(ZeroDivisionError), head.caught(policy.head.module):
+    with pytest.raises(ZeroDivisionError), head.intercept(policy.head.module):
         raise ZeroDivisionError
     assert "forward" not in vars(policy.head.module)
 

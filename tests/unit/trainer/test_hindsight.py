@@ -260,7 +260,7 @@ def _shifted(self: HindsightTeacher, rows: Sequence[Row]) -> list[ReplyBlock]:
     return [ReplyBlock(np.roll(one.with_reply_BB, 1, axis=1), one.without_reply_B) for one in BLOCKS(self, rows)]
 
 
-GRADED, BLOCKS = HindsightTeacher._graded, HindsightTeacher.blocks
+GRADED, BLOCKS = HindsightTeacher._with_advantages, HindsightTeacher.blocks
 FAULTS: dict[str, tuple[object, str, object]] = {
     "the sign is flipped": (HindsightTeacher, "_graded", _flipped),
     "the teacher is told nothing": (teaching, "_taught", _own_context),

@@ -185,7 +185,7 @@ def _elsewhere(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
     return BELONGED(self, [replace(row, hindsight=other) for row, other in zip(rows, others, strict=True)])
 
 
-BELONGED = HindsightTeacher._belonged
+BELONGED = HindsightTeacher._insertion_prompts
 FAULTS = {
     "always at the end": _last,
     "a token too early": _shifted,
@@ -229,17 +229,19 @@ def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make:
     lineage.step(lineage.next_batch(), GOING_ON)
     lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
     back, undone = graded(lineage, prepared_of(lineage, tuple(lineage.state.waiting)))
-    assert later.taught is not None
-    assert undone.taught is not None
-    assert (later.taught.weight_M > 0).all()
-    assert (undone.taught.weight_M < 0).all()
-    assert first.taught is not None
-    assert back.taught is not None
+    assert later.distillation is not None
+    assert undone.distillation is not None
+    assert (later.distillation.weight_M > 0).all()
+    assert (undone.distillation.weight_M < 0).all()
+    assert first.distillation is not None
+    assert back.distillation is not None
     (number,) = [n for n, row in enumerate(first.rows) if row.experience_id == event.experience_id]
-    mine = first.row_N[first.taught.places_M] == number
-    assert torch.equal(first.taught.weight_M[mine], first.weight_N[first.row_N == number])
-    assert torch.equal(back.taught.weight_M, -back.weight_N), "by what it was trained with, and the step made of that"
-    torch.testing.assert_close(back.taught.hidden_MH, first.taught.hidden_MH[mine], atol=1e-5, rtol=1e-5)
+    mine = first.row_N[first.distillation.positions_M] == number
+    assert torch.equal(first.distillation.weight_M[mine], first.weight_N[first.row_N == number])
+    assert torch.equal(back.distillation.weight_M, -back.weight_N), (
+        "by what it was trained with, and the step made of that"
+    )
+    torch.testing.assert_close(back.distillation.hidden_MH, first.distillation.hidden_MH[mine], atol=1e-5, rtol=1e-5)
 
 
 def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_path: Path, make: Make) -> None:
@@ -250,8 +252,8 @@ def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_pa
     pack, _ = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     accepted = next(row for row in pack.rows if row.hindsight is None)
     assert [teaching._sign(one) for one in (accepted, replace(accepted, correction=True))] == [1.0, 0.0]
-    assert pack.taught is not None
-    assert len(pack.taught.places_M) == len(pack.row_N), "all tokens of the loss"
+    assert pack.distillation is not None
+    assert len(pack.distillation.positions_M) == len(pack.row_N), "all tokens of the loss"
     assert not np.any(pack.advantage_N.numpy())
 
 

@@ -52,14 +52,14 @@ def settings(base: Path, **sections: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"base": str(base), **sections})
 
 
-def without_mask(_: attention.Seen, length: int) -> tuple[Block, ...]:
+def without_mask(_: attention.SequenceMask, length: int) -> tuple[Block, ...]:
     return (Block(0, length, 0, length, None),)
 
 
 FAULTS: list[tuple[str, str, str, Any, str]] = [
-    ("Mistral, sliding window", "attention.Seen.of", "blocks", without_mask, "beyond sliding_window = 24"),
-    ("Llama 4", "attention.Seen.of", "blocks", without_mask, "beyond attention_chunk_size = 32"),
-    ("Mixtral, sliding window", "attention.Seen.of", "blocks", without_mask, "beyond sliding_window = 24"),
+    ("Mistral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
+    ("Llama 4", "attention.SequenceMask.of", "blocks", without_mask, "beyond attention_chunk_size = 32"),
+    ("Mixtral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
     ("Llama, longrope", "rope.steady", "blocks", lambda _: None, "nats in short sequences"),
     ("Llama, longrope", "rope.steady", "padded", lambda _: None, "nats in short sequences"),
     ("Gemma 2", "policy._padded_attention", "padded", lambda _: None, r"0\.0\d+ nats"),
@@ -84,7 +84,7 @@ def test_a_planted_fault_is_refused_with_its_place(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("GPT-J", "its code has a list of attentions of its own"), ("BLOOM", "does not take our attention")],
+    [("GPT-J", "its code accepts only a fixed list of attentions"), ("BLOOM", "does not accept this attention")],
 )
 def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str, reason: str) -> None:
     with pytest.raises(SettingError, match=rf"packing = 'blocks': \w+ForCausalLM cannot be packed .*{reason}.*padded"):
@@ -92,22 +92,22 @@ def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str,
 
 
 def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = attention.Seen.of
+    exact = attention.SequenceMask.of
 
-    def wider(seen: attention.Seen, length: int) -> tuple[Block, ...]:
+    def wider(seen: attention.SequenceMask, length: int) -> tuple[Block, ...]:
         (block,) = exact(seen, length)
         if block.mask is None:
             return (block,)
         return (replace(block, mask=block.mask | torch.nn.functional.pad(block.mask, (0, 1))[..., 1:]),)
 
-    monkeypatch.setattr(attention.Seen, "of", wider)
+    monkeypatch.setattr(attention.SequenceMask, "of", wider)
     with pytest.raises(SettingError, match=r"nats .*sliding_window = 24"):
         examine(settings(models("Mistral, sliding window")))
 
 
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequences have to reach beyond the window; where the budget ends before, what was not seen has a name."""
-    monkeypatch.setattr(attention.Seen, "of", without_mask)
+    monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     found = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
     assert found.difference is not None
     assert found.tokens == 24
@@ -125,7 +125,7 @@ def test_the_start_refuses_before_anything_is_published(
     base = Path(shutil.copytree(tiny_model.build(tmp_path / "tokenizer", layers=1), tmp_path / "base"))
     (base / "model.safetensors").unlink()
     shutil.copytree(models("Mistral, sliding window"), base, dirs_exist_ok=True)
-    monkeypatch.setattr(attention.Seen, "of", without_mask)
+    monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     with pytest.raises(SettingError, match="MistralForCausalLM differs from"):
         open_lineage(make(base=str(base)), world.blobs, world.clock)
     assert LineageStore(world.blobs, make().lineage).read() is None
@@ -162,7 +162,7 @@ def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
     found = examine(of_base)
     assert found.difference is not None
     assert 0 < found.difference < 0.1, "rounding is within the bound"
-    monkeypatch.setattr(attention.Seen, "of", without_mask)
+    monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     if "window" in name:
         with pytest.raises(SettingError, match="beyond sliding_window"):
             examine(of_base)

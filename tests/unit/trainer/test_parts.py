@@ -22,7 +22,7 @@ from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.rounding import round_stochastically
-from headrace_trainer.torch_learner.stored import SelectedTensors, StoredTensors
+from headrace_trainer.torch_learner.stored_tensors import SelectedTensors, StoredTensors
 
 ABOUT = {"headrace": "training state of lineage é"}
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -78,9 +78,9 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
 def test_auto_is_what_the_device_multiplies(base: Path, monkeypatch: pytest.MonkeyPatch, able: bool) -> None:
     monkeypatch.setattr(devices, "multiplies_bfloat16", lambda _: able)
     cpu = torch.device("cpu")
-    assert devices.resolved(ComputeSettings(dtype="auto"), cpu).dtype == ("bfloat16" if able else "float32")
+    assert devices.resolve_types(ComputeSettings(dtype="auto"), cpu).dtype == ("bfloat16" if able else "float32")
     with capture_logs() as logs:
-        assert devices.resolved(ComputeSettings(dtype="bfloat16"), cpu).dtype == "bfloat16"
+        assert devices.resolve_types(ComputeSettings(dtype="bfloat16"), cpu).dtype == "bfloat16"
     assert [line["event"] for line in logs] == ([] if able else ["bfloat16_is_slow"])
     exact, found = open_policy(base), open_policy(base, dtype="auto")
     pair = [each.logprobs(each.collate(rows()))[0] for each in (exact, found)]

@@ -35,7 +35,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     """From one query's scores to those of everything."""
     monkeypatch.setattr(tiles, "TILE", request.param)
     monkeypatch.setattr(tiles, "ROWS_MIN", 2)
-    monkeypatch.setattr(tiles, "_rooms", tiles._Rooms())
+    monkeypatch.setattr(tiles, "_buffers", tiles._Buffers())
     return int(request.param)
 
 

@@ -27,7 +27,7 @@ from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.step import train
-from headrace_trainer.torch_learner.stored import StoredTensors
+from headrace_trainer.torch_learner.stored_tensors import StoredTensors
 
 _GOING_ON = threading.Event()
 """A rank is not told to stop in the middle of a step: it is ended."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from headrace_runtime.errors import SettingError
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner.model.configuration import said
+from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 
@@ -42,12 +42,12 @@ class ShardedPolicy(Policy):
     """`Policy` in every rank of a team at once: each method is called by all of them, in the same order."""
 
     @classmethod
-    def _arrives_on(cls, device: torch.device) -> torch.device:
+    def _load_device(cls, device: torch.device) -> torch.device:
         """No device need have room for all of it."""
         return torch.device("cpu")
 
     @classmethod
-    def _settle(cls, model: Any, device: torch.device) -> None:
+    def _finish_loading(cls, model: Any, device: torch.device) -> None:
         _shard(model, device)
 
     def keep_reference(self, folder: Path) -> None:
@@ -104,7 +104,7 @@ def _shard(model: Any, device: torch.device) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-        raise SettingError("trainer.ray.shard", "full", f'{said(error)}; set "none"') from None
+        raise SettingError("trainer.ray.shard", "full", f'{first_line(error)}; set "none"') from None
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)

@@ -24,9 +24,9 @@ from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, ref
 from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row, passes
 from headrace_trainer.learner import Abandoned, StepRefused
+from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.model.taught import Taught
 
 Floats = NDArray[np.float64]
 _GAP = "gap/dealt"
@@ -197,8 +197,8 @@ class HindsightTeacher:
         hidden_MH = torch.cat(self._hidden(teachers))[positions_M]
         weight_M = self._settings.coefficient * weight_N[positions_M]
         answer, limit = self._policy.reference_head.answer, self._settings.limit
-        target = Taught(positions_M, hidden_MH, weight_M, answer, limit)
-        return replace(pack, advantage_N=torch.zeros_like(pack.advantage_N), taught=target)
+        target = DistillationTarget(positions_M, hidden_MH, weight_M, answer, limit)
+        return replace(pack, advantage_N=torch.zeros_like(pack.advantage_N), distillation=target)
 
     def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return the base's last hidden states before the loss tokens of each row. Raises `Abandoned`."""

@@ -23,8 +23,8 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.batches.batch import pack
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model import forward
-from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
-from headrace_trainer.torch_learner.model.devices import device_of, resolved, weights_dtype
+from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, first_line
+from headrace_trainer.torch_learner.model.devices import device_of, resolve_types, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy, from_folder
 from headrace_trainer.torch_learner.native_plan import Plan, integers, plan
@@ -63,7 +63,7 @@ class Native:
         self._architecture = architecture_of(config)
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
         self._plan: Plan = plan(text, settings)
-        compute = resolved(settings.compute, device_of(settings.compute.device))
+        compute = resolve_types(settings.compute, device_of(settings.compute.device))
         rounds = bool(settings.lora.rank) or compute.weights == "bfloat16"
         self._dtype = weights_dtype(compute, frozen=rounds)
         self._coarse = self._dtype is not torch.float32
@@ -98,7 +98,7 @@ class Native:
         except SettingError:
             raise
         except Exception as error:  # a model's code may raise any error
-            remedy = f"{self._architecture} does not compute with its own eager attention: {said(error)}"
+            remedy = f"{self._architecture} does not compute with its own eager attention: {first_line(error)}"
             raise SettingError("trainer.base", self._settings.base, remedy) from error
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Native:
         except SettingError:
             raise
         except Exception as error:  # a model's code may raise any error with attention that is not its own
-            raise self._refusal(f"does not compute: {said(error)}") from error
+            raise self._refusal(f"does not compute: {first_line(error)}") from error
         return torch.cat([difference[index] for index in range(len(rows))])
 
     def _largest(self, difference_N: Tensor) -> tuple[float, str]:
@@ -142,7 +142,7 @@ class Native:
         except (RuntimeError, MemoryError) as error:
             if "memory" not in str(error) and not isinstance(error, MemoryError):
                 raise
-            remedy = f"{self._architecture} runs out of memory in so long a comparison: {said(error)}; lower it"
+            remedy = f"{self._architecture} runs out of memory in so long a comparison: {first_line(error)}; lower it"
             raise SettingError("trainer.native.tokens", self._settings.native.tokens, remedy) from error
 
 

@@ -12,7 +12,7 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
 from headrace_trainer.torch_learner import shards
 from headrace_trainer.torch_learner.adam import Adam
-from headrace_trainer.torch_learner.stored import SelectedTensors
+from headrace_trainer.torch_learner.stored_tensors import SelectedTensors
 
 _UPDATES = "updates"
 

@@ -12,7 +12,7 @@ from headrace_runtime import liveness
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.stored import SelectedTensors
+from headrace_trainer.torch_learner.stored_tensors import SelectedTensors
 from headrace_trainer.whole import Frozen
 
 _RANDOM = "random/"

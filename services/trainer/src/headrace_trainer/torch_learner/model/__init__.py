@@ -1,1 +1,1 @@
-"""The model that is trained: loaded, packed, with attention, norms and an output head that a step has memory for."""
+"""The model in training: loading, packing, attention, norms, and an output head with bounded memory."""

@@ -1,4 +1,4 @@
-"""LoRA adapters, as PEFT makes them."""
+"""LoRA adapters, created with PEFT."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import LoraSettings
 
 
-def on(model: Any, lora: LoraSettings, seed: int) -> Any:
-    """`model` with new ones, which are all that is trained. Raises `SettingError`."""
-    from peft import LoraConfig, get_peft_model  # seconds that full training need not wait
+def add_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
+    """Return `model` with new adapters, which are its only trained weights. Raises `SettingError`."""
+    from peft import LoraConfig, get_peft_model  # imported here, because it takes seconds
 
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
-    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
+    model.name_or_path = None  # the folder is removed before an adapter is saved, so it must not be looked up
     try:
         return get_peft_model(model, config)
     except ValueError as error:

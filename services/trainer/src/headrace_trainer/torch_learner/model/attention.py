@@ -1,8 +1,8 @@
-"""Attention over one row of several sequences: each sees itself alone, and of itself what the model's own mask shows.
+"""Attention over one row of several sequences: each sequence attends to itself alone, under the model's own mask.
 
-Transformers describes a mask by a function of two positions: causal, a sliding window, chunks. Here it is asked for
-each sequence by itself, from position 0, so what the row holds besides changes nothing, and no mask of the whole row
-exists. Nor does one of a whole sequence: `blocks` asks for a few queries at a time and keeps the keys that they see.
+Transformers describes a mask by a function of two positions: causal, a sliding window, chunks. Here that function is
+evaluated for each sequence by itself, from position 0, so other sequences in the row have no effect, and no mask of the
+whole row is built. Nor is a mask of a whole sequence: `blocks` evaluates a few queries at a time and keeps their keys.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from headrace_trainer.torch_learner.model import blocks, flash, tiles
 from headrace_trainer.torch_learner.model.blocks import Block
 
 BLOCKS = "headrace_blocks"
-"""The name under which transformers knows our attention."""
+"""The name under which this attention is registered in transformers."""
 _row: ContextVar[tuple[int, ...]] = ContextVar("bounds of the row's sequences", default=())
 
 
 @contextlib.contextmanager
 def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
-    """Forward passes inside are over one row with these sequences: where each starts, and where the last one ends."""
+    """Run forward passes over one row of sequences. `bounds` are the start of each, and the end of the last one."""
     token = _row.set(bounds)
     try:
         yield
@@ -39,35 +39,35 @@ def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
 
 
 def bounds_now() -> tuple[int, ...]:
-    """Those of the row that is being computed; empty outside of one."""
+    """Return the bounds of the row that is being computed; empty outside a row."""
     return _row.get()
 
 
-class Seen:
-    """What the layers of a pass get as their mask. It outlives the pass where activations are computed again."""
+class SequenceMask:
+    """The mask object that the layers of a pass get. It is used again where activations are recomputed."""
 
-    def __init__(self, bounds: tuple[int, ...], **asked: Any) -> None:
-        self.bounds = bounds or (0, asked["q_length"])
-        self._asked = asked
+    def __init__(self, bounds: tuple[int, ...], **mask_args: Any) -> None:
+        self.bounds = bounds or (0, mask_args["q_length"])
+        self._mask_args = mask_args
         self._blocks: dict[int, tuple[Block, ...]] = {}
         self._rows: dict[torch.device, flash.Row | None] = {}
 
     def of(self, length: int) -> tuple[Block, ...]:
-        """How a sequence is computed."""
+        """Return the blocks in which a sequence of `length` tokens is computed."""
         if length not in self._blocks:
-            self._blocks[length] = blocks.of(length, self._asked)
+            self._blocks[length] = blocks.of(length, self._mask_args)
         return self._blocks[length]
 
     def row(self, query: Tensor) -> flash.Row | None:
-        """How all of them are computed where `query` is; None where no kernel does that."""
+        """Return the plan for a flash kernel on the device of `query`; None where no kernel fits."""
         if query.device not in self._rows:
             long = flash.takes_long(query)
-            self._rows[query.device] = flash.row_of(self.bounds, self._asked, query.device, cudnn=long)
+            self._rows[query.device] = flash.row_of(self.bounds, self._mask_args, query.device, cudnn=long)
         return self._rows[query.device]
 
 
-def _seen(**asked: Any) -> Seen:
-    return Seen(_row.get(), **asked)
+def _mask_object(**mask_args: Any) -> SequenceMask:
+    return SequenceMask(_row.get(), **mask_args)
 
 
 def attend(
@@ -75,36 +75,41 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Seen | None,
+    attention_mask: SequenceMask | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention inside each sequence; shapes as transformers has them, `[1, heads, T, head_dim]` in. `softcap` bounds
-    scores by a tanh (Gemma 2), `s_aux` is a score per head for looking nowhere (GPT-OSS). Neighbours that are equally
-    long are computed together."""
-    if not isinstance(attention_mask, Seen):
-        raise NotImplementedError(f"{type(module).__name__} makes a mask of its own")
+    """Compute attention inside each sequence, with transformers' shapes: `[1, heads, T, head_dim]` in.
+
+    Neighbouring sequences of equal length are computed together.
+
+    Args:
+        softcap: Bound on scores by a tanh (Gemma 2).
+        s_aux: A score per head for attending to no token (GPT-OSS).
+    """
+    if not isinstance(attention_mask, SequenceMask):
+        raise NotImplementedError(f"{type(module).__name__} builds a mask of its own")
     if unused.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
-    by_hand = softcap is not None or s_aux is not None
-    if not by_hand and flash.takes(query, key, value):
+    unfused = softcap is not None or s_aux is not None
+    if not unfused and flash.takes(query, key, value):
         row = attention_mask.row(query)
         if row is not None:
             return flash.attend(query, key, value, row, scaling), None
-    how: blocks.Attention = partial(_by_hand, scaling=scaling, softcap=softcap) if by_hand else partial(_fused, scaling)
+    how: blocks.Attention = partial(_unfused, scaling=scaling, softcap=softcap) if unfused else partial(_fused, scaling)
     runs = [(length, len(list(same))) for length, same in groupby(b - a for a, b in pairwise(attention_mask.bounds))]
     parts = (_split(tensor, [length * count for length, count in runs]) for tensor in (query, key, value))
     attended = []
     for (length, count), *run in zip(runs, *parts, strict=True):
         q, k, v = (part.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for part in run)
         cut = attention_mask.of(length)
-        if not by_hand and tiles.takes(q):
-            found = tiles.attend(q, k, v, cut, scaling)
+        if not unfused and tiles.takes(q):
+            result = tiles.attend(q, k, v, cut, scaling)
         else:
-            found = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if by_hand else cut, how)
-        attended.append(found.transpose(1, 2).reshape(len(query), count * length, found.shape[1], found.shape[3]))
+            result = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if unfused else cut, how)
+        attended.append(result.transpose(1, 2).reshape(len(query), count * length, result.shape[1], result.shape[3]))
     return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).contiguous(), None
 
 
@@ -113,7 +118,7 @@ def _split(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 
 def _fused(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, block: Block) -> Tensor:
-    """By a kernel that keeps no scores. One takes values as wide as keys: zeros fill the rest."""
+    """Compute attention by a fused kernel. One kernel needs values as wide as keys, so zeros fill the rest."""
     width = value.shape[3]
     if width < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - width))
@@ -122,21 +127,21 @@ def _fused(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, _: 
         groups, grouped = query.shape[1] // key.shape[1], False
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = block.mask is None
-    found = functional.scaled_dot_product_attention(
+    result = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=block.mask, is_causal=causal, scale=scaling, enable_gqa=grouped
     )
-    return found[..., :width]
+    return result[..., :width]
 
 
 def _takes_groups(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
-    """Whether the kernel reads keys that several heads share where they are. Without, they are copied for each."""
+    """Return whether the kernel can read keys that several heads share without copying them for each head."""
     if query.device.type == "cuda":
-        asked = cuda.SDPAParams(query, key, value, block.mask, 0.0, block.mask is None, True)
-        return bool(cuda.can_use_flash_attention(asked))
+        params = cuda.SDPAParams(query, key, value, block.mask, 0.0, block.mask is None, True)
+        return bool(cuda.can_use_flash_attention(params))
     return query.device.type == "cpu"
 
 
-def _by_hand(
+def _unfused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,26 +150,26 @@ def _by_hand(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """What no fused kernel does. Keeps the block's scores until its gradient is computed."""
-    heads, (several, shared, keys, _) = query.shape[1], key.shape
-    groups, length = heads // shared, query.shape[2]
-    # Heads that share keys stand one below the other, so no key is copied.
-    folded = query.reshape(several, shared, groups * length, query.shape[3])
-    scores = (folded @ key.transpose(2, 3)).reshape(several, heads, length, keys)
+    """Compute attention that no fused kernel supports. The block's scores are kept until its gradient is computed."""
+    heads, (batch, key_heads, keys, _) = query.shape[1], key.shape
+    groups, length = heads // key_heads, query.shape[2]
+    # Heads that share keys are stacked as rows of one matrix, so no key is copied.
+    folded = query.reshape(batch, key_heads, groups * length, query.shape[3])
+    scores = (folded @ key.transpose(2, 3)).reshape(batch, heads, length, keys)
     scores = scores * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = blocks.causal(length, keys, query.device) if block.mask is None else block.mask
-    scores = scores.float().masked_fill(~seen, float("-inf"))
+    visible = blocks.causal(length, keys, query.device) if block.mask is None else block.mask
+    scores = scores.float().masked_fill(~visible, float("-inf"))
     if s_aux is not None:
-        nowhere = s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, nowhere], dim=-1)
-    shares = scores.softmax(-1)[..., :keys].to(value.dtype).reshape(several, shared, groups * length, keys)
-    return (shares @ value).reshape(several, heads, length, value.shape[3])
+        no_token = s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, no_token], dim=-1)
+    shares = scores.softmax(-1)[..., :keys].to(value.dtype).reshape(batch, key_heads, groups * length, keys)
+    return (shares @ value).reshape(batch, heads, length, value.shape[3])
 
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Of sequences that stand one after the other."""
+    """Return the bounds of sequences of these lengths in a row."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
@@ -172,4 +177,4 @@ def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 AttentionInterface.register(BLOCKS, attend)
-AttentionMaskInterface.register(BLOCKS, _seen)
+AttentionMaskInterface.register(BLOCKS, _mask_object)

@@ -1,8 +1,8 @@
-"""A sequence's attention in blocks of queries, each with the keys that they see between them, and no others.
+"""Computes a sequence's attention in blocks of queries, each with only the keys that its queries attend to.
 
-A sliding window of W tokens then costs T x W and not T x T, in time and in memory. Plain causality needs no cutting: a
-fused kernel does that. In the backward pass each block is computed once more, so nothing of it has been kept, and the
-gradients of keys that several blocks see are added up in place.
+A sliding window of W tokens then costs T x W and not T x T, in time and in memory. Plain causality needs no blocks: a
+fused kernel handles it. In the backward pass each block is computed once more, so none of its scores are stored, and
+the gradients of keys that several blocks share are added up in place.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.autograd.function import once_differentiable
 from transformers.masking_utils import sdpa_mask
 
 QUERIES = 256
-"""Of a block. More would see more keys in vain, fewer would be small for a product."""
+"""Queries of a block. Larger blocks compute more masked scores, smaller ones are slow as matrix products."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `start` to `stop`, and keys `first` to `last`; the last of each is not in it."""
+    """Queries `start` to `stop`, and keys `first` to `last`, both exclusive."""
 
     start: int
     stop: int
     first: int
     last: int
     mask: Tensor | None
-    """`[1, 1, queries, keys]`, True where a key is seen; None: each query sees all keys up to its own, which is the
-    last one of the last query."""
+    """`[1, 1, queries, keys]`, True where a key is visible; None: each query attends to all keys up to its own, which
+    is the last one of the last query."""
 
     @property
     def queries(self) -> int:
@@ -42,48 +42,51 @@ class Block:
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Block], Tensor]
-"""Of one block, from its queries, keys and values, and what comes with each head."""
+"""Computes attention of one block from its queries, keys and values, and the numbers of the heads."""
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """What `Block.mask` = None stands for, without its first two dimensions."""
+    """Return the mask that `Block.mask` = None stands for, without its first two dimensions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def of(length: int, asked: Mapping[str, Any]) -> tuple[Block, ...]:
-    """How a sequence is cut under the mask that transformers asks for by `asked`."""
-    alone = {**asked, "batch_size": 1, "kv_length": length, "kv_offset": 0, "attention_mask": None}
-    if _plainly_causal(length, alone):
+def of(length: int, mask_args: Mapping[str, Any]) -> tuple[Block, ...]:
+    """Divide a sequence into blocks under the mask that transformers builds from `mask_args`."""
+    alone = {**mask_args, "batch_size": 1, "kv_length": length, "kv_offset": 0, "attention_mask": None}
+    if _is_plainly_causal(length, alone):
         return (Block(0, length, 0, length, None),)
-    found: list[Block] = []
+    blocks: list[Block] = []
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
-        first, last = _reach(start, stop, length, asked)
+        first, last = _reach(start, stop, length, mask_args)
         keys = {"kv_length": last - first, "kv_offset": first, "allow_is_causal_skip": False}
-        shown = sdpa_mask(**{**alone, **keys, "q_length": stop - start, "q_offset": start})
-        assert shown is not None, "it was asked not to leave a mask out"
-        found.append(_block(start, stop, first, shown, found[-1] if found else None))
-        if len(found) == 2 and found[0].mask is None and found[1].mask is None:
-            found = [Block(0, stop, 0, stop, None)]
-    return tuple(found)
+        visible = sdpa_mask(**{**alone, **keys, "q_length": stop - start, "q_offset": start})
+        assert visible is not None, "allow_is_causal_skip is False"
+        blocks.append(_block(start, stop, first, visible, blocks[-1] if blocks else None))
+        if len(blocks) == 2 and blocks[0].mask is None and blocks[1].mask is None:
+            blocks = [Block(0, stop, 0, stop, None)]
+    return tuple(blocks)
 
 
-def _reach(start: int, stop: int, length: int, asked: Mapping[str, Any]) -> tuple[int, int]:
-    """Keys beyond these are not seen. Transformers says so with `local_size` where a mask is a window or chunks and
-    nothing else, which is where it would leave the mask of a shorter sequence out; else all are asked about."""
-    local = asked.get("local_size")
-    if local is None or not asked.get("allow_is_causal_skip", True):
+def _reach(start: int, stop: int, length: int, mask_args: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the range of keys outside of which none is visible.
+
+    Transformers sets `local_size` where a mask is a window or chunks and nothing else, which is where it would omit the
+    mask of a shorter sequence. For other masks the range is the whole sequence.
+    """
+    local = mask_args.get("local_size")
+    if local is None or not mask_args.get("allow_is_causal_skip", True):
         return 0, length
     return max(0, start - local), stop
 
 
 def finer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The same without a long one: for attention that keeps the scores of a block."""
-    return tuple(one for block in blocks for one in split(block, QUERIES))
+    """Divide long blocks into short ones, for attention that keeps the scores of a block."""
+    return tuple(part for block in blocks for part in split(block, QUERIES))
 
 
 def split(block: Block, queries: int) -> Iterator[Block]:
-    """The same in parts of at most so many queries."""
+    """Divide a block into parts of at most `queries` queries."""
     for start in range(block.start, block.stop, queries):
         stop = min(start + queries, block.stop)
         if block.mask is None:
@@ -96,12 +99,17 @@ def split(block: Block, queries: int) -> Iterator[Block]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, heads: Tensor | None, blocks: tuple[Block, ...], how: Attention
 ) -> Tensor:
-    """`[B, heads, T, head_dim]` of sequences that are equally long. `heads`: a number for each head, which may have a
-    gradient."""
+    """Compute attention of equally long sequences, `[B, heads, T, head_dim]`.
+
+    Args:
+        heads: A number for each head, which may have a gradient.
+        blocks: The blocks of one sequence.
+        how: Computes the attention of one block.
+    """
     if len(blocks) == 1:
         return how(query, key, value, heads, blocks[0])
-    found: Tensor = _InBlocks.apply(query, key, value, heads, blocks, how)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _InBlocks.apply(query, key, value, heads, blocks, how)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _InBlocks(torch.autograd.Function):
@@ -117,63 +125,63 @@ class _InBlocks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, heads)
         ctx.blocks, ctx.how = blocks, how
-        return torch.cat([how(*_of(block, query, key, value), heads, block) for block in blocks], dim=2)
+        return torch.cat([how(*_parts_of(block, query, key, value), heads, block) for block in blocks], dim=2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
-        needed = [index for index, wanted in enumerate(ctx.needs_input_grad[:4]) if wanted]
-        # Sums over blocks are in float32: a key is seen by many.
-        sums = {index: torch.zeros_like(given[index], dtype=_wide(given[index])) for index in needed}
+        inputs = ctx.saved_tensors
+        needed = [index for index, needs_gradient in enumerate(ctx.needs_input_grad[:4]) if needs_gradient]
+        # Sums over blocks are in float32, because a key is shared by many blocks.
+        sums = {index: torch.zeros_like(inputs[index], dtype=_wide(inputs[index])) for index in needed}
         for block in ctx.blocks:
-            parts = [*_of(block, *given[:3]), given[3]]
-            places = [*_of(block, *(sums.get(index) for index in range(3))), sums.get(3)]
+            parts = [*_parts_of(block, *inputs[:3]), inputs[3]]
+            targets = [*_parts_of(block, *(sums.get(index) for index in range(3))), sums.get(3)]
             with torch.enable_grad():
                 leaves: list[Any] = [None if part is None else part.detach() for part in parts]
-                asked: list[Tensor] = [leaves[index].requires_grad_() for index in needed]
-                found = ctx.how(*leaves, block)
-            here = gradient[:, :, block.start : block.stop]
-            of = torch.autograd.grad(found, asked, here)
-            for index, one in zip(needed, of, strict=True):
-                places[index].add_(one)
-        return *(sums[index].to(given[index].dtype) if index in sums else None for index in range(4)), None, None
+                differentiated: list[Tensor] = [leaves[index].requires_grad_() for index in needed]
+                result = ctx.how(*leaves, block)
+            block_gradient = gradient[:, :, block.start : block.stop]
+            gradients = torch.autograd.grad(result, differentiated, block_gradient)
+            for index, part_gradient in zip(needed, gradients, strict=True):
+                targets[index].add_(part_gradient)
+        return *(sums[index].to(inputs[index].dtype) if index in sums else None for index in range(4)), None, None
 
 
-def _of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> tuple[Any, Any, Any]:
-    """The parts of these that the block is about."""
+def _parts_of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> tuple[Any, Any, Any]:
+    """Return the parts of queries, keys and values that belong to the block."""
     queries, keys = slice(block.start, block.stop), slice(block.first, block.last)
     pairs = ((query, queries), (key, keys), (value, keys))
-    one, two, three = (None if tensor is None else tensor[:, :, place] for tensor, place in pairs)
-    return one, two, three
+    query_part, key_part, value_part = (None if tensor is None else tensor[:, :, part] for tensor, part in pairs)
+    return query_part, key_part, value_part
 
 
-def _block(start: int, stop: int, offset: int, shown: Tensor, before: Block | None) -> Block:
-    """`shown`: `[1, 1, queries, keys from offset on]`."""
-    columns = shown[0, 0].any(0).nonzero()
+def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | None) -> Block:
+    """Return the block of these queries. `visible` is `[1, 1, queries, keys from offset on]`."""
+    columns = visible[0, 0].any(0).nonzero()
     low, high = int(columns[0]), int(columns[-1]) + 1
-    mask, first, last = shown[..., low:high], offset + low, offset + high
-    whole = first == 0 and last == stop and (before is None or before.mask is None)
-    if whole and torch.equal(mask[0, 0], causal(stop - start, last, mask.device)):
+    mask, first, last = visible[..., low:high], offset + low, offset + high
+    may_be_causal = first == 0 and last == stop and (before is None or before.mask is None)
+    if may_be_causal and torch.equal(mask[0, 0], causal(stop - start, last, mask.device)):
         return Block(start, stop, first, last, None)
     if before is not None and before.mask is not None and torch.equal(before.mask, mask):
-        return Block(start, stop, first, last, before.mask)  # one mask for all of a window's blocks
+        return Block(start, stop, first, last, before.mask)  # all blocks of a window share one mask
     return Block(start, stop, first, last, mask.clone())
 
 
-class _Asked(Exception):
-    """Transformers wants to know what is seen."""
+class _MaskRequested(Exception):
+    """Transformers evaluated the mask function."""
 
 
-def _plainly_causal(length: int, alone: Mapping[str, Any]) -> bool:
-    """Whether transformers would leave the mask out. It is not made to find out."""
+def _is_plainly_causal(length: int, alone: Mapping[str, Any]) -> bool:
+    """Return whether transformers would omit the mask. The mask is not built to find out."""
 
-    def ask(*_: Any) -> Tensor:
-        raise _Asked
+    def request(*_: Any) -> Tensor:
+        raise _MaskRequested
 
     try:
-        return sdpa_mask(**{**alone, "q_length": length, "q_offset": 0, "mask_function": ask}) is None
-    except _Asked:
+        return sdpa_mask(**{**alone, "q_length": length, "q_offset": 0, "mask_function": request}) is None
+    except _MaskRequested:
         return False
 
 

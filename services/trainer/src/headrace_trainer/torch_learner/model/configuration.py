@@ -1,4 +1,4 @@
-"""What a model's folder says of it, without its weights."""
+"""Reads a model's configuration from its folder, without its weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from headrace_runtime.errors import SettingError
 
 
 def config_of(folder: Path) -> Any:
-    """The configuration of the model in `folder`. Raises `SettingError`."""
+    """Return the configuration of the model in `folder`. Raises `SettingError`."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {said(error)}") from None
+        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {first_line(error)}") from None
 
 
 def architecture_of(config: Any) -> str:
-    """The name of the model's class, as its configuration has it."""
+    """Return the name of the model's class from its configuration."""
     return str((config.architectures or [type(config).__name__])[0])
 
 
-def said(error: BaseException) -> str:
-    """The first line of what a library says, for a sentence of ours."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Where the model runs, and in what types."""
+"""The device and the types that the model runs in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 
 def device_of(name: str) -> torch.device:
-    """What `compute.device` names. Raises `SettingError`."""
+    """Return the device that `compute.device` names. Raises `SettingError`."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(1, device=device)
@@ -21,8 +21,8 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
-    """With the type that `auto` stands for on this device."""
+def resolve_types(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
+    """Return the settings with the type that `auto` stands for on this device."""
     if compute.dtype == "auto":
         dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
         log.info("dtype_chosen", dtype=dtype, device=str(device))
@@ -36,7 +36,7 @@ def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device says that it does; others can, by way of float32, and slowly."""
+    """Return whether the device multiplies bfloat16 in hardware; others convert it to float32, slowly."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -46,5 +46,5 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def weights_dtype(compute: ComputeSettings, *, frozen: bool) -> torch.dtype:
-    """What is trained is float32; what is not is kept as it is computed with."""
+    """Return the type of the weights: trained weights are float32, frozen ones have the type of the products."""
     return torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32

@@ -1,13 +1,13 @@
-"""Attention over a row of sequences on a GPU, by kernels that keep no scores and need no mask.
+"""Attention over a row of sequences on a GPU, by kernels that store no scores and need no mask.
 
-Sequences of up to `LONG` tokens that stand side by side are one call of flash attention, which is told where each of
-them starts: the host does as much for 2 of them as for 60. Longer ones go to cuDNN where the GPU is one that it is
-faster on (Hopper and after; 1.6 times at 4,096 tokens). It prepares a plan for each length that it meets, so lengths
-are rounded up to multiples of `STEP`: what is added stands behind the sequence, where its own tokens do not see it.
+Neighbouring sequences of up to `LONG` tokens are one call of flash attention, which gets the start of each: the host's
+work is the same for 2 of them as for 60. Longer ones use cuDNN where the GPU is faster with it (Hopper and later; 1.6
+times at 4,096 tokens). It prepares a plan for each length, so lengths are rounded up to multiples of `STEP`: the added
+tokens follow the sequence, where its own tokens do not attend to them.
 
-Keys that several heads share are read where they are, and a sliding window is two numbers. That a mask is plain
-causality or such a window is not told by a name: transformers' own mask is asked about the queries where windows,
-chunks and plain causality differ. Where layers are computed again, attention is `kept` from the first pass.
+Keys that several heads share are read without copies, and a sliding window is two numbers. Whether a mask is plain
+causality or such a window is not derived from a name: transformers' own mask is evaluated for the queries where
+windows, chunks and plain causality differ. Where layers are recomputed, attention is stored in the first pass (`kept`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from headrace_trainer.torch_learner.model import kept
+from headrace_trainer.torch_learner.model import attention_results
 
 LONG, STEP = 1024, 512
 _WIDTH_MAX, _WIDTH_STEP = 256, 8
-"""Numbers of a head that flash attention takes."""
+"""Head widths that flash attention supports."""
 _CUDNN_WIDTH_MAX = 128
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
-More = tuple[Tensor | None, ...]
-Found = tuple[Tensor, More]
-"""What attention answers, `[tokens, heads, width]`, and what else its gradient needs."""
+ExtraTensors = tuple[Tensor | None, ...]
+KernelResult = tuple[Tensor, ExtraTensors]
+"""The result of attention, `[tokens, heads, width]`, and the other tensors that its gradient needs."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences of a row, side by side, that are one call."""
+    """Neighbouring sequences of a row that are computed by one call."""
 
     lengths: tuple[int, ...]
     window: int | None
-    """Keys that a query sees, its own among them; None: all up to its own."""
+    """Number of keys that a query attends to, its own included; None: all keys up to its own."""
     bounds: Tensor | None
-    """int32 on the device: where each sequence starts in the part, and where the last one ends. None: each is computed
-    as if it had `rounded` tokens."""
+    """int32 on the device: the start of each sequence in the part, and the end of the last one. None: each sequence is
+    computed as if it had `rounded` tokens."""
 
     @property
     def longest(self) -> int:
@@ -53,35 +53,42 @@ class Part:
 
     @property
     def rounded_length(self) -> int:
-        return _rounded(self.longest)
+        return _round_up(self.longest)
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a row is computed: part by part."""
+    """The parts in which a row is computed."""
 
     parts: tuple[Part, ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each part."""
+        """Number of tokens of each part."""
         return [sum(part.lengths) for part in self.parts]
 
 
 class Kernel(Protocol):
-    """Of `[tokens, heads, width]`."""
+    """An attention kernel for `[tokens, heads, width]`."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found: ...
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult: ...
 
     def backward(
-        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+        self,
+        of: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        found: KernelResult,
+        part: Part,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Flash:
-    """FlashAttention-2 (arXiv:2307.08691), torch's own."""
+    """FlashAttention-2 (arXiv:2307.08691) as implemented in torch."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         answer, norms, state, _, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.bounds, part.bounds, part.longest, part.longest, 0.0, part.window is None, False,
             scale=scale, window_size_left=_left(part), window_size_right=0,
@@ -89,7 +96,14 @@ class Flash:
         return answer, (norms, state)
 
     def backward(
-        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+        self,
+        of: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        found: KernelResult,
+        part: Part,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         answer, (norms, state) = found
         three: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -101,9 +115,9 @@ class Flash:
 
 
 class Cudnn:
-    """cuDNN's, which computes a rectangle of equally long sequences."""
+    """cuDNN's attention, which computes a rectangle of equally long sequences."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         three = (_rectangle(tensor, part) for tensor in (query, key, value))
         answer, norms, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *three, None, True, 0.0, True, False, scale=scale
@@ -111,7 +125,14 @@ class Cudnn:
         return _strip(answer, part), (norms, seed, offset)
 
     def backward(
-        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+        self,
+        of: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        found: KernelResult,
+        part: Part,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         answer, (norms, seed, offset) = found
         five = (_rectangle(tensor, part) for tensor in (of, query, key, value, answer))
@@ -136,26 +157,26 @@ FLASH: Kernel = Flash()
 CUDNN: Kernel = Cudnn()
 
 
-def row_of(bounds: tuple[int, ...], asked: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
+def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
     """How a row is computed under the mask that transformers asks for by `asked`; None where none of these can."""
     lengths = [b - a for a, b in pairwise(bounds)]
-    seen = reach(max(lengths), asked)
-    if seen is None:
+    window_keys = reach(max(lengths), mask_args)
+    if window_keys is None:
         return None
-    window = seen if seen < max(lengths) else None
+    window = window_keys if window_keys < max(lengths) else None
     parts: list[Part] = []
     for several in _neighbours(lengths, cudnn=cudnn and window is None):
         if cudnn and window is None and several[0] > LONG:
             parts.append(Part(tuple(several), None, None))
         else:
-            parts.append(Part(tuple(several), window, _places(several, device)))
+            parts.append(Part(tuple(several), window, _offsets(several, device)))
     return Row(tuple(parts))
 
 
 def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
     """Short ones together; long ones as those that are rounded to the same length, by 1, 2, 4 and so on: each other
     number of them would have a plan of its own."""
-    for size, group in groupby(lengths, lambda length: _rounded(length) if cudnn and length > LONG else 0):
+    for size, group in groupby(lengths, lambda length: _round_up(length) if cudnn and length > LONG else 0):
         several = list(group)
         while several:
             count = 1 << (len(several).bit_length() - 1) if size else len(several)
@@ -163,12 +184,12 @@ def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
             several = several[count:]
 
 
-def _places(lengths: list[int], device: torch.device) -> Tensor:
+def _offsets(lengths: list[int], device: torch.device) -> Tensor:
     places = functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     return places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // STEP) * STEP
 
 
@@ -195,11 +216,11 @@ def _strip(tensor: Tensor, part: Part) -> Tensor:
     return torch.cat([row[:length] for row, length in zip(rows, part.lengths, strict=True)])
 
 
-def reach(longest: int, asked: Mapping[str, Any]) -> int | None:
+def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
     """Keys that a query sees at most, its own among them; None where a mask is neither plain causality nor a window."""
-    if not asked.get("allow_is_causal_skip", True):
+    if not mask_args.get("allow_is_causal_skip", True):
         return None  # something was laid over the mask
-    local = asked.get("local_size")
+    local = mask_args.get("local_size")
     if local is None or local >= longest:
         return longest
     edges = (0, local - 1, local, local + 1, 2 * local - 1, 2 * local, longest - 1)
@@ -207,11 +228,11 @@ def reach(longest: int, asked: Mapping[str, Any]) -> int | None:
     keys = torch.arange(longest)[None]
     none = torch.zeros(1, 1, dtype=torch.int64)
     try:
-        shown = asked["mask_function"](none, none, queries, keys)
+        visible = mask_args["mask_function"](none, none, queries, keys)
     except (RuntimeError, TypeError, IndexError):
         return None  # it looks something up on the device; a window does not
     window = (keys <= queries) & (keys > queries - local)
-    return int(local) if torch.equal(shown.expand_as(window), window) else None
+    return int(local) if torch.equal(visible.expand_as(window), window) else None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -249,18 +270,18 @@ def attend(
     """`[1, heads, T, width]` in, `[1, T, heads, width]` out. `kernels`: of parts with bounds, and of those without."""
     three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     # Not `[0]`, whose gradient is written into zeros first.
-    how = _How(row, scale, kernels or (FLASH, CUDNN))
+    how = _AttentionPlan(row, scale, kernels or (FLASH, CUDNN))
     found: Tensor = _Attention.apply(*three, how)  # type: ignore[no-untyped-call]
     return found[None]
 
 
 @dataclass(frozen=True)
-class _How:
+class _AttentionPlan:
     row: Row
     scale: float | None
     kernels: tuple[Kernel, Kernel]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[More]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[ExtraTensors]]:
         three = (torch.split(tensor, self.row.sizes) for tensor in (query, key, value))
         answers, more = [], []
         for part, q, k, v in zip(self.row.parts, *three, strict=True):
@@ -276,7 +297,7 @@ class _How:
         key: Tensor,
         value: Tensor,
         answer: Tensor,
-        more: list[More],
+        more: list[ExtraTensors],
     ) -> tuple[Tensor, ...]:
         five = (torch.split(tensor, self.row.sizes) for tensor in (of, query, key, value, answer))
         parts = [
@@ -291,8 +312,8 @@ class _How:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
-        answer, more = kept.once(partial(how.forward, query, key, value))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _AttentionPlan) -> Tensor:
+        answer, more = attention_results.compute_once(partial(how.forward, query, key, value))
         ctx.save_for_backward(query, key, value, answer, *(tensor for beside in more for tensor in beside))
         ctx.how, ctx.counts = how, [len(beside) for beside in more]
         return answer

@@ -1,13 +1,13 @@
-"""The output head in chunks: logprob and entropy of each loss token, and never a tensor of loss tokens x vocabulary.
+"""The output head in chunks: logprob and entropy of each loss token, without a tensor of loss tokens x vocabulary.
 
-The logits of all loss tokens are by far the largest thing that a step could hold: at 32,768 tokens and 152,000 words
-20 GB, and as much again for each thing made of them. They are needed token by token only. So they are computed for as
-many tokens at once as give `CHUNK_BYTES` of them. A training pass (`Head.backward`) computes the gradient of a chunk
-while its logits are there (as in Liger Kernel, arXiv:2410.10989). Who asks for logprobs first, and for a gradient
-later, has them computed again: kept are three numbers a token.
+The logits of all loss tokens would be by far the largest tensor of a step: at 32,768 tokens and 152,000 words 20 GB,
+and as much again for each tensor derived from them. They are needed token by token only. So they are computed in chunks
+of as many tokens as give `CHUNK_BYTES` of logits. A training pass (`Head.backward`) computes the gradient of a chunk
+while its logits are in memory (as in Liger Kernel, arXiv:2410.10989). A caller that needs logprobs first, and a
+gradient later, has the logits computed twice: three numbers per token are stored in between.
 
-The hidden states are caught where the model's own code hands them to its head. What that code does with the answer
-(a scale, a soft cap) is told by what it does to planted logits, and not by a name in the configuration.
+The hidden states are intercepted where the model's own code calls its head. The operation that follows the head (a
+scale, a soft cap) is derived from its effect on planted logits, and not from a name in the configuration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace_runtime import liveness
 from headrace_trainer.torch_learner.model import masters
+from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.products import add_product
-from headrace_trainer.torch_learner.model.taught import Taught
 
 CHUNK_BYTES = 64 << 20
-"""Of one chunk's logits in float32. About three times as much is held at once."""
+"""Size of one chunk's logits in float32. About three times as much is in memory at once."""
 _PLANTED_MAX = 100.0
 _HUGE = 1e6
 _ROUNDING = 1e-5
@@ -37,12 +37,12 @@ _SAME = 1e-2
 
 
 Slope = Callable[[Tensor, slice], Tensor]
-"""The derivative of the loss by the logprobs of these loss tokens, and which of all they are."""
+"""Returns the derivative of the loss by these logprobs. Arguments: the logprobs, and their slice of all loss tokens."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What a model makes of its head's answer: `scale` times it (Cohere, Granite), or `cap * tanh(it / cap)`
+    """The operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
     (Gemma)."""
 
     scale: float = 1.0
@@ -53,13 +53,13 @@ class Tail:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def onto(self, raw: Tensor) -> Tensor:
-        """The same, in place."""
+        """Apply the operation in place."""
         if self.scale != 1.0:
             raw.mul_(self.scale)
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
     def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
-        """The gradient of what went in, in place, from that of `answer`, which a cap needs."""
+        """Return the gradient of the input, in place, from that of the output. A cap needs the output `answer`."""
         if self.cap is not None and answer is not None:
             gradient.mul_(answer.div_(self.cap).square_().neg_().add_(1.0))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
@@ -67,51 +67,53 @@ class Tail:
 
 @dataclass(frozen=True)
 class Head:
-    """A model's output head, and how it is computed."""
+    """A model's output head, and the way in which it is computed."""
 
     module: Any
     tail: Tail = Tail()
     whole: str | None = None
-    """Why the logits of all loss tokens are made at once; None where they are not."""
+    """The reason why the logits of all loss tokens are computed at once; None where they are not."""
     compiled: bool = False
-    """What a pass does with a chunk's logits may be compiled (`head_compiled`)."""
+    """Whether the operations on a chunk's logits in a training pass may be compiled (`head_compiled`)."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, token_ids: tuple[int, ...]) -> Head:
-        """Asks the model twice, about these tokens. Raises what its code raises."""
+        """Examine the head of `model` by two passes over these tokens. Raises the errors of the model's code."""
         module = model.get_output_embeddings()
         if module is None:
             return cls(None, whole="the model names no output head")
         device = next(model.parameters()).device
         inputs = {"input_ids": torch.tensor([token_ids], device=device), "use_cache": False}
         planted: list[Tensor] = []
-        own = module.forward
+        original = module.forward
 
         def plant(hidden: Tensor) -> Tensor:
-            planted.append(_planted(own(hidden)))
+            planted.append(_planted(original(hidden)))
             return planted[-1]
 
-        with caught(module, plant) as asked:
+        with intercept(module, plant) as head_inputs:
             logits_1TV = model(**inputs).logits
-        if len(asked) != 1 or asked[0].shape[:2] != (1, len(token_ids)):
-            return cls(module, whole="its code does not ask its output head once about each position")
+        if len(head_inputs) != 1 or head_inputs[0].shape[:2] != (1, len(token_ids)):
+            return cls(module, whole="its code does not call its output head once for each position")
         tail = _tail(planted[0], logits_1TV)
         if tail is None:
-            return cls(module, whole="its code does more to the head's answer than a scale or a soft cap")
+            return cls(module, whole="its code changes the head's output by more than a scale or a soft cap")
         try:
-            with caught(module) as again:
+            with intercept(module) as repeated:
                 model(**inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            return cls(module, whole=f"its code does not go on without the head's answer: {type(error).__name__}")
-        if len(again) != 1 or not torch.allclose(again[0].float(), asked[0].float(), rtol=_SAME, atol=_SAME):
-            return cls(module, whole="its code asks its output head otherwise each time")
+            return cls(module, whole=f"its code fails without the head's full output: {type(error).__name__}")
+        if len(repeated) != 1 or not torch.allclose(
+            repeated[0].float(), head_inputs[0].float(), rtol=_SAME, atol=_SAME
+        ):
+            return cls(module, whole="its code calls its output head differently each time")
         return cls(module, tail)
 
     def logprobs(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """`(logprobs_N, entropy_N)`, both after temperature; the entropy has no gradient."""
+        """Return `(logprobs_N, entropy_N)`, both after temperature; the entropy has no gradient."""
         if self.plain:
-            found: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
+            result: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden_NH,
                 self.module.weight,
                 self.module.bias,
@@ -120,44 +122,56 @@ class Head:
                 self.tail,
                 _matrix_dtype(hidden_NH),
             )
-            return found
+            return result
         rows = _rows(hidden_NH, self.module)
         parts = zip(*(torch.split(tensor, rows) for tensor in (hidden_NH, targets_N, temperature_N)), strict=True)
-        answers = [checkpoint(self._through, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        answers = [
+            checkpoint(self._compute_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+        ]
         logprobs, entropies = zip(*answers, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     @torch.no_grad()
     def backward(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, slope: Slope, taught: Taught | None = None
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        slope: Slope,
+        target: DistillationTarget | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none; the head's own is
-        added to its parameters'. For a `plain` head: each product is computed once. `taught`: adds to the gradient."""
-        weight_VH, bias_V = self.module.weight, self.module.bias
-        fusible = self.tail == Tail() and taught is None and _wide_dtype(hidden_NH) is torch.float32
-        if self.compiled and fusible:
-            from headrace_trainer.torch_learner.model import head_compiled  # torch's compiler is loaded for it
+        """Compute logprobs and gradients in one pass, each matrix product once. For a `plain` head.
 
-            given = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH))
-            return head_compiled.backward(weight_VH, bias_V, *given)
+        The gradients of the head's parameters are added to these. `taught` adds the gradient of a distillation target.
+
+        Returns:
+            `(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none.
+        """
+        weight_VH, bias_V = self.module.weight, self.module.bias
+        fusible = self.tail == Tail() and target is None and _wide_dtype(hidden_NH) is torch.float32
+        if self.compiled and fusible:
+            from headrace_trainer.torch_learner.model import head_compiled  # imports torch's compiler
+
+            inputs = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH))
+            return head_compiled.backward(weight_VH, bias_V, *inputs)
         logprobs_N, entropy_N = (hidden_NH.new_empty(len(hidden_NH), dtype=_wide_dtype(hidden_NH)) for _ in range(2))
         weight, bias = _gradient_of(weight_VH), _gradient_of(bias_V)
         sums = _Gradients(torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None, weight, bias)
         dtype = _matrix_dtype(hidden_NH)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             matrix = _Matrix.of(weight_VH, bias_V, self.tail, dtype)
-            # Both are used for all chunks: what is allocated anew each time, the system fills with zeros each time.
+            # Both buffers are used for all chunks, because the system would fill new memory with zeros each time.
             rows = min(len(hidden_NH), _rows_of(len(weight_VH)))
             logits_nV, log_nV = hidden_NH.new_empty(2, rows, len(weight_VH), dtype=_wide_dtype(hidden_NH))
             for part in _chunks(hidden_NH, weight_VH):
-                logits, log = (room[: part.stop - part.start] for room in (logits_nV, log_nV))
+                logits, log = (buffer[: part.stop - part.start] for buffer in (logits_nV, log_nV))
                 matrix.answer_into(logits, hidden_NH[part])
                 answer = logits.clone() if self.tail.cap is not None else None
                 logits.div_(temperature_N[part, None])
                 torch.log_softmax(logits, -1, out=log)
                 logprobs_N[part] = log.gather(-1, targets_N[part, None]).squeeze(-1)
                 shares = torch.exp(log, out=logits)
-                more = taught.gradient(part, log, shares, temperature_N[part]) if taught is not None else None
+                more = target.gradient(part, log, shares, temperature_N[part]) if target is not None else None
                 entropy_N[part] = log.mul_(shares).sum(-1).neg_()
                 share = slope(logprobs_N[part], part) / temperature_N[part]
                 sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer, more)
@@ -168,36 +182,36 @@ class Head:
         return logprobs_N, entropy_N, sums.hidden
 
     def answer(self, hidden_NH: Tensor) -> Tensor:
-        """`logits_NV` in float32, all at once: for a few tokens of a `plain` head."""
+        """Return `logits_NV` in float32, all at once: for a few tokens of a `plain` head."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return _Matrix.of(self.module.weight, self.module.bias, self.tail, hidden_NH.dtype).answer(hidden_NH)
 
     @property
     def plain(self) -> bool:
-        """Nothing but a matrix: no adapter, no quantisation, nobody's hook."""
+        """Whether the head is only a matrix, without adapter, quantisation or hooks."""
         module = self.module
         if self.whole is not None or type(module) is not nn.Linear:
             return False
         return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
-    def _through(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk through whatever the head is."""
+    def _compute_chunk(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a chunk with any kind of head."""
         return logprobs(self.tail(_wide(self.module(hidden))), targets, temperature)
 
 
 @contextlib.contextmanager
-def caught(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """What `module` is asked inside. It answers by `answer`, or with next to nothing."""
-    asked: list[Tensor] = []
+def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Record the inputs of `module` inside. Its output is that of `answer`, or one column of its input."""
+    inputs: list[Tensor] = []
     before = vars(module).get("forward")
 
     def catch(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        asked.append(hidden)
+        inputs.append(hidden)
         return hidden[..., :1] if answer is None else answer(hidden)
 
     module.forward = catch
     try:
-        yield asked
+        yield inputs
     finally:
         if before is None:
             del module.forward
@@ -206,8 +220,8 @@ def caught(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Ite
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sampled token and the entropy at its position, both at the sample's own temperature, as
-    the engine saw them."""
+    """Return the logprob of each sampled token and the entropy at its position, both at the sample's own temperature,
+    as the engine computed them."""
     log_NV = functional.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
     chosen_N = log_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     with torch.no_grad():
@@ -216,7 +230,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tup
 
 
 class _Chunked(torch.autograd.Function):
-    """A plain matrix as head. Gradients add up over chunks in float32, in place."""
+    """A head that is one matrix. Gradients are added up over chunks in float32, in place."""
 
     @staticmethod
     def forward(
@@ -270,7 +284,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Sums over chunks; None where nobody needs one."""
+    """Sums over chunks; None where no gradient is needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -287,9 +301,18 @@ class _Gradients:
         answer: Tensor | None,
         more: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """A chunk's. `shares`: the probability of each word, which is used up; `share`: what the gradient of each
-        token's logit is multiplied with; `answer`: of the tail, where it has a cap; `more`: for some of the tokens,
-        which is added."""
+        """Add the gradients of a chunk.
+
+        Args:
+            matrix: The head's matrix.
+            part: The chunk's slice of all tokens.
+            hidden: The chunk's hidden states.
+            targets: The chunk's tokens.
+            shares: The probability of each word. It is overwritten.
+            share: The factor of the gradient of each token's logit.
+            answer: The output of the tail, where it has a cap.
+            more: Indices of tokens, and gradients that are added for them.
+        """
         column = share[:, None].to(shares.dtype)
         gradient = shares.mul_(-column).scatter_add_(-1, targets[:, None], column)
         if more is not None:
@@ -306,7 +329,7 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The head in the type that products are computed in, cast once for all chunks."""
+    """The head in the type of the products, converted once for all chunks."""
 
     weight: Tensor
     bias: Tensor | None
@@ -317,19 +340,19 @@ class _Matrix:
         return cls(weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype), tail)
 
     def answer(self, hidden: Tensor) -> Tensor:
-        """Logits of a chunk, in a tensor of their own."""
+        """Return the logits of a chunk in a new tensor."""
         raw = _wide(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         return self.tail.onto(raw)
 
-    def answer_into(self, room: Tensor, hidden: Tensor) -> None:
-        """The same, where there is room for them."""
-        if room.dtype != self.weight.dtype:
-            room.copy_(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+    def answer_into(self, buffer: Tensor, hidden: Tensor) -> None:
+        """Write the logits of a chunk into `room`."""
+        if buffer.dtype != self.weight.dtype:
+            buffer.copy_(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         elif self.bias is None:
-            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=room)
+            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=buffer)
         else:
-            torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.T, out=room)
-        self.tail.onto(room)
+            torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.T, out=buffer)
+        self.tail.onto(buffer)
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
@@ -340,12 +363,12 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(vocabulary: int) -> int:
-    """Tokens of a chunk."""
+    """Return the number of tokens of a chunk."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def _rows(hidden_NH: Tensor, module: Any) -> int:
-    """The same for a head of another kind, by how wide its answer is."""
+    """Return the number of tokens of a chunk for a head of another kind, by the width of its output."""
     with torch.no_grad():
         return _rows_of(module(hidden_NH[:1]).shape[-1])
 
@@ -355,15 +378,15 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def _gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """What is added to: the gradient that there is. In float32, so where it is narrower, in a copy."""
+    """Return the tensor that gradients are added to: the present gradient, as a float32 copy where it is narrower."""
     if parameter is None or not parameter.requires_grad:
         return None
-    there = masters.home(parameter).grad
-    return _zeros(parameter) if there is None else _wide(there)
+    gradient = masters.home(parameter).grad
+    return _zeros(parameter) if gradient is None else _wide(gradient)
 
 
 def _matrix_dtype(hidden: Tensor) -> torch.dtype:
-    """What `functional.linear` would compute in here."""
+    """Return the type in which `functional.linear` would compute here."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -377,14 +400,14 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _planted(raw: Tensor) -> Tensor:
-    """Logits of many sizes and both signs, in the shape of `raw`; the first two tell the scale and the cap."""
+    """Return logits of many sizes and both signs, shaped like `raw`; the first two reveal the scale and the cap."""
     spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
     spread[0], spread[1] = 1.0, _HUGE
     return spread.reshape(raw.shape)
 
 
 def _tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """What makes `answer` of `planted`; None where it is something else."""
+    """Return the operation that turns `planted` into `answer`; None where it is another one."""
     if answer.shape != planted.shape:
         return None
     small, huge = (float(value) for value in answer.flatten()[:2])

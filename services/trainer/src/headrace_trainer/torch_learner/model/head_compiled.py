@@ -1,7 +1,7 @@
-"""The plain output head of a training pass where operations can be fused: see `head` for what and why.
+"""The plain output head of a training pass with fused operations; `head` describes the method.
 
-Written out, a chunk's logits are read and written some twenty times in float32. Here they stay in the type that the
-product is computed in, and are read three times and written twice: once as they come, once as their gradient.
+As single operations, a chunk's logits are read and written some twenty times in float32. Here they stay in the type of
+the product, and are read three times and written twice: once as logits, once as their gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from headrace_trainer.torch_learner.model.compiled import fused
 from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 384 << 20
-"""Of one chunk's logits. A smaller chunk waits longer for the gradient of the weight to be read and written, which each
-chunk adds to."""
+"""Size of one chunk's logits. With smaller chunks the gradient of the weight would be read and written more often."""
 _ROWS = 64
 _SMALLEST = 1024
 """Tokens of the smallest chunk, so that short passes do not each have a size of their own."""
@@ -33,7 +32,7 @@ def backward(
     slope: Callable[[Tensor, slice], Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `Head.backward`."""
+    """Compute logprobs and gradients as `Head.backward` does."""
     tokens = len(hidden_NH)
     logprobs_N, entropy_N = (hidden_NH.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     of_hidden_NH = torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None
@@ -44,14 +43,15 @@ def backward(
         rows = rows_of(tokens, len(weight_VH), dtype)
         for start in range(0, tokens, rows):
             part = slice(start, min(start + rows, tokens))
-            # All chunks of a pass have one shape, which is compiled for; what fills the last one has no slope.
+            # All chunks of a pass have one shape, for which the code is compiled; the padding of the last one has no
+            # slope.
             count, missing = part.stop - start, rows - (part.stop - start)
-            here_NH = functional.pad(rounded_NH[part], (0, 0, 0, missing))
+            chunk_NH = functional.pad(rounded_NH[part], (0, 0, 0, missing))
             at_N = functional.pad(targets_N[part], (0, missing))
             heat_N = functional.pad(temperature_N[part], (0, missing), value=1.0)
-            logits_NV = functional.linear(here_NH, matrix_VH, added_V)
-            found_N, spread_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
-            logprobs_N[part], entropy_N[part] = found_N[:count], spread_N[:count]
+            logits_NV = functional.linear(chunk_NH, matrix_VH, added_V)
+            chunk_logprobs_N, chunk_entropy_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
+            logprobs_N[part], entropy_N[part] = chunk_logprobs_N[:count], chunk_entropy_N[:count]
             share_N = functional.pad(slope(logprobs_N[part], part), (0, missing)) / heat_N
             gradient_NV = fused(_differentiate)(logits_NV, norm_N, at_N, heat_N, share_N)
             if of_bias_V is not None:
@@ -59,21 +59,21 @@ def backward(
             if of_hidden_NH is not None:
                 of_hidden_NH[part] = (gradient_NV @ matrix_VH)[:count]
             if of_weight_VH is not None:
-                add_product(of_weight_VH, gradient_NV.T, here_NH)
-            del logits_NV, gradient_NV  # before the next chunk's are there
+                add_product(of_weight_VH, gradient_NV.T, chunk_NH)
+            del logits_NV, gradient_NV  # so that two chunks are never in memory together
     return logprobs_N, entropy_N, of_hidden_NH
 
 
 def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk. Where few words leave room for far more than the pass has, it is the next of few sizes: each
-    is compiled once, and what fills it up is computed too."""
+    """Return the number of tokens of a chunk. With few words it is the next of a few sizes, because each size is
+    compiled once, and its padding is computed as well."""
     rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
     most = max(1, rows - rows % _ROWS if rows > _ROWS else rows)
     return min(most, max(_SMALLEST, 1 << (tokens - 1).bit_length()))
 
 
 def _sum_of(parameter: Tensor | None) -> Tensor | None:
-    """Where the gradient of `parameter` is added up, in float32: what is there already."""
+    """Return the tensor that gradients of `parameter` are added to, in float32: its present gradient, or zeros."""
     if parameter is None or not parameter.requires_grad:
         return None
     home = masters.home(parameter)
@@ -83,7 +83,7 @@ def _sum_of(parameter: Tensor | None) -> Tensor | None:
 
 
 def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob and entropy of each token, and the logarithm of the sum that both are relative to."""
+    """Return logprob and entropy of each token, and the logarithm of the normalising sum."""
     scaled_NV = logits_NV.float() / temperature_N[:, None]
     top_N = scaled_NV.amax(-1)
     shares_NV = (scaled_NV - top_N[:, None]).exp()
@@ -96,7 +96,7 @@ def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[
 def _differentiate(
     logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor
 ) -> Tensor:
-    """Logits become their gradient, when that of each token's logprob, over its temperature, is `share_N`."""
+    """Replace logits by their gradient, where `share_N` is that of each token's logprob, over its temperature."""
     shares_NV = (logits_NV.float() / temperature_N[:, None] - norm_N[:, None]).exp()
-    here_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]
-    return logits_NV.copy_(share_N[:, None] * (here_NV.float() - shares_NV))
+    is_target_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]
+    return logits_NV.copy_(share_N[:, None] * (is_target_NV.float() - shares_NV))

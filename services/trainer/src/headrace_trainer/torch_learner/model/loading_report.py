@@ -1,5 +1,5 @@
-"""What transformers reports about the files of a base: tensors that are missing, unexpected, of another shape or not
-finite."""
+"""Checks the files of a base by the report of transformers: tensors that are missing, unexpected, of another shape or
+not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.torch_learner.model.configuration import said
+from headrace_trainer.torch_learner.model.configuration import first_line
 
 _SHOWN = 3
 
@@ -31,7 +31,7 @@ def check_layout(folder: Path) -> None:
             ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        remedy = f"is no model that transformers can load: {said(error)}"
+        remedy = f"is no model that transformers can load: {first_line(error)}"
         raise SettingError("trainer.base", str(folder), remedy) from None
     check_names(folder, info)
 
@@ -39,19 +39,19 @@ def check_layout(folder: Path) -> None:
 def check_names(folder: Path, info: Mapping[str, Any]) -> None:
     """Raise `SettingError` for tensors that the files lack, have too many or in another shape.
 
-    Transformers draws what is missing at random, or sets it to ones.
+    Transformers would fill missing tensors with random numbers or ones.
     """
     wrong = {name.removesuffix("_keys"): sorted(map(str, keys)) for name, keys in info.items() if keys}
     if wrong:
-        shown = "; ".join(f"{name}: {', '.join(keys[:_SHOWN])}" for name, keys in sorted(wrong.items()))
-        remedy = f"its weights are not those of its architecture ({shown}); copy all files of one model"
+        problems = "; ".join(f"{name}: {', '.join(keys[:_SHOWN])}" for name, keys in sorted(wrong.items()))
+        remedy = f"its weights do not fit its architecture ({problems}); copy all files of one model"
         raise SettingError("trainer.base", str(folder), remedy)
 
 
-def check_whole(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
+def check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
     """Raise `SettingError` for tensors that are not those of the architecture, or that are not finite."""
     check_names(folder, info)
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
-            remedy = f"its tensor {name} holds NaN or infinity; take the weights of a sound model"
+            remedy = f"its tensor {name} holds NaN or infinity; use the weights of an intact model"
             raise SettingError("trainer.base", str(folder), remedy)

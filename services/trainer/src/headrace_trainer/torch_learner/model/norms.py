@@ -1,11 +1,11 @@
-"""RMS norms with a gradient of their own: less to keep, and half as many passes over memory.
+"""RMS norms with a gradient of their own, which store less and access memory half as often.
 
-Transformers writes such a norm as five operations, and autograd as many again and more. On a CPU each of them reads and
-writes all activations. Here the norm keeps its input and one number for each row.
+Transformers writes such a norm as five operations, and autograd adds at least as many. On a CPU each of them reads and
+writes all activations. Here the norm stores its input and one number for each row.
 
-Which modules are RMS norms is not told by their names alone: a module is asked about planted rows and weights, and
-keeps its own code unless it answers as one of the two formulas does. The comparison at the start (`native`) then runs
-through what was put in.
+Whether a module is an RMS norm is not derived from its name alone: a module is tested on planted rows and weights, and
+keeps its own code unless its result equals one of the two formulas. The comparison at the start (`native`) then
+includes the replaced norms.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class NormFormula:
 
 
 def fuse(model: nn.Module) -> int:
-    """Put ours in where a module's own code answers alike. Returns in how many."""
-    found = 0
+    """Replace the forward method of norms whose result equals a known formula. Return their number."""
+    count = 0
     for module in model.modules():
         form = form_of(module)
         if form is not None:
             module.forward = _Fused(module, form)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 @torch.no_grad()
 def form_of(module: nn.Module) -> NormFormula | None:
-    """What `module` computes, None where that is none of ours."""
+    """Return the formula that `module` computes, None where it is none of the two."""
     if not type(module).__name__.endswith("RMSNorm") or set(dict(module.named_parameters())) != {"weight"}:
         return None
     weight: Any = module.weight
@@ -54,29 +54,29 @@ def form_of(module: nn.Module) -> NormFormula | None:
     epsilons = [value for name, value in vars(module).items() if name in ("variance_epsilon", "eps", "epsilon")]
     rows_NH, planted_H = _planted(weight)
     try:
-        own_NH = functional_call(module, {"weight": planted_H}, (rows_NH,))
-    except Exception:  # noqa: BLE001 (whatever a module's code does with rows; it keeps that code)
+        result_NH = functional_call(module, {"weight": planted_H}, (rows_NH,))
+    except Exception:  # noqa: BLE001 (a module's code may raise any error; the module keeps that code)
         return None
     for form in [NormFormula(float(epsilon), shift) for epsilon in epsilons for shift in (0.0, 1.0)]:
-        if _alike(own_NH, _normed(rows_NH, planted_H, form)[0]):
+        if _alike(result_NH, _normed(rows_NH, planted_H, form)[0]):
             return form
     return None
 
 
 class _Fused:
-    """Stands before a module's forward."""
+    """Replaces a module's forward method."""
 
     def __init__(self, module: nn.Module, form: NormFormula) -> None:
         self._module = module
         self._form = form
-        self._own: Callable[[Tensor], Tensor] = module.forward
+        self._original: Callable[[Tensor], Tensor] = module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         weight: Any = self._module.weight
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
-            return self._own(x)  # where it rounds in between, ours does not
-        found: Tensor = _Norm.apply(x, weight, self._form)  # type: ignore[no-untyped-call]
-        return found
+            return self._original(x)  # it rounds intermediate results, which the fused norm does not
+        result: Tensor = _Norm.apply(x, weight, self._form)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Norm(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, weight_H: Tensor, form: NormFormula) -> tuple[Tensor, Tensor]:
-    """And what each row was multiplied with."""
+    """Return the normed rows, and the factor of each row."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     scale = square.div_(x.shape[-1]).add_(form.epsilon).rsqrt_()
     return (x * scale).mul_(_shifted(weight_H, form)), scale
@@ -113,18 +113,18 @@ def _shifted(weight_H: Tensor, form: NormFormula) -> Tensor:
     return weight_H + form.shift if form.shift else weight_H
 
 
-def _alike(own: Any, ours: Tensor) -> bool:
-    same = isinstance(own, Tensor) and own.shape == ours.shape and own.dtype == ours.dtype
-    return same and torch.allclose(ours, own, rtol=_ROUNDING, atol=_ROUNDING)
+def _alike(original: Any, fused: Tensor) -> bool:
+    same = isinstance(original, Tensor) and original.shape == fused.shape and original.dtype == fused.dtype
+    return same and torch.allclose(fused, original, rtol=_ROUNDING, atol=_ROUNDING)
 
 
 def _takes_rows(module: nn.Module) -> bool:
-    """Rows and nothing else."""
+    """Return whether the module's only argument is its rows."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _planted(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of very different sizes, one of them so small that epsilon counts, and weights of both signs."""
+    """Return rows of very different sizes, one so small that epsilon matters, and weights of both signs."""
     draw = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-4, 2, _PLANTED_ROWS)[:, None]
     rows = torch.randn(_PLANTED_ROWS, len(weight), generator=draw) * sizes

@@ -40,8 +40,8 @@ from headrace_trainer.torch_learner.model import (
     rope,
     sequence_bound,
 )
-from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
-from headrace_trainer.torch_learner.model.devices import device_of, resolved, weights_dtype
+from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, first_line
+from headrace_trainer.torch_learner.model.devices import device_of, resolve_types, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 from headrace_trainer.torch_learner.shards import cpu_copy, with_layout_of
@@ -55,7 +55,7 @@ _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class Policy:
-    """What is trained (`parameters`, float32) and how it answers. One thread at a time may use it."""
+    """The trained weights (`parameters`, float32) and their logprobs. Not safe for concurrent use."""
 
     def __init__(self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool) -> None:
         self.model = model
@@ -68,57 +68,57 @@ class Policy:
 
     @classmethod
     def open(cls, folder: Path, compute: ComputeSettings, lora: LoraSettings, seed: int) -> Policy:
-        """Load the weights in `folder`. Raises `SettingError` when model and settings do not go together."""
+        """Load the weights in `folder`. Raise `SettingError` when model and settings do not fit."""
         torch.set_num_threads(compute.threads)
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
         if device.type == "cpu":
             cpu.prepare()
-        compute = resolved(compute, device)
+        compute = resolve_types(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)
-        model = _load(folder, compute, frozen=bool(lora.rank)).to(cls._arrives_on(device))
+        model = _load(folder, compute, frozen=bool(lora.rank)).to(cls._load_device(device))
         if compute.gradient_checkpointing:
             recomputing.enable(model, device, compute.dtype)
         if lora.rank:
-            model = adapters.on(model, lora, seed)
+            model = adapters.add_adapters(model, lora, seed)
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)
         if compute.compile:
-            from headrace_trainer.torch_learner.model import compiled  # seconds that others need not wait
+            from headrace_trainer.torch_learner.model import compiled  # imported here, because it takes seconds
 
             compiled.check(device)
             compiled.layers(model)
-        cls._settle(model, device)
+        cls._finish_loading(model, device)
         policy = cls(model, compute, device, lora=bool(lora.rank))
         if compute.packing == "blocks":
             policy.check_packing()
         return policy
 
     @classmethod
-    def _arrives_on(cls, device: torch.device) -> torch.device:
-        """Where the weights are read to."""
+    def _load_device(cls, device: torch.device) -> torch.device:
+        """Return the device that the weights are loaded to."""
         return device
 
     @classmethod
-    def _settle(cls, model: Any, device: torch.device) -> None:
-        """The last change of the model, before anybody takes hold of its weights."""
+    def _finish_loading(cls, model: Any, device: torch.device) -> None:
+        """Change the model a last time, before other objects refer to its weights."""
 
     def keep_reference(self, folder: Path) -> None:
-        """Keep the first version's answers at hand, for the divergence from it. Adapters need no second copy."""
+        """Keep the first version's weights in memory, for its logprobs. Adapters need no second copy."""
         if not self.lora:
-            self._reference = _load(folder, self._compute, frozen=True).to(self._arrives_on(self.device)).eval()
+            self._reference = _load(folder, self._compute, frozen=True).to(self._load_device(self.device)).eval()
 
     @property
     def size(self) -> int:
-        """Parameters of the whole model, also where only adapters are trained."""
+        """Number of parameters of the whole model, also where only adapters are trained."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def hidden(self) -> frozenset[str]:
-        """Matrices between hidden layers: no table, no head, no router's or mixer's parameters that only look like one.
-        Told by what a module is and where, and not by its name."""
+        """Names of the matrices between hidden layers: without embeddings, the head, and parameters of routers or
+        mixers that only look like matrices. Derived from the type and position of modules, and not from their names."""
         tables = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         outside = {id(part) for table in tables if table is not None for part in table.modules()}
         layers = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
@@ -140,12 +140,15 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence that the model was made for, in tokens."""
         return sequence_bound.context_of(self.model.config.get_text_config())
 
     def sequence_bound(self) -> int:
-        """Tokens of the longest sequence that a step has memory for. Asked before the first step. Raises `SettingError`
-        when not even a short one fits."""
+        """Return the longest sequence, in tokens, that a step has memory for. Call it before the first step.
+
+        Raises:
+            SettingError: Not even a short sequence fits.
+        """
         free = sequence_bound.free_bytes(self.device)
         if free is None:
             return self.context
@@ -155,7 +158,7 @@ class Policy:
         with self.eagerly():
             fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
         if fitting < row.length:
-            remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or say how many it shall be"
+            remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or set the number of tokens"
             raise SettingError("trainer.memory.sequence_tokens", "none", remedy)
         return fitting
 
@@ -164,64 +167,64 @@ class Policy:
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Raises `SettingError` when the model's layers let sequences of one row see each other."""
+        """Raise `SettingError` when the model's layers let sequences of one row influence each other."""
         rows = [_plain_row(fingerprint_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
         try:
             with self.eagerly():
                 together_N = self.logprobs(self.collate(rows))[0]
                 alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
             difference = float((together_N - alone_N).abs().max())
-        except Exception as error:  # noqa: BLE001 (whatever a model's code does with a mask that is not its own)
-            difference, reason = float("inf"), f"its code does not take our attention: {said(error)}"
+        except Exception as error:  # noqa: BLE001 (a model's code may raise any error with a mask that is not its own)
+            difference, reason = float("inf"), f"its code does not accept this attention: {first_line(error)}"
         else:
             reason = f"packed logprobs differ by {difference:.2g} nats"
         if not difference <= _PACKING_TOLERANCE[self._compute.dtype]:
             raise _not_packed(self.model.config, reason)
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """`(logprobs_N, entropy_N)` of the present weights."""
+        """Return `(logprobs_N, entropy_N)` under the present weights."""
         with self._autocast():
             return forward.logprobs(self.model, self.head, pack)
 
     @torch.no_grad()
     def hidden_states(self, pack: Pack) -> Tensor:
-        """What its last layer says before each token of the loss, in float32. For a head that can be had apart."""
+        """Return the last hidden states before each token of the loss, in float32. For a head that can be separated."""
         with self._autocast():
             return forward.hidden(self.model, self.head, pack).float()
 
     def backward(self, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
-        """The same, and the gradients of a loss with this `slope` added to those of the parameters."""
+        """Return `logprobs`, and add the gradients of a loss with this `slope` to those of the parameters."""
         with self._autocast():
             return forward.backward(self.model, self.head, pack, slope)
 
     @cached_property
     def head(self) -> Head:
-        """The output head, found out about when it is first needed."""
+        """The output head, which is examined when it is first needed."""
         return self._head_of(self.model)
 
     def _head_of(self, model: Any) -> Head:
         with self.eagerly():
-            found = Head.of(model, fingerprint_tokens(self.vocabulary)[:_PROBE_TOKENS])
-        if found.whole is not None:
+            output = Head.of(model, fingerprint_tokens(self.vocabulary)[:_PROBE_TOKENS])
+        if output.whole is not None:
             architecture = architecture_of(model.config)
-            log.warning("head_not_chunked", architecture=architecture, reason=found.whole, remedy=_WHOLE_REMEDY)
-        return replace(found, compiled=self._compute.compile)
+            log.warning("head_not_chunked", architecture=architecture, reason=output.whole, remedy=_WHOLE_REMEDY)
+        return replace(output, compiled=self._compute.compile)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
-        """Without what was trained since; only adapters can be taken off."""
+        """Disable the trained adapters inside; a fully trained model is not changed."""
         with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
             yield
 
     @torch.no_grad()
     def reference_logprobs(self, pack: Pack) -> Tensor:
-        """The same of the first version's weights. `keep_reference` comes first."""
+        """Return the logprobs under the first version's weights. Call `keep_reference` first."""
         with self._autocast(), self.as_base():
             return forward.logprobs(*self._first, pack)[0]
 
     @torch.no_grad()
     def reference_hidden(self, pack: Pack) -> Tensor:
-        """What the first version asks its head about the tokens of the loss."""
+        """Return the first version's inputs of its head for the tokens of the loss."""
         with self._autocast(), self.as_base():
             return forward.hidden(*self._first, pack)
 
@@ -238,12 +241,12 @@ class Policy:
         return self._head_of(self._reference)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of what is trained, on the CPU."""
+        """Return copies of the trained weights on the CPU."""
         return {name: cpu_copy(parameter) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Back to what `tensors` returned. Raises `SettingError` when they are of another model or adapter shape."""
+        """Restore the result of `tensors`. Raise `SettingError` when it is of another model or adapter shape."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             raise SettingError(
@@ -257,29 +260,31 @@ class Policy:
         self.renew()
 
     def renew(self) -> None:
-        """To be called when `parameters` have changed: what is computed with are they."""
+        """Update the weights that are computed with. Call it when `parameters` have changed."""
         if self._rounds:
             masters.renew(self.model, self.parameters, compiled=self._compute.compile)
 
     @torch.no_grad()
     def load_files(self, folder: Path) -> None:
-        """Take the weights from a version's folder: a whole model, or an adapter where adapters are trained."""
+        """Load the weights from a version's folder: a whole model, or an adapter where adapters are trained."""
         if self.lora:
             from peft import set_peft_model_state_dict
 
             set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
         else:
-            there = _load(folder, self._compute, frozen=False)
-            self.load({name: parameter.data for name, parameter in there.named_parameters()})
+            loaded = _load(folder, self._compute, frozen=False)
+            self.load({name: parameter.data for name, parameter in loaded.named_parameters()})
 
     @torch.no_grad()
     def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
-        """Logprobs at temperature 1 of a fixed token sequence. `published` replaces weights by what the version's files
-        hold, where that is rounded. Computed here, in memory: an engine that loads the files checks them by it."""
+        """Return the logprobs at temperature 1 of a fixed token sequence, by which an engine checks the files it loads.
+
+        `published` replaces weights by those in the version's files, where they are rounded.
+        """
         token_ids = fingerprint_tokens(self.vocabulary)
         inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
-        given = published or (dict(self.model.named_parameters()) if self._rounds else {})
-        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in given.items()}
+        replaced = published or (dict(self.model.named_parameters()) if self._rounds else {})
+        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in replaced.items()}
         with self.eagerly():
             logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
         targets_T = torch.tensor(token_ids[1:], device=self.device)
@@ -293,7 +298,7 @@ class Policy:
             yield
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """What is asked once is worth no compilation."""
+        """Run without compiled code inside, because single calls do not justify a compilation."""
         if not self._compute.compile:
             return contextlib.nullcontext()
         from headrace_trainer.torch_learner.model import compiled
@@ -306,7 +311,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _plain_row(token_ids: Sequence[int]) -> Row:
-    """Every token but the first is trained, at temperature 1."""
+    """Return a row in which every token but the first is in the loss, at temperature 1."""
     length = len(token_ids)
     mask, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
     return Row("", 0, np.array(token_ids, np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
@@ -322,13 +327,13 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
     implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
     model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
     rope.steady(model)
-    if not compute.compile:  # which fuses them with what stands beside them
+    if not compute.compile:  # a compiler fuses norms with the operations around them
         norms.fuse(model)
     return model
 
 
 def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
-    """The model as transformers loads it. Raises `SettingError`, also where it would fill in or leave out weights."""
+    """Load the model with transformers. Raise `SettingError`, also for missing or superfluous weights."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -342,15 +347,15 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
-            raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
-        reason = said(error)
+            raise _not_packed(config_of(folder), "its code accepts only a fixed list of attentions") from None
+        reason = first_line(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
-    loading_report.check_whole(folder, model, info)
+    loading_report.check_weights(folder, model, info)
     return model
 
 
 def _check_rounded(folder: Path) -> None:
-    """Versions have the type of the base's files. Raises `SettingError` where that is not bfloat16."""
+    """Raise `SettingError` where the base's files are not bfloat16: versions have the same type."""
     dtype = config_of(folder).dtype
     if dtype is not torch.bfloat16:
         remedy = (
@@ -365,6 +370,7 @@ def _not_packed(config: Any, reason: str) -> SettingError:
 
 
 def _padded_attention(folder: Path) -> str | None:
-    """None is the model's own choice: the fused attention, which takes no bound on scores and says nothing about it."""
+    """Return eager attention for models with a bound on scores, which the fused attention ignores silently. None is the
+    model's own choice, the fused one."""
     softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
     return "eager" if softcap else None

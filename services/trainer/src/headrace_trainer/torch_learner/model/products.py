@@ -1,4 +1,4 @@
-"""Matrix products that add up."""
+"""Matrix products that are added to a sum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
+    """Add `left @ right` to `total`, which may have a wider type: a GPU then adds in that type."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and total.dtype is torch.float32:

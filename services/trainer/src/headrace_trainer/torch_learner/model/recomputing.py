@@ -1,6 +1,6 @@
-"""Layers whose activations are computed again in the backward pass, all but their attention.
+"""Recomputes the activations of layers in the backward pass, except their attention.
 
-Its cost grows with the square of a sequence, and what it keeps does not.
+The cost of attention grows with the square of a sequence, but the size of its result does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from headrace_trainer.torch_learner.model import kept
+from headrace_trainer.torch_learner.model import attention_results
 
 _KEPT = [
     getattr(torch.ops.aten, name).default
@@ -27,17 +27,20 @@ _KEPT = [
 
 
 def enable(model: Any, device: torch.device, dtype: str) -> None:
-    """From here on, in training mode. Selective checkpointing looks at each operation, so nothing compiled runs inside
-    it; our own attention is kept without."""
+    """Recompute activations in training mode from now on.
+
+    Selective checkpointing inspects each operation, so compiled code cannot run inside it; attention of `blocks` and
+    `flash` is stored without it.
+    """
     _without_dropout(model)
     flashes = device.type == "cuda" and dtype == "bfloat16"
-    how = {"use_reentrant": False, "context_fn": kept.contexts if flashes else _both}
+    how = {"use_reentrant": False, "context_fn": attention_results.contexts if flashes else _combined_contexts}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
-def _both() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Of a layer's first pass and its second: our own attention is kept, and torch's."""
-    ours, torchs = kept.contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+def _combined_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return the contexts of a layer's first and second pass, in which both kinds of attention are stored."""
+    ours, torchs = attention_results.contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
     return _inside(ours[0], torchs[0]), _inside(ours[1], torchs[1])
 
 
@@ -50,7 +53,8 @@ def _inside(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Checkpointing needs training mode; a policy gradient needs the logprobs of the policy that acted."""
+    """Disable dropout. Checkpointing needs training mode, but a policy gradient needs the sampling policy's
+    logprobs."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

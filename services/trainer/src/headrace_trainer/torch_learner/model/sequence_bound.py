@@ -1,7 +1,7 @@
-"""How long a sequence may be for a step on it to fit into memory.
+"""Computes the longest sequence for which a step fits into memory.
 
-Attention keeps no scores and the head no logits, so what a pass keeps for its backward pass grows by the same for each
-token. How much that is, is counted on a short sequence: the tensors that autograd keeps, each once.
+Attention stores no scores and the head no logits, so the memory of a forward pass grows by the same amount for each
+token. That amount is measured on a short sequence: the size of the tensors that autograd stores, each counted once.
 """
 
 from __future__ import annotations
@@ -19,79 +19,81 @@ from headrace_trainer.torch_learner.model.head import CHUNK_BYTES
 from headrace_trainer.torch_learner.shards import is_sharded
 
 SHARE = 0.8
-"""Of what is free; the rest is for saves, fragments and what others take."""
+"""Share of the free memory that is used; the rest is for saves, fragmentation and other processes."""
 _TRAINED_BYTES = 16
-"""For each trained parameter: gradient, that of corrections, and the optimizer's two."""
+"""Bytes per trained parameter: gradient, that of corrections, and the optimizer's two."""
 _CHUNKS = 4
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
 
 def context_of(config: Any) -> int:
-    """Longest sequence that the model of this (text) configuration was made for, in tokens."""
+    """Return the longest sequence that the model of this (text) configuration was made for, in tokens."""
     return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
 
 
 def tokens(free: int, trained: int, token_bytes: float) -> int:
-    """Of the longest sequence that fits, 0 when none does. `trained`: parameters."""
+    """Return the longest sequence that fits, in tokens; 0 when none does. `trained` is the number of parameters."""
     left = free * SHARE - trained * _TRAINED_BYTES - _CHUNKS * CHUNK_BYTES
     return max(0, int(left / token_bytes))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Of the memory that a step takes from; None where nobody says."""
+    """Return the free memory that a step can use; None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    cpu.give_back()  # what another lineage of this process has left
-    found = [found for found in (_of_machine(), _of_container()) if found is not None]
-    return min(found) if device.type == "cpu" and found else None
+    cpu.give_back()  # memory that another lineage of this process has freed
+    sizes = [size for size in (_machine_free_bytes(), _container_free_bytes()) if size is not None]
+    return min(sizes) if device.type == "cpu" and sizes else None
 
 
-def kept_bytes(policy: Any, pack: Pack) -> int:
-    """What a forward pass over `pack` keeps for the backward pass, without the weights."""
+def stored_bytes(policy: Any, pack: Pack) -> int:
+    """Return the bytes that a forward pass over `pack` stores for the backward pass, without the weights."""
     changing = any(is_sharded(parameter) for parameter in policy.model.parameters())
     always = _addresses(policy.model)
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # Weights in parts come together layer by layer, at addresses of their own.
+        # Sharded weights are gathered layer by layer, at new addresses.
         if storage.data_ptr() not in (_addresses(policy.model) if changing else always):
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     alive: list[Tensor] = []
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        alive.extend(policy.logprobs(pack))  # until all is counted, no address is given to another tensor
+        alive.extend(policy.logprobs(pack))  # kept alive until all is counted, so that no address is reused
     return sum(seen.values())
 
 
 def _addresses(model: nn.Module) -> set[int]:
-    """Of the weights that are whole at the moment."""
+    """Return the addresses of the weights that are not sharded at the moment."""
     return {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
 
 
 def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
-    """What each token of a sequence costs in the pass that `policy` makes. `recomputed`: layers keep what goes into
-    them and their attention, and one at a time all the rest."""
+    """Return the bytes that each token of a sequence needs in a pass of `policy`.
+
+    `recomputed`: layers store only their input and their attention, and one layer at a time all the rest.
+    """
     model: nn.Module = policy.model
     was = model.training
-    model.eval()  # nothing is recomputed then, and all of it is seen
+    model.eval()  # disables recomputation, so that all tensors are counted
     try:
-        whole = kept_bytes(policy, policy.collate([row])) / row.length
+        full_bytes = stored_bytes(policy, policy.collate([row])) / row.length
     finally:
         model.train(was)
     if not recomputed:
-        return whole
+        return full_bytes
     text = policy.model.config.get_text_config()
     layers, hidden = int(getattr(text, "num_hidden_layers", 1)), int(getattr(text, "hidden_size", 0))
     heads = int(getattr(text, "num_attention_heads", 1))
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
-    kept = (hidden + width) * next(model.parameters()).element_size() + 4 * heads
-    return min(whole, whole / layers + layers * kept)
+    layer_bytes = (hidden + width) * next(model.parameters()).element_size() + 4 * heads
+    return min(full_bytes, full_bytes / layers + layers * layer_bytes)
 
 
-def _of_machine() -> int | None:
+def _machine_free_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -99,7 +101,7 @@ def _of_machine() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-def _of_container() -> int | None:
+def _container_free_bytes() -> int | None:
     for limit, used in zip(_LIMITS, _USED, strict=True):
         try:
             most, now = limit.read_text().strip(), used.read_text().strip()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.torch_learner.model import head as heads
+from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head import Head, Tail
-from headrace_trainer.torch_learner.model.taught import Taught
 
 TOKENS, HIDDEN, WORDS = 23, 6, 11
 PLACES = (0, 3, 4, 5, 11, 12, 22)
@@ -33,11 +33,11 @@ class Pass:
         self.temperature_N = torch.rand(TOKENS, generator=draw) + 0.5
         self.slope_N = torch.randn(TOKENS, generator=draw)
         self.weight_M = sign * torch.rand(len(PLACES), generator=draw)
-        self.places_M = torch.tensor(PLACES)
+        self.positions_M = torch.tensor(PLACES)
 
     def ours(self) -> list[Tensor]:
         answer = Head(self.teacher, self.tail).answer
-        taught = Taught(self.places_M, self.teacher_MH, self.weight_M, answer, self.limit)
+        taught = DistillationTarget(self.positions_M, self.teacher_MH, self.weight_M, answer, self.limit)
         given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], taught)
         self.student.zero_grad()
         *_, of_hidden = Head(self.student, self.tail).backward(*given)
@@ -53,7 +53,7 @@ class Pass:
         """The textbook: all logits, and autograd."""
         self.student.zero_grad()
         log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
-        log_MV, temperature_M = log_NV[self.places_M], self.temperature_N[self.places_M]
+        log_MV, temperature_M = log_NV[self.positions_M], self.temperature_N[self.positions_M]
         with torch.no_grad():
             teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M[:, None]).log_softmax(-1)
             advantage_MV = (teacher_MV - log_MV).clamp(-self.limit, self.limit)
@@ -66,9 +66,9 @@ class Pass:
     def divergence(self) -> Tensor:
         """The gradient of KL(student || teacher) by the student's hidden states."""
         log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
-        temperature_M = self.temperature_N[self.places_M, None]
+        temperature_M = self.temperature_N[self.positions_M, None]
         teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M).log_softmax(-1)
-        kl_M = nn.functional.kl_div(teacher_MV, log_NV[self.places_M], reduction="none", log_target=True).sum(-1)
+        kl_M = nn.functional.kl_div(teacher_MV, log_NV[self.positions_M], reduction="none", log_target=True).sum(-1)
         (found,) = torch.autograd.grad((self.weight_M * kl_M).sum(), self.hidden_NH)
         return found
 
@@ -103,14 +103,14 @@ def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
     wanted = given.ours()[0]
     with torch.no_grad():
         log_NV = (given.student(given.hidden_NH) / given.temperature_N[:, None]).log_softmax(-1)
-        temperature_M = given.temperature_N[given.places_M, None]
+        temperature_M = given.temperature_N[given.positions_M, None]
         teacher_MV = (given.teacher(given.teacher_MH) / temperature_M).log_softmax(-1)
     total = torch.zeros_like(wanted)
     for word in range(WORDS):
         given.targets_N = torch.full((TOKENS,), word)
-        advantage_M = (teacher_MV[:, word] - log_NV[given.places_M, word]).clamp(-0.7, 0.7)
+        advantage_M = (teacher_MV[:, word] - log_NV[given.positions_M, word]).clamp(-0.7, 0.7)
         slope_N = torch.zeros(TOKENS)
-        slope_N[given.places_M] = -given.weight_M * advantage_M * log_NV[given.places_M, word].exp()
+        slope_N[given.positions_M] = -given.weight_M * advantage_M * log_NV[given.positions_M, word].exp()
         given.slope_N = slope_N
         one = given.sampled()
         assert one is not None
@@ -122,9 +122,9 @@ def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
 def test_planted_faults_are_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Pass(Tail(), 5.0)
     wanted = given.torchs()[0]
-    own = Taught.gradient
+    own = DistillationTarget.gradient
 
-    def wrong(taught: Taught, part: slice, log: Tensor, shares: Tensor, temperature: Tensor) -> Any:
+    def wrong(taught: DistillationTarget, part: slice, log: Tensor, shares: Tensor, temperature: Tensor) -> Any:
         if fault == "no temperature":
             return own(taught, part, log, shares, torch.ones_like(temperature))
         found = own(taught, part, log, shares, temperature)
@@ -133,6 +133,6 @@ def test_planted_faults_are_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         here, gradient = found
         return (here, -gradient) if fault == "the teacher's sign" else ((here + 1) % len(log), gradient)
 
-    monkeypatch.setattr(Taught, "gradient", wrong)
+    monkeypatch.setattr(DistillationTarget, "gradient", wrong)
     close = torch.allclose(given.ours()[0], wanted, atol=1e-3)
     assert not close or (fault == "a place too far" and heads.CHUNK_BYTES == 4 * WORDS), "one place has no next"
