@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from headrace_trainer.torch_learner.model import attention, attention_results, flash
-from headrace_trainer.torch_learner.model.flash import Found, Part
+from headrace_trainer.torch_learner.model.flash import KernelResult, Part
 
 WIDTH = 16
 CAUSAL: dict[str, Any] = {"mask_function": masking_utils.causal_mask_function}
@@ -37,12 +37,19 @@ class Oracle:
     def __init__(self) -> None:
         self.asked: list[Part] = []
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         self.asked.append(part)
         return self._answer(query, key, value, part, scale), (torch.zeros(1), None)
 
     def backward(
-        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+        self,
+        of: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        found: KernelResult,
+        part: Part,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
