@@ -15,8 +15,8 @@ from torch import nn
 
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.learner import NotFinite, StepResult
-from headrace_trainer.ray_learner import dealing
-from headrace_trainer.ray_learner.rank_team import _joined
+from headrace_trainer.ray_learner import pass_assignment
+from headrace_trainer.ray_learner.rank_team import _merge
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.measures import Measures
@@ -54,10 +54,10 @@ class Member:
         self.equal = equal
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        return dealing.budget(lengths, pack_tokens, self.threads.count)
+        return pass_assignment.budget(lengths, pack_tokens, self.threads.count)
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = dealing.deal(packs, lengths, self.threads.count)
+        hands = pass_assignment.deal(packs, lengths, self.threads.count)
         own = [packs[index] for index in hands[self.number]]
         return own + [[]] * (max(map(len, hands)) - len(own) if self.equal else 0)
 
@@ -68,7 +68,7 @@ class Member:
             parameters[name].grad = torch.stack([one[name] for one in every if name in one]).sum(0)
 
     def together(self, measures: Measures) -> Measures:
-        return _joined(self.threads.exchange(self.number, measures))
+        return _merge(self.threads.exchange(self.number, measures))
 
 
 class EachForItself(Member):

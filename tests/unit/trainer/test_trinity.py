@@ -186,12 +186,12 @@ def test_a_finished_step_is_taken_over_and_not_taken_again(
     later = TrinityLearner.open(base, settings)
     later.thaw(before, with_random=True)
     later.step(batch(0), GOING_ON)
-    assert later._going is None, "Trinity was not started for it"
+    assert later._running is None, "Trinity was not started for it"
     assert later.freeze() == after
     other = TrinityLearner.open(base, settings)
     other.thaw(before, with_random=True)
     other.step(batch(10), GOING_ON)
-    assert other._going is not None, "another batch is another step"
+    assert other._running is not None, "another batch is another step"
     assert other.freeze() != after
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.trinity_learner.buffer import Buffer
-from headrace_trainer.trinity_learner.rows import Handed, finite, rows_of
+from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
 from tests.trinity.stand_in import parsed
 from tests.unit.trainer.world import experience
 
@@ -25,7 +25,7 @@ def row(number: int, advantage: float, weight: float | None = None, **more: Any)
     return Row.of(experience(number, VERSION, **more), advantage, VERSION, weight)
 
 
-def read(handed: Handed) -> dict[str, Any]:
+def read(handed: TrinityRow) -> dict[str, Any]:
     return parsed(handed.experience_bytes)
 
 
@@ -104,8 +104,8 @@ def test_names_fit_trinitys_columns() -> None:
 
 
 def test_what_is_not_finite_is_seen_before_it_is_handed_over() -> None:
-    assert finite(Batch((row(0, 1.0),)))
-    assert not finite(Batch((row(0, float("nan")),)))
+    assert is_finite(Batch((row(0, 1.0),)))
+    assert not is_finite(Batch((row(0, float("nan")),)))
 
 
 def test_the_tensors_are_a_safetensors_file_without_a_gap() -> None:
@@ -133,7 +133,7 @@ def test_a_batch_is_handed_over_whole_and_once(tmp_path: Path) -> None:
 def test_a_hand_over_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     buffer = Buffer(f"sqlite:///{tmp_path / 'b.db'}", "experiences_j1")
     rows, _ = rows_of(Batch((row(0, 1.0), row(1, -1.0))), 1.0, 2, 0)
-    broken = Handed(rows[1].task_id, rows[1].msg_id, 0, 0.0, None)  # type: ignore[arg-type]
+    broken = TrinityRow(rows[1].task_id, rows[1].msg_id, 0, 0.0, None)  # type: ignore[arg-type]
     with pytest.raises(Exception, match="NOT NULL"):
         buffer.hand_over([rows[0], broken])
     assert buffer.hand_over(rows), "none of them was there"

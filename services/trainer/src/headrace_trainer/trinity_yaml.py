@@ -4,7 +4,10 @@ from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings
 
 SERVICE = Service(
-    "trainer", "Prints Trinity's configuration.", TrainerSettings, "headrace_trainer.trinity_learner.shown:run"
+    "trainer",
+    "Prints Trinity's configuration.",
+    TrainerSettings,
+    "headrace_trainer.trinity_learner.print_configuration:run",
 )
 
 if __name__ == "__main__":

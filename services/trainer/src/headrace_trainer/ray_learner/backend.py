@@ -1,4 +1,4 @@
-"""What is announced as the back end `ray`: light, so that settings can be read without ray and without torch."""
+"""The entry point of the back end `ray`. It imports ray and torch only when it is used."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 def _open(folder: Path, settings: TrainerSettings) -> Learner:
-    _installed()
-    from headrace_trainer.ray_learner.learner import RayLearner  # a second, for ray
+    _check_installed()
+    from headrace_trainer.ray_learner.learner import RayLearner  # imported here, because ray takes a second
 
     return RayLearner.open(folder, settings)
 
 
 def _check(settings: TrainerSettings) -> None:
-    """Ranks compute as the back end `torch` does, so its comparison holds for them."""
-    _installed()
+    """Run the comparison of the back end `torch`, which also holds for ranks."""
+    _check_installed()
     if TORCH.check is not None:
         TORCH.check(settings)
 
 
-def _installed() -> None:
+def _check_installed() -> None:
     if find_spec("ray") is None:
         raise SettingError("trainer.backend", "ray", "Ray is not installed: pip install headrace-trainer[ray]")
 

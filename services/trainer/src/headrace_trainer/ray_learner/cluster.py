@@ -1,8 +1,8 @@
-"""The Ray cluster that ranks run on: one that is there, or one of our own on this machine.
+"""The Ray cluster that ranks run on: an existing one, or a private one on this machine.
 
-A process is connected to one cluster at most, so learners of one process share the connection, and the last one to
-leave ends it. A cluster of our own is on the loopback interface, tells nobody that it is used, and ends with this
-process, however that ends.
+A process can be connected to one cluster at most, so learners of one process share the connection, and the last one to
+leave closes it. A private cluster uses the loopback interface, is not announced, and ends with this process, even if
+that is killed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LOCK = threading.Lock()
 
 
 class Cluster:
-    """Connected until `leave`, which may be called again."""
+    """A connection to a Ray cluster until `leave`, which may be called again."""
 
     _learners = 0
     _folder: str | None = None
     _thread: ThreadPoolExecutor | None = None
-    """Lives as long as the connection. Ray binds its processes to the thread that starts them: when that ends, the
-    kernel kills them."""
+    """Lives as long as the connection. Ray binds its processes to the thread that starts them: when it ends, the kernel
+    kills them."""
 
     def __init__(self, settings: RaySettings, cpus: int) -> None:
-        """`cpus`: what ranks need, of a cluster of our own. Blocks. Raises `SettingError` and `Unavailable`."""
+        """Connect, or start a private cluster with `cpus` CPUs. Blocks. Raises `SettingError` and `Unavailable`."""
         with _LOCK:
             if not ray.is_initialized():
                 _start(settings, cpus)
@@ -46,7 +46,7 @@ class Cluster:
         self._left = False
 
     def leave(self) -> None:
-        """Ends the connection with the last learner; and with it a cluster of our own."""
+        """Close the connection with the last learner, and stop a private cluster with it."""
         with _LOCK:
             if self._left:
                 return
@@ -54,7 +54,7 @@ class Cluster:
             Cluster._learners -= 1
             if Cluster._learners == 0 and Cluster._thread is not None:
                 Cluster._thread.submit(ray.shutdown).result()
-                _forget()
+                _clean_up()
 
 
 def _start(settings: RaySettings, cpus: int) -> None:
@@ -63,13 +63,13 @@ def _start(settings: RaySettings, cpus: int) -> None:
         if settings.address:
             Cluster._thread.submit(_join, settings).result()
         else:
-            Cluster._thread.submit(_begin, settings, cpus).result()
+            Cluster._thread.submit(_start_private, settings, cpus).result()
     except BaseException:
-        _forget()
+        _clean_up()
         raise
 
 
-def _forget() -> None:
+def _clean_up() -> None:
     if Cluster._thread is not None:
         Cluster._thread.shutdown()
         Cluster._thread = None
@@ -83,31 +83,31 @@ def _join(settings: RaySettings) -> None:
         ray.init(address=settings.address, configure_logging=False, log_to_driver=False)
     except ConnectionError as error:
         raise Unavailable(f"no Ray cluster at trainer.ray.address = {settings.address}: {error}") from None
-    except (RuntimeError, ValueError) as error:  # another version of Ray or Python, or no machine of it
+    except (RuntimeError, ValueError) as error:  # another version of Ray or Python, or a machine outside the cluster
         first = (str(error).splitlines() or [""])[0]
         raise SettingError("trainer.ray.address", settings.address, f"cannot be joined: {first}") from None
     log.info("ray_joined", address=settings.address)
 
 
-def _begin(settings: RaySettings, cpus: int) -> None:
+def _start_private(settings: RaySettings, cpus: int) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the user's home
-    # Where processes start slowly, Ray's own would take each other for dead.
-    patience_ms = str(int(settings.start_timeout_s * 1000))
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray stores one in the user's home
+    # On slow machines Ray's own processes would consider each other dead too early.
+    timeout_ms = str(int(settings.start_timeout_s * 1000))
     for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
-        patience = patience_ms if name.endswith("_ms") else str(int(settings.start_timeout_s))
-        os.environ.setdefault(f"RAY_{name}", patience)
-    Cluster._folder = tempfile.mkdtemp(prefix="hr-ray-")  # short: sockets are in it, and their paths are bounded
+        timeout = timeout_ms if name.endswith("_ms") else str(int(settings.start_timeout_s))
+        os.environ.setdefault(f"RAY_{name}", timeout)
+    Cluster._folder = tempfile.mkdtemp(prefix="hr-ray-")  # short, because it holds sockets, whose paths are bounded
     _sweep(Path(Cluster._folder))
     end_s = time.monotonic() + settings.start_timeout_s
-    while not _began(settings, cpus, Cluster._folder):
+    while not _try_start(settings, cpus, Cluster._folder):
         if time.monotonic() > end_s:
             raise Unavailable(f"Ray has not started on this machine within {settings.start_timeout_s:g} s")
     log.info("ray_started", folder=Cluster._folder)
 
 
-def _began(settings: RaySettings, cpus: int, folder: str) -> bool:
-    """Ray itself waits for half a minute."""
+def _try_start(settings: RaySettings, cpus: int, folder: str) -> bool:
+    """Start Ray, which itself waits for half a minute. Return whether it has started."""
     try:
         ray.init(
             address="local",
@@ -126,10 +126,10 @@ def _began(settings: RaySettings, cpus: int, folder: str) -> bool:
     return True
 
 
-def _sweep(own: Path) -> None:
-    """Mark our folder, and remove those whose process was killed, with what it has left behind."""
-    (own / "pid").write_text(str(os.getpid()), encoding="ascii")
-    for path in own.parent.glob("hr-ray-*/pid"):
+def _sweep(own_folder: Path) -> None:
+    """Mark this process's folder, and remove folders of killed processes together with their remaining processes."""
+    (own_folder / "pid").write_text(str(os.getpid()), encoding="ascii")
+    for path in own_folder.parent.glob("hr-ray-*/pid"):
         try:
             pid = path.read_text(encoding="ascii")
         except OSError:
@@ -140,11 +140,11 @@ def _sweep(own: Path) -> None:
 
 
 def _end_users(folder: Path) -> None:
-    """Processes with a file open in it: Ray's agents outlive a trainer that was killed."""
+    """Kill processes with an open file in the folder: Ray's agents outlive a trainer that was killed."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             used = any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
             if used:
                 os.kill(int(process.name), signal.SIGKILL)
-        except OSError:  # somebody else's, or it has ended
+        except OSError:  # another user's process, or one that has ended
             continue

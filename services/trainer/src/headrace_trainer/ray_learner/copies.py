@@ -1,4 +1,4 @@
-"""A copy that ranks hold: each writes its own ranges of the files, where it sees the folder. Nobody holds all of it."""
+"""A copy that ranks hold: each writes its own ranges of the files where it can access the folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_trainer.ray_learner.ranks import Ranks, marked
 
 @dataclass(frozen=True)
 class RayCopy:
-    """See `headrace_trainer.learner.Copy`."""
+    """The copy of a `RayLearner`; see `headrace_trainer.learner.Copy`."""
 
     ranks: Ranks
     number: int
@@ -29,12 +29,12 @@ class RayCopy:
         with marked(folder) as mark:
             written: list[list[Piece] | None] = self.ranks.beside("write_copy", self.number, str(folder), mark)
         pieces: list[Piece] = []
-        for rank, own in enumerate(written):
-            pieces += self._fetched(rank, folder) if own is None else own
+        for rank, own_pieces in enumerate(written):
+            pieces += self._fetch_pieces(rank, folder) if own_pieces is None else own_pieces
         check(folder, self.sizes, pieces)
 
-    def _fetched(self, rank: int, folder: Path) -> list[Piece]:
-        """Of a rank that does not see the folder: its pieces come here, one at a time."""
+    def _fetch_pieces(self, rank: int, folder: Path) -> list[Piece]:
+        """Fetch the pieces of a rank that cannot access the folder, one at a time, and write them here."""
         pieces: list[Piece] = self.ranks.one_beside(rank, "pieces", self.number)
         for piece in pieces:
             with (folder / piece.file).open("rb+") as file:
@@ -47,4 +47,4 @@ class RayCopy:
             try:
                 self.ranks.beside("drop", self.number)
             except LearnerLost:
-                return  # with all that it held
+                return  # the copy is lost with the learner

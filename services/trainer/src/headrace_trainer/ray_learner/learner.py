@@ -16,13 +16,13 @@ from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from headrace_trainer.ray_learner.held import Copied
+    from headrace_trainer.ray_learner.rank_learner import CopyReport
 
 log = get_logger(__name__)
 
 
 class RayLearner:
-    """See `headrace_trainer.learner.Learner`. Equal settings give equal bytes, the number of ranks among them."""
+    """A learner on ranks. Equal settings, including the number of ranks, give equal bytes."""
 
     def __init__(self, ranks: Ranks, abilities: Abilities) -> None:
         self._ranks = ranks
@@ -31,7 +31,7 @@ class RayLearner:
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> RayLearner:
-        """Raises `SettingError`, `Unavailable` and `LearnerLost`."""
+        """Start ranks and open a learner on them. Raises `SettingError`, `Unavailable` and `LearnerLost`."""
         chosen = settings.of("ray")
         assert isinstance(chosen, RaySettings)
         ranks = Ranks(chosen, settings.compute)
@@ -43,13 +43,16 @@ class RayLearner:
 
     @classmethod
     def on(cls, ranks: Ranks, folder: Path, settings: TrainerSettings) -> RayLearner:
-        """With ranks that are there, whatever they held before."""
+        """Open a learner on existing ranks, which replaces any learner that they hold."""
         chosen = settings.of("ray")
         assert isinstance(chosen, RaySettings)
-        nodes = [place.node for place in ranks.places]
+        nodes = [place.node for place in ranks.locations]
         table = settings.model_dump()
-        with ranks.given(folder) as folders:
-            calls = [(here, table, chosen.shard, nodes.count(node)) for here, node in zip(folders, nodes, strict=True)]
+        with ranks.provide_files(folder) as folders:
+            calls = [
+                (rank_folder, table, chosen.shard, nodes.count(node))
+                for rank_folder, node in zip(folders, nodes, strict=True)
+            ]
             abilities, *_ = ranks.each("open", calls)
         log.info("ranks_open", ranks=len(nodes), machines=len(set(nodes)), shard=chosen.shard)
         return cls(ranks, abilities)
@@ -68,21 +71,21 @@ class RayLearner:
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         if stop.is_set():
             raise Abandoned
-        taken: StepResult = self._ranks.all("step", self._ranks.shared(batch), from_base, stop=stop)[0]
-        return taken
+        result: StepResult = self._ranks.all("step", self._ranks.shared(batch), from_base, stop=stop)[0]
+        return result
 
     def copy(self, base: str | None) -> RayCopy:
         self._copies += 1
-        copied: Copied = self._ranks.all("copy", self._copies, base)[0]
+        copied: CopyReport = self._ranks.all("copy", self._copies, base)[0]
         return RayCopy(self._ranks, self._copies, copied.sizes, copied.fingerprint)
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        with self._ranks.given(folder) as folders:
-            self._ranks.each("restore", [(here, with_random) for here in folders])
+        with self._ranks.provide_files(folder) as folders:
+            self._ranks.each("restore", [(rank_folder, with_random) for rank_folder in folders])
 
     def load(self, folder: Path) -> None:
-        with self._ranks.given(folder) as folders:
-            self._ranks.each("load", [(here,) for here in folders])
+        with self._ranks.provide_files(folder) as folders:
+            self._ranks.each("load", [(rank_folder,) for rank_folder in folders])
 
     def fingerprint_of_base(self) -> Fingerprint:
         answers: list[Fingerprint] = self._ranks.all("fingerprint_of_base")

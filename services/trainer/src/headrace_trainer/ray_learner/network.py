@@ -1,4 +1,4 @@
-"""Which network of this machine has an address."""
+"""Finds the network interface of an address."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _NAME_BYTES = 15
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this IPv4 address; None where it is not found, or is of another kind."""
+    """Return the name of the interface with this IPv4 address; None where there is none, or the address is of another
+    kind."""
     try:
-        wanted = socket.inet_aton(address)
+        packed_address = socket.inet_aton(address)
     except OSError:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -21,8 +22,8 @@ def interface_of(address: str) -> str | None:
             request = struct.pack("256s", name.encode()[:_NAME_BYTES])
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
-            if answer[20:24] == wanted:
+            if answer[20:24] == packed_address:
                 return name
     return None

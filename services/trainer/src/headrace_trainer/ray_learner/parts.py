@@ -1,7 +1,7 @@
-"""What a rank adds to the files of a copy: ranges of the very files that one process would write.
+"""The ranges of a copy's files that a rank writes. Together the ranks write the same files as a single process would.
 
-A tensor that is in parts is cut by rows, so a rank's part of it is one range of the file. What every rank has whole is
-the first one's.
+A sharded tensor is divided by rows, so a rank's part of it is one range of the file. Tensors that every rank holds as
+a whole are written by the first rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class OwnPart:
     """This rank's part of a tensor."""
 
     values: Tensor
-    """References, and where the tensor is."""
+    """A reference to the values, on the tensor's device."""
     start: int
-    """Of the first of them in the whole tensor."""
+    """Index of the first value in the whole tensor."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes that this rank holds of a file."""
+    """Bytes of a file that this rank holds."""
 
     file: str
     start: int
@@ -44,57 +44,67 @@ class FileRange:
 
 
 def own(tensor: Tensor, *, first: bool) -> OwnPart | None:
-    """`first`: whether this is the rank that speaks for all. Where a tensor is cut in another way than by rows, all
-    ranks ask at once, and it comes together in each."""
+    """Return this rank's part of a tensor. `first`: whether this is the first rank, which writes unsharded tensors.
+
+    All ranks must call it at once, because a tensor that is not divided by rows is gathered in each.
+    """
     if not is_sharded(tensor):
         return OwnPart(tensor.detach(), 0) if first else None
-    from torch.distributed.tensor import Shard  # seconds that one process need not wait
+    from torch.distributed.tensor import Shard  # imported here, because it takes seconds
 
-    held: Any = tensor.detach()
-    if tuple(held.placements) != (Shard(0),):
-        whole: Tensor = held.full_tensor()
-        return OwnPart(whole, 0) if first else None
-    local: Tensor = held.to_local()
-    rows, ranks = held.shape[0], held.device_mesh.size()
+    dtensor: Any = tensor.detach()
+    if tuple(dtensor.placements) != (Shard(0),):
+        full: Tensor = dtensor.full_tensor()
+        return OwnPart(full, 0) if first else None
+    local: Tensor = dtensor.to_local()
+    rows, ranks = dtensor.shape[0], dtensor.device_mesh.size()
     each = -(-rows // ranks)
-    start = min(held.device_mesh.get_rank() * each, rows)
-    assert len(local) == min(each, rows - start), "FSDP2 cuts by rows, as torch.chunk does"
-    return OwnPart(local, start * (held.numel() // rows if rows else 0))
+    start = min(dtensor.device_mesh.get_rank() * each, rows)
+    assert len(local) == min(each, rows - start), "FSDP2 divides by rows, as torch.chunk does"
+    return OwnPart(local, start * (dtensor.numel() // rows if rows else 0))
 
 
 def ranges(
     file: str,
     tensors: Mapping[str, Tensor],
-    held: Mapping[str, OwnPart | None],
+    own_parts: Mapping[str, OwnPart | None],
     about: Mapping[str, str],
     *,
     first: bool,
 ) -> tuple[int, list[FileRange]]:
-    """The file's size, and copies in the host's memory of what is ours in it. `tensors` say shapes and types."""
+    """Return the file's size, and copies of this rank's ranges in host memory.
+
+    Args:
+        file: The path of the file.
+        tensors: All tensors of the file, for their shapes and types.
+        own_parts: This rank's part of each tensor.
+        about: The file's metadata.
+        first: Whether this is the first rank, which writes the header.
+    """
     plan = layout(tensors, about)
-    found = [FileRange(file, 0, memoryview(plan.header))] if first else []
+    file_ranges = [FileRange(file, 0, memoryview(plan.header))] if first else []
     for name in tensors:
-        part = held[name]
+        part = own_parts[name]
         if part is not None and part.values.numel():
             start = plan.starts[name] + part.start * tensors[name].element_size()
-            found.append(FileRange(file, start, content_of(part.values)))
-    return plan.size, found
+            file_ranges.append(FileRange(file, start, content_of(part.values)))
+    return plan.size, file_ranges
 
 
 def content_of(values: Tensor) -> memoryview:
-    """A copy in the host's memory."""
+    """Return the bytes of the values, copied to host memory."""
     copied = values.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
-    found: Any = copied.numpy()
-    return memoryview(found)
+    array: Any = copied.numpy()
+    return memoryview(array)
 
 
 def write(folder: Path, mine: Sequence[FileRange]) -> list[Piece]:
-    """Into files that are there and as long as they will be. Returns what was written."""
-    found = []
-    for one in mine:
-        with (folder / one.file).open("rb+") as file:
-            for piece, content in one.pieces():
+    """Write ranges into existing files of their final size. Return the written pieces."""
+    pieces = []
+    for file_range in mine:
+        with (folder / file_range.file).open("rb+") as file:
+            for piece, content in file_range.pieces():
                 file.seek(piece.start)
                 file.write(content)
-                found.append(piece)
-    return found
+                pieces.append(piece)
+    return pieces

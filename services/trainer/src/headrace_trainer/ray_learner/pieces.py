@@ -1,4 +1,4 @@
-"""How a file that ranks have written together is known to be whole. Light: no torch, no ray."""
+"""Checks that files which ranks have written together are complete. It imports neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from headrace_trainer.learner import LearnerLost
 
 MARK = ".headrace-mark"
-"""The file by which a rank knows the trainer's folder."""
+"""The file by which a rank recognises the trainer's folder."""
 PIECE_BYTES = 32 << 20
-"""Of a file that goes to or comes from a rank, or is written at once."""
+"""Size of a piece of a file that is sent to or from a rank, or written at once."""
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """What a rank has written, or has to be written for it: a range of a file, and a checksum of what is in it."""
+    """A range of a file that a rank has written, with the checksum of its content."""
 
     file: str
     start: int
@@ -30,23 +30,28 @@ class Piece:
 
 
 def check(folder: Path, sizes: Mapping[str, int], pieces: Sequence[Piece]) -> None:
-    """Read what is in the files, in pieces. Raises `LearnerLost` when pieces are missing or overlap, or when a file
-    holds something else than was said: a rank that died in the middle, another copy's pieces, a folder that is not
-    shared as it seems."""
+    """Read the files in pieces and compare them with the ranks' reports.
+
+    Raises:
+        LearnerLost: Pieces are missing or overlap, or a file has another content than reported: a rank died during the
+            copy, wrote another copy's pieces, or does not share the folder.
+    """
     ends = dict.fromkeys(sizes, 0)
     for piece in sorted(pieces):
         if piece.file not in ends or piece.start != ends[piece.file]:
-            raise _broken(piece.file, f"{piece.start} is written where {ends.get(piece.file)} comes next")
+            raise _incomplete(piece.file, f"{piece.start} is written where {ends.get(piece.file)} comes next")
         ends[piece.file] += piece.size
     for name, size in sizes.items():
         if ends[name] != size or (folder / name).stat().st_size != size:
-            raise _broken(name, f"{ends[name]} of {size} bytes are written")
+            raise _incomplete(name, f"{ends[name]} of {size} bytes are written")
     for piece in pieces:
         with (folder / piece.file).open("rb") as file:
             file.seek(piece.start)
             if zlib.crc32(file.read(piece.size)) != piece.crc32:
-                raise _broken(piece.file, f"the {piece.size} bytes at {piece.start} are not those that a rank holds")
+                raise _incomplete(
+                    piece.file, f"the {piece.size} bytes at {piece.start} are not those that a rank holds"
+                )
 
 
-def _broken(name: str, why: str) -> LearnerLost:
-    return LearnerLost(f"ranks have not written {name} whole: {why}; nothing of it is kept")
+def _incomplete(name: str, why: str) -> LearnerLost:
+    return LearnerLost(f"ranks have not written {name} completely: {why}; the copy is discarded")

@@ -1,7 +1,7 @@
-"""One rank: a process of a Ray cluster that holds weights and optimizer, or a part of them.
+"""One rank: a process of a Ray cluster that holds weights and optimizer, or a shard of them.
 
-It does what it is told by the trainer's process, which tells every rank the same. Files pass in pieces, whichever
-machine a rank is on. torch is imported once it is needed, so that the process is there soon.
+It executes the calls of the trainer's process, which calls every rank in the same way. Files are sent in pieces,
+whichever machine a rank is on. torch is imported when it is first needed, so that the process starts fast.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from headrace_trainer.learner import Abilities, StepResult
 from headrace_trainer.ray_learner.pieces import MARK, Piece
 
 if TYPE_CHECKING:
-    from headrace_trainer.ray_learner.held import Copied, Held
+    from headrace_trainer.ray_learner.rank_learner import CopyReport, RankLearner
 
 _SCRATCH = "headrace-rank-"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
+class RankLocation:
+    """The machine of a rank."""
 
     node: str
     address: str
-    """Of its machine, for the other ranks."""
+    """Address of the machine, for the other ranks."""
 
 
 class Rank:
-    """Methods are called one at a time, but for `alive`, and those that write a copy beside a step."""
+    """An actor. Its methods are called one at a time, except `alive`, and those that write a copy while a step runs."""
 
     def __init__(self, number: int, ranks: int, collective_timeout_s: float) -> None:
-        # Read when torch is loaded. A thread that waits for another would else spin, on a CPU that others need.
+        # Read when torch is loaded. Otherwise a waiting thread would spin on a CPU that other processes need.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         self._number = number
         self._ranks = ranks
         self._timeout = timedelta(seconds=collective_timeout_s)
         self._store: Any = None
-        self._held: Held | None = None
+        self._learner: RankLearner | None = None
         _sweep()
 
     def alive(self) -> None:
-        """Never returns: who waits for it learns of this process's death."""
+        """Block for ever, so that a caller that waits for the result notices the death of this process."""
         threading.Event().wait()
 
-    def place(self) -> Place:
+    def place(self) -> RankLocation:
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Place(ray.get_runtime_context().get_node_id(), address)
+        return RankLocation(ray.get_runtime_context().get_node_id(), address)
 
     def meet(self, address: str) -> int:
-        """The first rank opens a port at its own address, where all of them find each other."""
+        """Open a port at the first rank's address, through which all ranks connect. Return the port."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -69,13 +69,14 @@ class Rank:
         )
         return int(self._store.port)
 
-    def join(self, own: str, address: str, port: int, device: str) -> None:
-        """All of them, at once. `own`: this machine's address, whose network is used."""
+    def join(self, own_address: str, address: str, port: int, device: str) -> None:
+        """Join the process group. Called in all ranks at once. `own` is this machine's address, whose network is
+        used."""
         import torch.distributed as dist
 
         from headrace_trainer.ray_learner.network import interface_of
 
-        if (name := interface_of(own)) is not None:
+        if (name := interface_of(own_address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         if self._store is None:
@@ -88,11 +89,11 @@ class Rank:
         )
 
     def folder(self) -> str:
-        """A new folder on this machine, for `put` and `forget`."""
+        """Create a folder on this machine, for `put` and `forget`."""
         return tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-")
 
     def put(self, folder: str, name: str, piece: bytes) -> None:
-        """Append to a file in it."""
+        """Append a piece to a file in the folder."""
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -102,64 +103,70 @@ class Rank:
         shutil.rmtree(folder, ignore_errors=True)
 
     def open(self, folder: str, settings: Mapping[str, Any], shard: str, peers: int) -> Abilities:
-        """From the base's files. `peers`: ranks on this machine. Raises `SettingError`."""
-        from headrace_trainer.ray_learner.held import Held  # seconds, for torch
+        """Open the learner from the base's files. `peers` is the number of ranks on this machine. Raises
+        `SettingError`."""
+        from headrace_trainer.ray_learner.rank_learner import RankLearner  # imported here, because torch takes seconds
 
-        self._held = None  # what was opened before gives its memory back first
-        self._held = Held.open(Path(folder), settings, self._number, self._ranks, peers, in_parts=shard == "full")
-        return self._held.abilities
+        self._learner = None  # frees the memory of the last learner first
+        self._learner = RankLearner.open(
+            Path(folder), settings, self._number, self._ranks, peers, in_parts=shard == "full"
+        )
+        return self._learner.abilities
 
     def sequence_bound(self) -> int:
-        return self._open.sequence_bound()
+        return self._opened_learner.sequence_bound()
 
     def step(self, batch: Batch, from_base: bool) -> StepResult:
-        """Raises `NotFinite`, in every rank or in none."""
-        return self._open.step(batch, from_base=from_base)
+        """Take a step. Raises `NotFinite` in every rank or in none."""
+        return self._opened_learner.step(batch, from_base=from_base)
 
-    def copy(self, number: int, base: str | None) -> Copied:
-        """What this rank adds to copy `number`, which replaces the one before."""
-        return self._open.copy(number, base)
+    def copy(self, number: int, base: str | None) -> CopyReport:
+        """Store this rank's part of copy `number`, which replaces the last one."""
+        return self._opened_learner.copy(number, base)
 
     def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
-        """Beside steps, as all that is about copies below. None where this is not the folder in which the trainer has
-        put its mark: another machine's, say."""
-        return self._open.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
+        """Write this rank's part of a copy. Like the other methods for copies, it may run while a step does.
+
+        Returns:
+            The pieces; None where this is not the folder with the trainer's mark, for example on another machine.
+        """
+        return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 
     def pieces(self, number: int) -> list[Piece]:
-        """What `write_copy` would have written."""
-        return self._open.pieces(number)
+        """Return the pieces that `write_copy` would write."""
+        return self._opened_learner.pieces(number)
 
-    def piece(self, number: int, wanted: Piece) -> bytes:
-        return self._open.piece(number, wanted)
+    def piece(self, number: int, piece: Piece) -> bytes:
+        return self._opened_learner.piece(number, piece)
 
     def drop(self, number: int) -> None:
-        self._open.drop(number)
+        self._opened_learner.drop(number)
 
     def sees(self, folder: str, mark: str) -> bool:
-        """Whether the trainer's folder is one of this machine's, or shared with it."""
+        """Return whether this machine has or shares the trainer's folder."""
         try:
             return (Path(folder) / MARK).read_text(encoding="ascii") == mark
         except OSError:
             return False
 
     def restore(self, folder: str, with_random: bool) -> None:
-        self._open.restore(Path(folder), with_random=with_random)
+        self._opened_learner.restore(Path(folder), with_random=with_random)
 
     def load(self, folder: str) -> None:
-        self._open.load(Path(folder))
+        self._opened_learner.load(Path(folder))
 
     def fingerprint_of_base(self) -> Fingerprint:
-        return self._open.fingerprint_of_base()
+        return self._opened_learner.fingerprint_of_base()
 
     @property
-    def _open(self) -> Held:
-        assert self._held is not None, "open comes first"
-        return self._held
+    def _opened_learner(self) -> RankLearner:
+        assert self._learner is not None, "call open first"
+        return self._learner
 
 
 def _sweep() -> None:
-    """Folders that killed ranks have left on this machine."""
+    """Remove folders of killed ranks on this machine."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        found = re.match(rf"{_SCRATCH}(\d+)-", path.name)
-        if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc/self").exists():
+        match = re.match(rf"{_SCRATCH}(\d+)-", path.name)
+        if match and not Path(f"/proc/{match[1]}").exists() and Path("/proc/self").exists():
             shutil.rmtree(path, ignore_errors=True)

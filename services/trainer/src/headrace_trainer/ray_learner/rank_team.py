@@ -1,7 +1,7 @@
-"""A rank's team: passes by `dealing`, sums by torch.distributed.
+"""The team of ranks: passes are assigned by `pass_assignment`, and gradients are summed by torch.distributed.
 
-Collectives are issued in the same order by every rank, so whatever is summed is sorted by name first: the order in
-which a dictionary was filled may differ from process to process.
+Collectives must be issued in the same order by every rank, so tensors are sorted by name first: the order in which a
+dictionary was filled may differ from process to process.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace_trainer.ray_learner import dealing
+from headrace_trainer.ray_learner import pass_assignment
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.shards import is_sharded
 
 _BUCKET_WEIGHTS = 1 << 25
-"""Gradients that one sum is about, together; a copy of so many is held meanwhile."""
+"""Number of gradients that are summed together; a copy of that many is held meanwhile."""
 
 
 class RankTeam:
-    """`headrace_trainer.torch_learner.team.Team`, of the default process group."""
+    """A `headrace_trainer.torch_learner.team.Team` of the default process group."""
 
     def __init__(self, rank: int, ranks: int, *, sharded: bool) -> None:
-        """`sharded`: each pass of one rank needs a pass of every other, which hold its weights."""
+        """`sharded`: whether every pass needs all ranks, because each holds a shard of the weights."""
         self._rank = rank
         self._ranks = ranks
         self._sharded = sharded
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        return dealing.budget(lengths, pack_tokens, self._ranks)
+        return pass_assignment.budget(lengths, pack_tokens, self._ranks)
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = dealing.deal(packs, lengths, self._ranks)
-        own = [packs[number] for number in hands[self._rank]]
-        idle = max(map(len, hands)) - len(own) if self._sharded else 0
-        return own + [[] for _ in range(idle)]
+        hands = pass_assignment.deal(packs, lengths, self._ranks)
+        own_packs = [packs[number] for number in hands[self._rank]]
+        idle = max(map(len, hands)) - len(own_packs) if self._sharded else 0
+        return own_packs + [[] for _ in range(idle)]
 
     @torch.no_grad()
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Where weights are in parts, FSDP2 has done it, pass by pass."""
+        """Sum the gradients of all ranks. With sharded weights FSDP2 has already done so, pass by pass."""
         if self._sharded:
             return
         names = self._with_gradient(parameters)
@@ -58,19 +58,19 @@ class RankTeam:
                 gradient.copy_(part.reshape(gradient.shape))
 
     def together(self, measures: Measures) -> Measures:
-        found: list[Any] = [None] * self._ranks
-        dist.all_gather_object(found, _on_cpu(measures))
-        return _joined(found)
+        by_rank: list[Any] = [None] * self._ranks
+        dist.all_gather_object(by_rank, _on_cpu(measures))
+        return _merge(by_rank)
 
     def _with_gradient(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """Those to which some rank's passes have given a gradient."""
+        """Return the names of the parameters that have a gradient in any rank."""
         names = sorted(parameters)
         if not names:
             return []
         flags = [int(parameters[name].grad is not None) for name in names]
-        there = torch.tensor(flags, dtype=torch.int32, device=parameters[names[0]].device)
-        dist.all_reduce(there, dist.ReduceOp.MAX)
-        return [name for name, flag in zip(names, there.tolist(), strict=True) if flag]
+        has_gradient = torch.tensor(flags, dtype=torch.int32, device=parameters[names[0]].device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+        return [name for name, flag in zip(names, has_gradient.tolist(), strict=True) if flag]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -80,7 +80,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """One type each, and no larger than there is room for, unless a single one is."""
+    """Divide gradients into buckets of one type and bounded size. A larger gradient gets a bucket of its own."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         total = sum(each.numel() for each in bucket) + gradient.numel()
@@ -93,41 +93,41 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _on_cpu(measures: Measures) -> Measures:
-    found = Measures()
+    copy = Measures()
     for name in (field.name for field in fields(Measures)):
-        there = getattr(measures, name)
-        if isinstance(there, dict):
-            setattr(found, name, {key: _moved(value) for key, value in there.items()})
+        observations = getattr(measures, name)
+        if isinstance(observations, dict):
+            setattr(copy, name, {key: _to_cpu(value) for key, value in observations.items()})
         else:
-            setattr(found, name, [_moved(value) for value in there])
-    return found
+            setattr(copy, name, [_to_cpu(value) for value in observations])
+    return copy
 
 
-def _moved(value: Any) -> Any:
-    """To the CPU, whatever is made of tensors."""
+def _to_cpu(value: Any) -> Any:
+    """Copy tensors to the CPU, within tuples and dataclasses too."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, tuple):
-        return tuple(map(_moved, value))
+        return tuple(map(_to_cpu, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _moved(getattr(value, one.name)) for one in fields(value)})
+        return replace(value, **{field.name: _to_cpu(getattr(value, field.name)) for field in fields(value)})
     return value
 
 
-def _nobodys(value: Any) -> bool:
-    """Of an idle pass."""
+def _is_of_idle_pass(value: Any) -> bool:
+    """Return whether an observation belongs to an idle pass."""
     return isinstance(value, tuple) and any(getattr(part, "idle", False) for part in value)
 
 
-def _joined(parts: Sequence[Measures]) -> Measures:
-    """Rank by rank. What nobody's row has left is nobody's."""
-    found = Measures()
+def _merge(parts: Sequence[Measures]) -> Measures:
+    """Concatenate the observations rank by rank, without those of idle passes."""
+    merged = Measures()
     for name in (field.name for field in fields(Measures)):
-        there = getattr(found, name)
+        target = getattr(merged, name)
         for part in parts:
-            more = getattr(part, name)
-            if isinstance(there, dict):
-                there.update({key: value for key, value in more.items() if any(key)})
+            observations = getattr(part, name)
+            if isinstance(target, dict):
+                target.update({key: value for key, value in observations.items() if any(key)})
             else:
-                there.extend(value for value in more if not _nobodys(value))
-    return found
+                target.extend(value for value in observations if not _is_of_idle_pass(value))
+    return merged

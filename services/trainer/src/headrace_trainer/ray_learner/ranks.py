@@ -1,7 +1,7 @@
-"""All ranks of a learner, as the trainer's process sees them: asked at once, and lost at once.
+"""All ranks of a learner, as the trainer's process sees them. They are called together, and fail together.
 
-A rank that has died shows itself by the call that never ends in it (`Rank.alive`), so who waits for an answer of the
-others, who wait for it in turn, hears of it within a moment.
+The death of a rank ends a call that otherwise never returns (`Rank.alive`). So a caller that waits for the other ranks,
+which may wait for the dead one, notices it within a moment.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from headrace_runtime.versions import model_files
 from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.pieces import MARK, PIECE_BYTES
-from headrace_trainer.ray_learner.rank import Place, Rank
+from headrace_trainer.ray_learner.rank import Rank, RankLocation
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import ComputeSettings
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _BESIDE = "beside"
 """The thread of a rank that writes copies."""
 _ON_DISK = frozenset({"write_copy"})
-"""What fails where a disk is full, in one rank alone, and can be asked again."""
+"""Methods that fail where a disk is full, in one rank alone, and may be called again."""
 
 
 class Ranks:
-    """Not safe for concurrent use, but for `failure`."""
+    """The ranks of a learner. Not safe for concurrent use, except `failure`."""
 
     def __init__(self, settings: RaySettings, compute: ComputeSettings) -> None:
-        """Starts them and lets them find each other. Blocks. Raises `SettingError`, `Unavailable`, `LearnerLost`."""
+        """Start the ranks and connect them. Blocks. Raises `SettingError`, `Unavailable` and `LearnerLost`."""
         self._settings = settings
         self._lost: str | None = None
         self._limit_s = settings.start_timeout_s
@@ -49,7 +49,7 @@ class Ranks:
         self._cluster = Cluster(settings, settings.ranks * compute.threads)
         try:
             self._start(compute)
-            self.places: list[Place] = self.all("place")
+            self.locations: list[RankLocation] = self.all("place")
             self._meet("cuda" if self._gpus(compute) else "cpu")
             self._limit_s = settings.call_timeout_s
         except BaseException:
@@ -58,66 +58,78 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """Why they cannot go on. Asked from any thread."""
+        """The reason why the ranks cannot go on, None while they can. May be read from any thread."""
         if self._lost is None and self._alive:
             self._lost = self._death()
         return self._lost
 
     def all(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> list[Any]:
-        """What each rank answers. Raises `SettingError` and `NotFinite` as a rank does, `LearnerLost` when one has
-        died, hangs, or fails otherwise, and `Abandoned` soon after `stop` is set; nothing can be asked after these
-        two."""
+        """Call a method of each rank and return the results.
+
+        Raises:
+            SettingError: A rank has raised it.
+            NotFinite: Every rank has raised it.
+            LearnerLost: A rank has died, hangs, or failed otherwise. No further call is possible.
+            Abandoned: `stop` was set. No further call is possible.
+        """
         return self.each(method, [arguments] * len(self._actors), stop=stop)
 
     def each(self, method: str, arguments: list[Any], *, stop: threading.Event | None = None) -> list[Any]:
-        """The same, with arguments of its own for each rank."""
+        """Call a method of each rank with arguments of its own."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
-        with self._losing(method):
-            calls = [getattr(actor, method).remote(*own) for actor, own in zip(self._actors, arguments, strict=True)]
+        with self._marking_lost(method):
+            calls = [
+                getattr(actor, method).remote(*values) for actor, values in zip(self._actors, arguments, strict=True)
+            ]
             self._wait(method, calls, stop)
             return list(ray.get(calls))
 
     def one(self, number: int, method: str, *arguments: Any) -> Any:
-        """What this rank answers, of what needs no other."""
+        """Call a method of one rank, if it does not need the others, and return the result."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
-        with self._losing(method):
+        with self._marking_lost(method):
             call = getattr(self._actors[number], method).remote(*arguments)
             self._wait(method, [call], None)
             return ray.get(call)
 
-    def shared(self, thing: Any) -> Any:
-        """A reference to `thing`, which goes to each machine once."""
+    def shared(self, value: Any) -> Any:
+        """Return a reference to `value`, which is sent to each machine once."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
-        with self._losing("put"):
-            return ray.put(thing)
+        with self._marking_lost("put"):
+            return ray.put(value)
 
     @contextlib.contextmanager
-    def given(self, folder: Path) -> Iterator[list[str]]:
-        """For each rank the folder in which it finds these files while inside: this one, where it sees it; else one
-        that ranks of its machine share."""
+    def provide_files(self, folder: Path) -> Iterator[list[str]]:
+        """Yield, for each rank, a folder with the files of `folder`: the same folder where the rank has access to it,
+        and otherwise a copy that ranks of its machine share."""
         with marked(folder) as mark:
-            seen = self.all("sees", str(folder), mark)
-        nodes = [place.node for place in self.places]
-        firsts = [number if seen[number] else nodes.index(node) for number, node in enumerate(nodes)]
-        made: dict[int, str] = {}
+            has_access = self.all("sees", str(folder), mark)
+        nodes = [place.node for place in self.locations]
+        owners = [number if has_access[number] else nodes.index(node) for number, node in enumerate(nodes)]
+        copies: dict[int, str] = {}
         try:
-            made |= {one: str(self.one(one, "folder")) for one in sorted(set(firsts)) if not seen[one]}
-            for path in model_files(folder) if made else ():
+            copies |= {
+                number: str(self.one(number, "folder")) for number in sorted(set(owners)) if not has_access[number]
+            }
+            for path in model_files(folder) if copies else ():
                 for piece in _pieces(path):
-                    sent = self.shared(piece)
-                    for number, there in made.items():
-                        self.one(number, "put", there, path.relative_to(folder).as_posix(), sent)
-            yield [made.get(first, str(folder)) for first in firsts]
+                    reference = self.shared(piece)
+                    for number, rank_folder in copies.items():
+                        self.one(number, "put", rank_folder, path.relative_to(folder).as_posix(), reference)
+            yield [copies.get(owner, str(folder)) for owner in owners]
         finally:
-            for number, there in made.items():
-                self._forget(number, there)
+            for number, rank_folder in copies.items():
+                self._forget(number, rank_folder)
 
     def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """The same as `all`, of what ranks do while they take steps. May be asked from another thread than the rest,
-        one at a time. Raises `OSError` as a rank does: then nothing is lost."""
+        """Call a method of each rank that may run while a step does.
+
+        The call may come from another thread than the others, one at a time. It raises `OSError` as a rank does, after
+        which the ranks can go on.
+        """
         return self._beside(method, self._actors, arguments)
 
     def one_beside(self, number: int, method: str, *arguments: Any) -> Any:
@@ -126,13 +138,13 @@ class Ranks:
     def _beside(self, method: str, actors: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
         if self._lost is not None:
             raise LearnerLost(self._lost)
-        with self._losing(method):
+        with self._marking_lost(method):
             calls = [getattr(actor, method).options(concurrency_group=_BESIDE).remote(*arguments) for actor in actors]
             self._wait(method, calls, None)
             return list(ray.get(calls))
 
     def close(self) -> None:
-        """End them. Again does nothing."""
+        """Kill the ranks. Calling it again has no effect."""
         actors, self._actors, self._alive = self._actors, [], []
         with contextlib.suppress(RayError, ConnectionError):
             for actor in actors:
@@ -153,33 +165,39 @@ class Ranks:
             raise SettingError("trainer.ray.ranks", count, remedy)
         actor: Any = ray.remote(concurrency_groups={_BESIDE: 1})(Rank)  # type: ignore[call-overload]
         for number in range(count):
-            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-            how = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
-            chosen = actor.options(max_concurrency=2, max_restarts=0, max_task_retries=0, **how)
-            self._actors.append(chosen.remote(number, count, self._settings.collective_timeout_s))
-        self._alive = [one.alive.remote() for one in self._actors]
+            bundle_strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+            resources = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "scheduling_strategy": bundle_strategy,
+            }
+            options = actor.options(max_concurrency=2, max_restarts=0, max_task_retries=0, **resources)
+            self._actors.append(options.remote(number, count, self._settings.collective_timeout_s))
+        self._alive = [rank_actor.alive.remote() for rank_actor in self._actors]
 
     def _meet(self, device: str) -> None:
-        address = self.places[0].address
+        address = self.locations[0].address
         port = self.one(0, "meet", address)
-        self.each("join", [(place.address, address, port, device) for place in self.places])
+        self.each("join", [(place.address, address, port, device) for place in self.locations])
 
     def _gpus(self, compute: ComputeSettings) -> bool:
-        """Whether each rank has a GPU to itself."""
+        """Return whether each rank has a GPU of its own."""
         if compute.device == "auto":
             return bool(_resources().get("GPU", 0) >= self._settings.ranks)
         return compute.device != "cpu"
 
     def _wait(self, method: str, calls: list[Any], stop: threading.Event | None) -> None:
-        """Until all have answered, or one has failed: the others may wait for it then, and are not waited for. What is
-        not finite is so in every rank."""
+        """Wait until all calls have returned, or one has failed: the others may then wait for it for ever.
+
+        A `NotFinite` error is no failure of one rank, because every rank raises it.
+        """
         limit = self._limit_s
         end_s = time.monotonic() + limit
         waiting = list(calls)
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=_LOOK_S)
+            done, waiting = ray.wait(waiting, timeout=_POLL_S)
             for call in done:
-                self._look(call)
+                self._raise_error(call)
             if waiting and (why := self._death()) is not None:
                 raise LearnerLost(why)
             if stop is not None and stop.is_set():
@@ -188,8 +206,8 @@ class Ranks:
                 raise LearnerLost(f"a rank has not answered {method} within {limit:g} s")
 
     @staticmethod
-    def _look(call: Any) -> None:
-        """Raises what the call has raised, unless every rank raises it."""
+    def _raise_error(call: Any) -> None:
+        """Raise the error of a call, unless every rank raises it."""
         try:
             ray.get(call)
         except RayTaskError as error:
@@ -199,14 +217,14 @@ class Ranks:
     def _death(self) -> str | None:
         try:
             ended, _ = ray.wait(self._alive, timeout=0, fetch_local=False)
-            numbers = [self._alive.index(one) for one in ended]
+            numbers = [self._alive.index(call) for call in ended]
         except (RayError, ConnectionError) as error:
             return f"Ray does not answer: {error}"
         return f"rank {', '.join(map(str, numbers))} of {self._settings.ranks} has died" if numbers else None
 
     @contextlib.contextmanager
-    def _losing(self, method: str) -> Iterator[None]:
-        """What a rank has raised, as itself; and whatever else, as a loss."""
+    def _marking_lost(self, method: str) -> Iterator[None]:
+        """Raise the errors of ranks as themselves where the ranks can go on, and otherwise as `LearnerLost`."""
         try:
             yield
         except LearnerLost as error:
@@ -220,7 +238,7 @@ class Ranks:
                 raise error.cause from None
             if isinstance(error.cause, OSError) and method in _ON_DISK:
                 raise error.cause from None
-            if isinstance(error.cause, SettingError):  # in one rank, while others may wait for it
+            if isinstance(error.cause, SettingError):  # raised in one rank, while others may wait for it
                 self._lost = str(error.cause)
                 raise error.cause from None
             self._lost = self._death() or f"{method} has failed in a rank: {error}"
@@ -235,13 +253,13 @@ class Ranks:
 
 
 def _resources() -> dict[str, float]:
-    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return found
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
 
 
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
-    """With a mark by which a rank can tell that it sees the same folder."""
+    """Mark the folder inside, so that a rank can check whether it accesses the same folder."""
     mark = uuid.uuid4().hex
     (folder / MARK).write_text(mark, encoding="ascii")
     try:
@@ -251,7 +269,7 @@ def marked(folder: Path) -> Iterator[str]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """At least one, so that an empty file arrives too."""
+    """Yield the pieces of a file, at least one, so that an empty file is sent too."""
     with path.open("rb") as file:
         yield file.read(PIECE_BYTES)
         while piece := file.read(PIECE_BYTES):

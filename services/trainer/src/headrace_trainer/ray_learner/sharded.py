@@ -1,8 +1,8 @@
-"""The model in parts: each rank holds a share of every weight, gradient and optimizer tensor (FSDP2).
+"""A sharded model: each rank holds a part of every weight, gradient and optimizer tensor (FSDP2).
 
-A layer's weights come together where they are needed, in each pass, and go apart again. What is outside of the layers
-(tables, the last norm, the output head) comes together once a pass. Forward passes without a backward pass leave that
-where it is, so it is taken apart here before weights change.
+A layer's weights are gathered when they are needed in each pass, and resharded afterwards. Weights outside the layers
+(embeddings, the last norm, the output head) are gathered once a pass. Forward passes without a backward pass leave
+these gathered, so they are resharded here before weights change.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 
 _ADAPTER_NAME = ".default"
-"""In the names of the model's tensors, and not in those of an adapter's file."""
+"""Part of the names of the model's tensors that is missing in an adapter's file."""
 
 
 def check(settings: TrainerSettings) -> None:
-    """Raises `SettingError` for what cannot be computed in parts."""
+    """Raise `SettingError` for settings that cannot be combined with sharding."""
     compute = settings.compute
     if compute.weights == "bfloat16" and not settings.lora.rank:
         raise SettingError("trainer.compute.weights", compute.weights, 'trainer.ray.shard = "full" needs "float32"')
@@ -39,11 +39,11 @@ def check(settings: TrainerSettings) -> None:
 
 
 class ShardedPolicy(Policy):
-    """`Policy` in every rank of a team at once: each method is called by all of them, in the same order."""
+    """A `Policy` that is sharded over all ranks of a team, which must call each method in the same order."""
 
     @classmethod
     def _load_device(cls, device: torch.device) -> torch.device:
-        """No device need have room for all of it."""
+        """Return the CPU, because no single device may be large enough for the model."""
         return torch.device("cpu")
 
     @classmethod
@@ -57,46 +57,47 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def reference_logprobs(self, pack: Pack) -> Tensor:
-        found = super().reference_logprobs(pack)
-        _apart(self.model if self._reference is None else self._reference)
-        return found
+        logprobs = super().reference_logprobs(pack)
+        _reshard(self.model if self._reference is None else self._reference)
+        return logprobs
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        _apart(self.model)
+        _reshard(self.model)
         super().load(tensors)
 
     def renew(self) -> None:
-        _apart(self.model)
+        _reshard(self.model)
 
     @torch.no_grad()
     def load_files(self, folder: Path) -> None:
-        """Weights are read where they are needed, so ranks of one machine share them."""
+        """Load a version's files in this rank. Ranks of one machine share them."""
         if self.lora:
-            there = load_file(folder / "adapter_model.safetensors")
-            self.load({name: there[name.replace(_ADAPTER_NAME, "")] for name in self.parameters})
+            adapter = load_file(folder / "adapter_model.safetensors")
+            self.load({name: adapter[name.replace(_ADAPTER_NAME, "")] for name in self.parameters})
         else:
             super().load_files(folder)
 
     @torch.no_grad()
     def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
-        """`published` has this rank's part of each; meanwhile the weights are what it says."""
-        _apart(self.model)
-        own = {name: held.to_local().clone() for name, held in self._held()} if published else {}
-        for name, held in self._held() if published else ():
-            held.to_local().copy_((published or {})[name])
-        found = super().fingerprint()
-        _apart(self.model)
-        for name, held in self._held() if own else ():
-            held.to_local().copy_(own[name])
-        return found
+        """Return the fingerprint. `published` has this rank's part of each weight, and replaces the weights
+        meanwhile."""
+        _reshard(self.model)
+        saved = {name: weight.to_local().clone() for name, weight in self._dtensors()} if published else {}
+        for name, weight in self._dtensors() if published else ():
+            weight.to_local().copy_((published or {})[name])
+        result = super().fingerprint()
+        _reshard(self.model)
+        for name, weight in self._dtensors() if saved else ():
+            weight.to_local().copy_(saved[name])
+        return result
 
-    def _held(self) -> Iterator[tuple[str, Any]]:
+    def _dtensors(self) -> Iterator[tuple[str, Any]]:
         return iter(self.parameters.items())
 
 
 def _shard(model: Any, device: torch.device) -> None:
-    """Gradients are summed, as the loss is one sum, and not averaged."""
-    # Nobody writes into what stands in for the head's answer (`torch_learner.model.head.caught`).
+    """Shard the model. Gradients are summed and not averaged, because the loss is one sum."""
+    # No code writes into the placeholder of the head's output (`torch_learner.model.head.intercept`).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     try:
@@ -113,7 +114,7 @@ def _shard(model: Any, device: torch.device) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules: a model's blocks, and not the experts within one."""
+    """Yield the members of the outermost lists of modules: a model's layers, without the experts in one."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -121,8 +122,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
 
 
-def _apart(model: nn.Module) -> None:
-    """Each rank holds its own part and no other."""
+def _reshard(model: nn.Module) -> None:
+    """Reshard all weights, so that each rank holds only its own part."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -1,6 +1,6 @@
-"""What a rank adds to a version's files: the very files that one process would write, and nobody has all of them.
+"""The ranges of a version's files that a rank writes. Together the ranks write the files of a single process.
 
-Which tensor is in which file, under which name, the library tells the first rank, when that gives it tensors without
+The first rank finds out which tensor is in which file, under which name, by calling the library with tensors without
 values.
 """
 
@@ -28,17 +28,17 @@ from headrace_trainer.torch_learner.version_files import WritePlan
 
 @dataclass(frozen=True)
 class VersionPart:
-    """Of one rank."""
+    """The part of a version that one rank writes."""
 
     fingerprint: Fingerprint | None = None
     ranges: tuple[FileRange, ...] = ()
     sizes: Mapping[str, int] | None = None
-    """Of all files. The first rank says it, as the fingerprint."""
+    """Sizes of all files. Only the first rank reports them, as well as the fingerprint."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of a file: one of ours, by its name in the model, or one that the first rank has."""
+    """A tensor of a file: a trained one, by its name in the model, or another one that the first rank has."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def bare(self) -> Tensor:
-        """Without values."""
+        """A tensor of this shape without values."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -54,20 +54,24 @@ _Files = Mapping[str, Mapping[str, _Entry]]
 
 
 def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) -> VersionPart:
-    """Asked of all ranks at once. `sharded`: each holds parts of the weights; else the first has all of it to say."""
+    """Collect this rank's part of a version. Called in all ranks at once.
+
+    `sharded`: whether every rank holds a shard; otherwise the first rank holds all weights.
+    """
     if not (first or sharded):
         return VersionPart()
     if inner.policy.lora:
         return _adapter(inner.policy, base, first=first)
     policy, dtype = inner.policy, inner.served_as
-    mine = {name: parts.own(parameter, first=first) for name, parameter in policy.parameters.items()}
-    given = {name: _rounded(one, dtype, name) for name, one in mine.items() if one is not None}
-    fingerprint = policy.fingerprint({name: one.values for name, one in given.items()})
+    own_parts = {name: parts.own(parameter, first=first) for name, parameter in policy.parameters.items()}
+    rounded = {name: _round_part(part, dtype, name) for name, part in own_parts.items() if part is not None}
+    fingerprint = policy.fingerprint({name: part.values for name, part in rounded.items()})
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
     plan = version_files.plan_files(policy, bare) if first else None
-    files = _agreed(None if plan is None else _entries(plan, bare), sharded=sharded)
+    files = _broadcast(None if plan is None else _entries(plan, bare), sharded=sharded)
     if files is None:
-        # The files hold tensors in another form than the model does: experts that are one tensor here, say.
+        # The files hold tensors in another form than the model does, for example experts that are one tensor in the
+        # model.
         trained = policy.tensors()
         if first:
             weights = {name: round_stochastically(tensor, dtype, name) for name, tensor in trained.items()}
@@ -75,11 +79,11 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
             files = _entries(plan, {})
     if files is None:
         return VersionPart()
-    found: list[FileRange] = []
+    file_ranges: list[FileRange] = []
     sizes: dict[str, int] = {}
     for file, entries in files.items():
-        held = {
-            name: given.get(entry.name)
+        own_tensors = {
+            name: rounded.get(entry.name)
             if entry.name is not None
             else parts.own(plan.files[file][name], first=first)
             if plan is not None
@@ -88,17 +92,19 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
         }
         name = f"{VERSION}/{file}"
         tensors = {name: entry.bare for name, entry in entries.items()}
-        sizes[name], ranges = parts.ranges(name, tensors, held, version_files.ABOUT, first=first)
-        found += ranges
+        sizes[name], ranges = parts.ranges(name, tensors, own_tensors, version_files.ABOUT, first=first)
+        file_ranges += ranges
     texts = _texts(plan.texts) if plan is not None else ()
-    return VersionPart(fingerprint, (*found, *texts), sizes | {one.file: len(one.content) for one in texts})
+    return VersionPart(fingerprint, (*file_ranges, *texts), sizes | {text.file: len(text.content) for text in texts})
 
 
 def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
-    """None where a file holds what is made of ours. What the library has not touched is the very object that it was
-    given."""
+    """Return the entries of all files; None where a file holds a tensor that the library derived from a trained one.
+
+    A tensor that the library stores unchanged is the very object that it was given.
+    """
     names = {id(tensor): name for name, tensor in bare.items()}
-    if any(tensor.is_meta and id(tensor) not in names for one in plan.files.values() for tensor in one.values()):
+    if any(tensor.is_meta and id(tensor) not in names for file in plan.files.values() for tensor in file.values()):
         return None
     return {
         file: {
@@ -108,17 +114,17 @@ def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
     }
 
 
-def _agreed(files: _Files | None, *, sharded: bool) -> _Files | None:
-    """The first rank's, in all of them."""
+def _broadcast(files: _Files | None, *, sharded: bool) -> _Files | None:
+    """Send the first rank's entries to all ranks."""
     if not sharded:
         return files
-    told: list[_Files | None] = [files]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    broadcast: list[_Files | None] = [files]
+    dist.broadcast_object_list(broadcast, src=0)
+    return broadcast[0]
 
 
-def _rounded(one: OwnPart, dtype: torch.dtype, name: str) -> OwnPart:
-    return OwnPart(round_stochastically(one.values, dtype, name, start=one.start), one.start)
+def _round_part(part: OwnPart, dtype: torch.dtype, name: str) -> OwnPart:
+    return OwnPart(round_stochastically(part.values, dtype, name, start=part.start), part.start)
 
 
 def _texts(texts: Mapping[str, bytes]) -> tuple[FileRange, ...]:
@@ -126,11 +132,11 @@ def _texts(texts: Mapping[str, bytes]) -> tuple[FileRange, ...]:
 
 
 def _adapter(policy: Policy, base: str, *, first: bool) -> VersionPart:
-    """Small: it comes together in the first rank."""
+    """Return the part of an adapter, which is small enough to be gathered in the first rank."""
     trained, fingerprint = policy.tensors(), policy.fingerprint()
     if not first:
         return VersionPart(fingerprint)
     with tempfile.TemporaryDirectory(prefix="headrace-adapter-") as folder:
         version_files.save_adapter(policy, Path(folder), base, trained)
         texts = _texts({path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()})
-    return VersionPart(fingerprint, texts, {one.file: len(one.content) for one in texts})
+    return VersionPart(fingerprint, texts, {text.file: len(text.content) for text in texts})

@@ -1,5 +1,4 @@
-"""What is announced as the back end `trinity`: light, so that settings can be read without torch and without
-Trinity."""
+"""The entry point of the back end `trinity`. It imports torch only when it is used, and never Trinity."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _open(folder: Path, settings: TrainerSettings) -> Learner:
 
 
 def _check(settings: TrainerSettings) -> None:
-    """What Trinity would do otherwise than it is asked to."""
+    """Raise `SettingError` for settings that Trinity does not support."""
     chosen = settings.of("trinity")
     assert isinstance(chosen, TrinitySettings)
     if not chosen.folder:

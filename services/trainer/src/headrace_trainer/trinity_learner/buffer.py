@@ -1,6 +1,6 @@
-"""Trinity's table of experiences, as it is told of a batch: all of its rows at once, and each batch once.
+"""Trinity's table of experiences: a batch is inserted as a whole, and only once.
 
-The tables are those that Trinity itself makes, column by column; whoever is first makes them.
+The tables equal those that Trinity itself creates, column by column; the first of the two creates them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from headrace_runtime.errors import Unavailable
-from headrace_trainer.trinity_learner.rows import Handed
+from headrace_trainer.trinity_learner.rows import TrinityRow
 
 _SQLITE, _POSTGRES = "sqlite://", "postgresql://"
 
@@ -56,20 +56,22 @@ class Buffer:
             Column("experience_bytes", LargeBinary, nullable=False),
         )
 
-    def hand_over(self, rows: Sequence[Handed]) -> bool:
-        """One transaction. False when they are there already, and nothing was done. Blocks; not for an event loop.
-        Raises `Unavailable`."""
+    def hand_over(self, rows: Sequence[TrinityRow]) -> bool:
+        """Insert a batch in one transaction. Return False when its rows are there already. Raises `Unavailable`.
+
+        Blocks; must not be called in an event loop.
+        """
         return asyncio.run(self._hand_over(rows))
 
-    async def _hand_over(self, rows: Sequence[Handed]) -> bool:
+    async def _hand_over(self, rows: Sequence[TrinityRow]) -> bool:
         engine = create_async_engine(self._url)
         try:
             async with engine.begin() as connection:
                 await connection.run_sync(self._tables.create_all)
             async with engine.begin() as connection:
                 names = [row.msg_id for row in rows]
-                there = select(func.count()).where(self._rows.c.msg_id.in_(names))
-                if (await connection.execute(there)).scalar_one():
+                existing = select(func.count()).where(self._rows.c.msg_id.in_(names))
+                if (await connection.execute(existing)).scalar_one():
                     return False
                 for row in rows:
                     values = {
@@ -80,8 +82,8 @@ class Buffer:
                         "reward": row.reward,
                         "consumed": 0,
                     }
-                    made = await connection.execute(insert(self._rows).values(values))
-                    (number,) = made.inserted_primary_key or (None,)
+                    result = await connection.execute(insert(self._rows).values(values))
+                    (number,) = result.inserted_primary_key or (None,)
                     blob = {"id": number, "experience_bytes": row.experience_bytes}
                     await connection.execute(insert(self._blobs).values(blob))
                 return True

@@ -1,4 +1,4 @@
-"""What Trinity is told: its YAML, from our settings."""
+"""Builds Trinity's YAML configuration from the trainer's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TrinityJob:
-    """One job of Trinity's: a folder, a model to begin with, batches of one size."""
+    """One job of Trinity: a folder, an initial model, batches of one size."""
 
     root: Path
     name: str
@@ -30,12 +30,12 @@ class TrinityJob:
 
     @property
     def folder(self) -> Path:
-        """Where Trinity keeps what it makes."""
+        """The folder of Trinity's results."""
         return self.root / PROJECT / self.name
 
     @property
     def buffer_name(self) -> str:
-        """The table's. Jobs that share a database share no table."""
+        """Name of the table. Jobs that share a database have different tables."""
         return f"{BUFFER}_{self.name}"
 
     def buffer_url(self, chosen: TrinitySettings) -> str:
@@ -43,15 +43,15 @@ class TrinityJob:
 
 
 def size_of(settings: TrainerSettings, rows: int) -> int:
-    """Rows of a batch that holds so many: whole batches, and as many for each GPU."""
+    """Return the number of rows of a batch that holds at least `rows`: a multiple of the number of GPUs."""
     chosen = _chosen(settings)
     gpus = chosen.nodes * chosen.gpus_per_node
-    wanted = max(settings.batch_experiences, rows)
-    return -(-wanted // gpus) * gpus
+    least = max(settings.batch_experiences, rows)
+    return -(-least // gpus) * gpus
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that the model of this `config.json` was made for."""
+    """Return the longest sequence, in tokens, that the model of this `config.json` was made for."""
     return int(_text(config).get("max_position_embeddings", 1 << 20))
 
 
@@ -60,25 +60,25 @@ def vocabulary_of(config: Mapping[str, Any]) -> int:
 
 
 def rate_of(settings: TrainerSettings, base: Path, config: Mapping[str, Any]) -> float:
-    """The learning rate, of the model's size where nobody has set one."""
-    each = _WEIGHT_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
-    size = sum(path.stat().st_size for path in base.glob("*.safetensors")) // each
+    """Return the learning rate, which depends on the model's size unless it is set."""
+    weight_bytes = _WEIGHT_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+    size = sum(path.stat().st_size for path in base.glob("*.safetensors")) // weight_bytes
     return settings.optimizer.of_size(max(1, size), adapters=False).rate
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config", config)
-    return found
+    text_config: Mapping[str, Any] = config.get("text_config", config)
+    return text_config
 
 
 def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, context: int) -> Mapping[str, Any]:
-    """`rate`: the learning rate; `context`: tokens of the longest sequence."""
+    """Return Trinity's configuration for a learning rate and a longest sequence of `context` tokens."""
     chosen, optimizer, loss = _chosen(settings), settings.optimizer, settings.loss
     return {
         "mode": "train",
         "project": PROJECT,
         "name": job.name,
-        "ray_namespace": f"{PROJECT}/{job.name}",  # what an earlier job has left on the cluster is not met
+        "ray_namespace": f"{PROJECT}/{job.name}",  # separate from actors that an earlier job has left on the cluster
         "checkpoint_root_dir": str(job.root),
         "model": {
             "model_path": str(job.model),
@@ -128,8 +128,8 @@ def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, conte
     }
 
 
-def as_yaml(found: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(found), sort_keys=False)
+def as_yaml(configuration_table: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(configuration_table), sort_keys=False)
 
 
 def _chosen(settings: TrainerSettings) -> TrinitySettings:

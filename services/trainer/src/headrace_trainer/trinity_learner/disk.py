@@ -1,5 +1,4 @@
-"""What lies in the folder that Trinity and the trainer share: models, checkpoints with optimizer, jobs, and which batch
-was handed over last.
+"""The folder that Trinity and the trainer share: models, checkpoints with optimizer, jobs, and the pending batch.
 
     base/               the model that the lineage began with
     models/<digest>/    a whole model: weights, and the base's other files
@@ -7,7 +6,7 @@ was handed over last.
     jobs/               Trinity's own: configurations, logs, databases, one folder per job
     pending.json        the batch that was handed over last
 
-Everything but `jobs/` appears whole or not at all: it is made under another name and then renamed.
+Everything but `jobs/` appears atomically: it is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _WEIGHTS_CHUNK = 1 << 24
 
 
 class Pending(Model):
-    """A batch that was handed over: durable before Trinity can see it."""
+    """A batch that was handed over. It is durable before Trinity can see the batch."""
 
     start: Sha256
-    """The weights that it was cut for."""
+    """The weights that the batch was cut for."""
     batch: Sha256
     job: str
     step: int
-    """The number of Trinity's step that has it."""
+    """The number of Trinity's step for this batch."""
 
 
 class Disk:
-    """One process at a time may write."""
+    """The shared folder. One process at a time may write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -52,17 +51,17 @@ class Disk:
     def model(self, digest: str) -> Path:
         return self.folder / "models" / digest
 
-    def kept(self, digest: str) -> Path:
+    def checkpoint(self, digest: str) -> Path:
         return self.folder / "kept" / digest
 
     def put_base(self, folder: Path) -> None:
-        """Copies it, whatever was there."""
+        """Copy the base, and replace an existing one."""
         with self.appearing(self.base) as draft:
             for path in versions.model_files(folder):
                 _copy(path, draft / path.relative_to(folder))
 
     def put_model(self, weights: Sequence[Path]) -> str:
-        """A whole model with these weights, by its digest."""
+        """Store a whole model with these weights, and return its digest."""
         digest = digest_of(weights)
         if not self.model(digest).exists():
             with self.appearing(self.model(digest)) as draft:
@@ -75,21 +74,21 @@ class Disk:
         return digest
 
     def keep(self, digest: str, checkpoint: Path) -> None:
-        """Trinity's folder of a step, which it may remove afterwards."""
-        if not self.kept(digest).exists():
-            with self.appearing(self.kept(digest)) as draft:
+        """Store Trinity's folder of a step, which Trinity may remove afterwards."""
+        if not self.checkpoint(digest).exists():
+            with self.appearing(self.checkpoint(digest)) as draft:
                 copied = shutil.copytree(checkpoint, draft / checkpoint.name, copy_function=_link)
                 (draft / "step").write_text(str(copied).rpartition("_")[2], encoding="ascii")
-        _touch(self.kept(digest))
+        _touch(self.checkpoint(digest))
 
     def begin(self, job: TrinityJob, digest: str | None) -> int:
-        """The job's folder, with what was kept of these weights in it. Returns the number of its last step."""
+        """Create the job's folder with the stored checkpoint of these weights. Return the number of its last step."""
         job.folder.mkdir(parents=True)
         if digest is None:
             return 0
-        kept = self.kept(digest)
-        step = int((kept / "step").read_text(encoding="ascii"))
-        shutil.copytree(kept / f"global_step_{step}", job.folder / f"global_step_{step}", copy_function=_link)
+        stored = self.checkpoint(digest)
+        step = int((stored / "step").read_text(encoding="ascii"))
+        shutil.copytree(stored / f"global_step_{step}", job.folder / f"global_step_{step}", copy_function=_link)
         (job.folder / "trainer_meta.json").write_text(
             json.dumps({"latest_iteration": step, "sample_strategy_state": {}}), encoding="utf-8"
         )
@@ -102,7 +101,7 @@ class Disk:
         return Pending.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def set_pending(self, pending: Pending) -> None:
-        """Durable when it returns."""
+        """Store the pending batch. It is durable when the method returns."""
         path = self.folder / "pending.json"
         draft = path.with_name(_DRAFT + path.name)
         with draft.open("wb") as file:
@@ -113,14 +112,14 @@ class Disk:
         _sync(self.folder)
 
     def sweep(self, jobs: Sequence[str], used: Sequence[str], most: int) -> None:
-        """Remove jobs but these, and models and checkpoints but these and the newest."""
+        """Remove all jobs but these, and all models and checkpoints but those used and the newest `most`."""
         for path in (*self.jobs.glob("*/j*"), *self.jobs.glob("j*")):
             if path.name.partition(".")[0] not in jobs:
                 _remove(path)
         for kind in ("models", "kept"):
-            found = [path for path in (self.folder / kind).glob("*") if not path.name.startswith(_DRAFT)]
-            found.sort(key=lambda path: -path.stat().st_mtime_ns)
-            for path in found[most:]:
+            folders = [path for path in (self.folder / kind).glob("*") if not path.name.startswith(_DRAFT)]
+            folders.sort(key=lambda path: -path.stat().st_mtime_ns)
+            for path in folders[most:]:
                 if path.name not in used:
                     _remove(path)
             for path in (self.folder / kind).glob(f"{_DRAFT}*"):
@@ -128,7 +127,7 @@ class Disk:
 
     @contextmanager
     def appearing(self, path: Path) -> Iterator[Path]:
-        """A folder to fill, which is `path` afterwards."""
+        """Yield a folder to fill, which is renamed to `path` afterwards."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
         draft.mkdir()
@@ -143,15 +142,15 @@ class Disk:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The weights of a model's folder."""
+    """Return the weights files of a model's folder."""
     return [path for path in versions.model_files(folder) if versions.is_weights(path.name)]
 
 
 def step_of(job: TrinityJob) -> int:
-    """The last step that Trinity has saved whole, by its own word; 0 before the first."""
+    """Return the last step that Trinity has reported as completely saved; 0 before the first."""
     try:
         return int((job.folder / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # not there yet, or being written
+    except (OSError, ValueError):  # the file does not exist yet, or is being written
         return 0
 
 
@@ -160,14 +159,14 @@ def checkpoint_of(job: TrinityJob, step: int) -> Path:
 
 
 def weights_of(checkpoint: Path) -> list[Path]:
-    """In the names that transformers has for them."""
+    """Return the weights files of a checkpoint, with transformers' names for tensors."""
     return weights_in(checkpoint / "actor" / "huggingface")
 
 
 def digest_of(weights: Sequence[Path]) -> str:
-    """Of names and contents."""
+    """Return the digest of names and contents."""
     digest = hashlib.sha256()
-    for path in sorted(weights, key=lambda one: one.name):
+    for path in sorted(weights, key=lambda path: path.name):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while piece := file.read(_WEIGHTS_CHUNK):
@@ -176,7 +175,8 @@ def digest_of(weights: Sequence[Path]) -> str:
 
 
 def _link(source: str | Path, target: str | Path) -> str:
-    """The same file under another name, where the disk can; Trinity and we replace files and never write into them."""
+    """Link a file, or copy it where the disk has no links. Trinity and the trainer replace files and never modify
+    them."""
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

@@ -1,11 +1,11 @@
-"""A batch as the rows that Trinity reads: its `Experience`, written by hand, so that nothing of Trinity is imported.
+"""A batch as rows of Trinity's `Experience`, written without importing Trinity.
 
-A row is a multi-turn sequence: tokens from the first trained one on are the response, a mask says which of them are
-trained, and logprobs and advantages have a number for each token of the response. The format is version 1 of Trinity's:
+A row is a multi-turn sequence: the tokens from the first trained one on are the response, a mask marks the trained
+ones, and logprobs and advantages have a number for each token of the response. The format is version 1 of Trinity's:
 a magic word, two lengths, a pickle of plain values, and one safetensors blob.
 
-Trinity's loss is a mean over the batch's tokens. Ours gives each token a weight, so advantages are multiplied with what
-turns the one into the other: the loss is linear in them. Rows that fill the batch up have an advantage of 0.
+Trinity's loss is a mean over the batch's tokens. The trainer's loss gives each token a weight, so advantages are scaled
+to convert one into the other: the loss is linear in them. Rows that fill the batch up have an advantage of 0.
 """
 
 from __future__ import annotations
@@ -26,49 +26,51 @@ from headrace_trainer.batches.batch import Batch, Row
 
 _MAGIC, _VERSION = b"TRXP", 1
 _NAME_MAX = 64
-"""Characters of a task's name in Trinity's tables."""
+"""Length of a task's name in Trinity's tables, in characters."""
 _TYPES = {np.dtype("<i4"): "I32", np.dtype("<f4"): "F32", np.dtype("?"): "BOOL"}
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class TrinityRow:
     """One row of Trinity's two tables."""
 
     task_id: str
     msg_id: str
-    """The batch, and the row's place in it."""
+    """The batch, and the index of the row in it."""
     model_version: int
     reward: float
     experience_bytes: bytes
 
 
-def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[Handed], frozenset[str]]:
-    """`size` rows for the step after `step`, and the names of those that have no part in them, because they were
-    sampled at another temperature than this."""
+def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[TrinityRow], frozenset[str]]:
+    """Return `size` rows for the step after `step`, and the names of the rows that were left out.
+
+    Rows are left out if they were sampled at another temperature.
+    """
     digest = batch.digest()
-    out = frozenset(row.name for row in batch.rows if not _fits(row, temperature))
-    taken = [batch.weighted(row) for row in batch.rows if row.name not in out]
-    filling = [] if not taken else [_idle(taken[0])] * (size - len(taken))
-    tokens = sum(row.tokens for row in (*taken, *filling))
-    found = [
-        _handed(row, row.token_weight * tokens, f"{digest[:40]}-{index}", step)
-        for index, row in enumerate((*taken, *filling))
+    out = frozenset(row.name for row in batch.rows if not _has_temperature(row, temperature))
+    included = [batch.weighted(row) for row in batch.rows if row.name not in out]
+    filling = [] if not included else [_idle(included[0])] * (size - len(included))
+    tokens = sum(row.tokens for row in (*included, *filling))
+    rows = [
+        _trinity_row(row, row.token_weight * tokens, f"{digest[:40]}-{index}", step)
+        for index, row in enumerate((*included, *filling))
     ]
-    return found, out
+    return rows, out
 
 
-def finite(batch: Batch) -> bool:
-    """Whether every number of it is."""
+def is_finite(batch: Batch) -> bool:
+    """Return whether every number of the batch is finite."""
     return all(math.isfinite(row.advantage) and bool(np.isfinite(row.behaviour_T).all()) for row in batch.rows)
 
 
-def _fits(row: Row, temperature: float) -> bool:
-    """Its logprobs are those of a policy at this temperature; what a person wrote has none."""
+def _has_temperature(row: Row, temperature: float) -> bool:
+    """Return whether the logprobs belong to a policy at this temperature; written tokens have none."""
     return not row.written and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
 
 
 def _idle(row: Row) -> Row:
-    """A row of one trained token, from which nothing is learned."""
+    """Return a row with one trained token and an advantage of 0."""
     first = int(np.flatnonzero(row.loss_mask_T)[0])
     mask = np.zeros(first + 1, np.bool_)
     mask[first] = True
@@ -85,7 +87,7 @@ def _idle(row: Row) -> Row:
     )
 
 
-def _handed(row: Row, scale: float, name: str, step: int) -> Handed:
+def _trinity_row(row: Row, scale: float, name: str, step: int) -> TrinityRow:
     task, advantage = row.experience_id, float(row.advantage) * scale
     if len(task) > _NAME_MAX:
         task = hashlib.sha256(task.encode()).hexdigest()
@@ -116,7 +118,7 @@ def _handed(row: Row, scale: float, name: str, step: int) -> Handed:
         "custom_fields": [],
         "multi_modal_input_keys": [],
     }
-    return Handed(task, name, step, advantage, _bytes(about, tensors))
+    return TrinityRow(task, name, step, advantage, _bytes(about, tensors))
 
 
 def _bytes(about: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> bytes:
@@ -126,7 +128,7 @@ def _bytes(about: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> byt
 
 
 def safetensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    """The format's own rule: a header's length, a JSON header, the numbers without a gap."""
+    """Encode tensors in the safetensors format: the header's length, a JSON header, the numbers without gaps."""
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     at = 0
@@ -145,5 +147,5 @@ def safetensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _widest_first(tensors: Mapping[str, NDArray[Any]]) -> Sequence[tuple[str, NDArray[Any]]]:
-    """Every number then lies where its type wants it."""
+    """Sort tensors by the size of their numbers, so that every number is aligned."""
     return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))

@@ -1,4 +1,4 @@
-"""Trinity's own process: started for one job, ended with the trainer, however that ends."""
+"""The process of Trinity: it is started for one job, and ends with the trainer, even if that is killed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _LOG_TAIL_BYTES = 2000
 
 
 class TrinityProcess:
-    """How it ended says nothing: Trinity's loop takes every exception for an end."""
+    """A process of Trinity. Its exit status is ignored, because Trinity's loop treats every exception as an end."""
 
-    def __init__(self, command: Sequence[str], configuration: Path, log: Path, passed_on: Iterable[str] = ()) -> None:
-        """Raises `SettingError`."""
+    def __init__(
+        self, command: Sequence[str], configuration: Path, log: Path, environment_names: Iterable[str] = ()
+    ) -> None:
+        """Start the process. Raises `SettingError`."""
         self._log = log
         with log.open("ab") as file:
             try:
@@ -27,7 +29,7 @@ class TrinityProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env=program_environment(passed_on),
+                    env=program_environment(environment_names),
                 )
             except OSError as error:
                 raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None
@@ -36,14 +38,14 @@ class TrinityProcess:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def said(self) -> str:
-        """The end of what it has written."""
+    def output_tail(self) -> str:
+        """Return the end of its output."""
         with self._log.open("rb") as file:
             file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End it. Again does nothing."""
+        """End the process. Calling it again has no effect."""
         if self.ended:
             return
         self._process.terminate()

@@ -1,4 +1,4 @@
-"""The section `[trainer.trinity]`. Light: read without Trinity and without torch."""
+"""The section `[trainer.trinity]`, which can be read without Trinity and torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ class TrinitySettings(Section):
     """Steps by Trinity-RFT (`backend = "trinity"`)."""
 
     folder: str = ""
-    """Where its jobs and checkpoints are: a disk that its processes and the trainer share. Required, and the same at
+    """Folder of its jobs and checkpoints, on a disk that its processes and the trainer share. Required, and the same at
     every start."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = ("trinity", "run", "--config")
-    """The program that trains; the name of the configuration is added. Trinity is installed in an environment of its
+    """The program that trains; the name of the configuration is appended. Trinity is installed in an environment of its
     own, so this is usually a path."""
     environment: tuple[VariableName, ...] = ()
     """Environment variables of the trainer that this program gets besides the system's own, for example
     `RAY_AUTH_TOKEN`."""
     buffer_url: SecretStr = SecretStr("")
-    """The database that batches are handed over in: `postgresql://user:password@host/database`; empty: an SQLite file
-    in `folder`."""
+    """The database for batches: `postgresql://user:password@host/database`; empty: an SQLite file in `folder`."""
     algorithm: Annotated[str, Field(min_length=1)] = "grpo"
-    """Trinity's `algorithm_type`. One that takes advantages as they come; they are those of `trainer.advantage`."""
+    """Trinity's `algorithm_type`. It must use given advantages; they are those of `trainer.advantage`."""
     temperature: Positive = 1.0
-    """The temperature that it trains at. Experiences that were sampled at another one have no part in its loss."""
+    """Temperature of the training. Experiences that were sampled at another one are left out of its loss."""
     nodes: Count = 1
     """Machines of its cluster."""
     gpus_per_node: Count = 1
-    """GPUs of each."""
+    """GPUs per machine."""
     ray_address: str = "auto"
-    """Its Ray cluster."""
+    """Address of its Ray cluster."""
     step_timeout_s: Positive = 7200.0
     """How long a step may take, the start of its processes included."""
     attempts: Count = 3
-    """How often a batch is handed over to a new job, where the job before has ended without its step."""
+    """How often a batch is handed over to a new job, if the previous job has ended without its step."""
     kept_checkpoints: Annotated[int, Field(ge=2)] = 8
-    """Checkpoints with optimizer that are kept to go back to; where one is gone, going back forgets momentum."""
+    """Number of checkpoints with optimizer for going back; going back further resets momentum."""

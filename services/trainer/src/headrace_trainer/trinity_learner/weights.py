@@ -1,4 +1,4 @@
-"""What a model's folder answers, and whether its weights are numbers. torch is in here."""
+"""Computes the fingerprint of a model's folder, and checks that its weights are finite. Imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_trainer.torch_learner.model.policy import from_folder
 
 @torch.no_grad()
 def fingerprint(folder: Path) -> Fingerprint:
-    """On the CPU, in float32: engines compare with it what they have loaded."""
+    """Compute the fingerprint on the CPU in float32; engines compare it with the weights that they have loaded."""
     model = from_folder(folder, torch.float32, None).eval()
     token_ids = fingerprint_tokens(int(model.get_input_embeddings().num_embeddings))
     logits_TV = model(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float()
@@ -23,8 +23,8 @@ def fingerprint(folder: Path) -> Fingerprint:
     return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
 
 
-def finite(weights: list[Path]) -> bool:
-    """Tensor by tensor."""
+def is_finite(weights: list[Path]) -> bool:
+    """Return whether all weights are finite. Reads them tensor by tensor."""
     for path in weights:
         if path.suffix != ".safetensors":
             continue

@@ -1,7 +1,7 @@
-"""What one rank holds, and what it does with it when all ranks are told to. torch is in here.
+"""The learner of one rank, with torch.
 
-Weights are whole in each rank or in parts (`shard`). Where they are in parts, every method is one that all ranks are in
-at the same time; where they are whole, all ranks compute the same, and the first one says it.
+Each rank holds all weights, or a shard of them (`shard`). With sharded weights all ranks must call every method at the
+same time; otherwise all ranks compute the same, and the first one reports it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored_tensors import StoredTensors
 
 _GOING_ON = threading.Event()
-"""A rank is not told to stop in the middle of a step: it is ended."""
+"""An event that is never set: a rank is killed and not stopped in the middle of a step."""
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What a rank says of a copy. The first one says all of it."""
+class CopyReport:
+    """A rank's report of a copy. Only the first rank reports all of it."""
 
     sizes: Mapping[str, int]
-    """Of the files that all ranks write together, in bytes; a version's are in the folder `VERSION`."""
+    """Sizes in bytes of the files that all ranks write together; a version's are in the folder `VERSION`."""
     fingerprint: Fingerprint | None
 
 
-class Held:
+class RankLearner:
     """A rank's share of a learner."""
 
     def __init__(
@@ -62,18 +62,18 @@ class Held:
         self._peers = peers
         self._sharded = sharded
         self._number, self._ranges = -1, list[parts.FileRange]()
-        """The copy that is held, and what is ours of it."""
+        """The number of the stored copy, and this rank's ranges of its files."""
 
     @classmethod
     def open(
         cls, folder: Path, table: Mapping[str, Any], number: int, ranks: int, peers: int, *, in_parts: bool
-    ) -> Held:
-        """`table`: all of `[trainer]`. Raises `SettingError`."""
+    ) -> RankLearner:
+        """Open the learner from the whole table of `[trainer]`. Raises `SettingError`."""
         settings = complete(TrainerSettings).model_validate(table)
         if in_parts:
             sharded.check(settings)
         inner = open_learner(folder, settings, sharded.ShardedPolicy if in_parts else Policy)
-        torch.manual_seed(settings.seed)  # whatever this process has drawn before
+        torch.manual_seed(settings.seed)  # independent of random numbers that this process has drawn before
         return cls(inner, settings, RankTeam(number, ranks, sharded=in_parts), number, peers, sharded=in_parts)
 
     @property
@@ -81,9 +81,9 @@ class Held:
         return self._inner.abilities
 
     def sequence_bound(self) -> int:
-        """Ranks of one machine share its memory; a GPU's belongs to one of them."""
-        found = self._inner.sequence_bound()
-        return max(2, found // self._peers) if self._inner.policy.device.type == "cpu" else found
+        """Return the bound of this rank. Ranks of one machine share its memory; a GPU belongs to one rank."""
+        bound = self._inner.sequence_bound()
+        return max(2, bound // self._peers) if self._inner.policy.device.type == "cpu" else bound
 
     def step(self, batch: Batch, *, from_base: bool) -> StepResult:
         settings, inner = self._settings, self._inner
@@ -98,15 +98,16 @@ class Held:
             team=self._team,
         )
 
-    def copy(self, number: int, base: str | None) -> Copied:
-        """Into the host's memory: what this rank adds to the files of copy `number`, which replaces the one before."""
+    def copy(self, number: int, base: str | None) -> CopyReport:
+        """Copy this rank's ranges of the files of copy `number` into host memory. They replace those of the last
+        copy."""
         policy, about = self._inner.policy, tensors.about_state(self._settings.lineage)
         self._ranges, sizes = [], {}
         state = self._inner.optimizer.references() | tensors.random_state(policy)
-        for file, held in ((WEIGHTS, policy.parameters), (OPTIMIZER, state)):
-            mine = {name: parts.own(tensor, first=self._first) for name, tensor in held.items()}
-            sizes[file], found = parts.ranges(file, held, mine, about, first=self._first)
-            self._ranges += found
+        for file, file_tensors in ((WEIGHTS, policy.parameters), (OPTIMIZER, state)):
+            own_parts = {name: parts.own(tensor, first=self._first) for name, tensor in file_tensors.items()}
+            sizes[file], ranges = parts.ranges(file, file_tensors, own_parts, about, first=self._first)
+            self._ranges += ranges
         fingerprint = None
         if base is not None:
             version = version_of(self._inner, base, first=self._first, sharded=self._sharded)
@@ -114,34 +115,35 @@ class Held:
             sizes |= version.sizes or {}
             fingerprint = version.fingerprint
         self._number = number
-        return Copied(sizes, fingerprint)
+        return CopyReport(sizes, fingerprint)
 
     def write_copy(self, number: int, folder: Path) -> list[Piece]:
-        """Our ranges into the files there, beside steps."""
-        return parts.write(folder, self._of(number))
+        """Write this rank's ranges into the files in `folder`, while steps go on."""
+        return parts.write(folder, self._ranges_of(number))
 
     def pieces(self, number: int) -> list[Piece]:
-        """Of our ranges, for one who fetches them by `piece`."""
-        return [piece for one in self._of(number) for piece, _ in one.pieces()]
+        """Return the pieces of this rank's ranges, for a caller that fetches them by `piece`."""
+        return [piece for file_range in self._ranges_of(number) for piece, _ in file_range.pieces()]
 
-    def piece(self, number: int, wanted: Piece) -> bytes:
-        for one in self._of(number):
-            if one.file == wanted.file and one.start <= wanted.start < one.start + len(one.content):
-                at = wanted.start - one.start
-                return bytes(one.content[at : at + wanted.size])
-        raise LookupError(f"{wanted} is not ours")
+    def piece(self, number: int, piece: Piece) -> bytes:
+        for file_range in self._ranges_of(number):
+            end = file_range.start + len(file_range.content)
+            if file_range.file == piece.file and file_range.start <= piece.start < end:
+                at = piece.start - file_range.start
+                return bytes(file_range.content[at : at + piece.size])
+        raise LookupError(f"{piece} belongs to another rank")
 
     def drop(self, number: int) -> None:
         if number == self._number:
             self._ranges, self._number = [], -1
 
-    def _of(self, number: int) -> Sequence[parts.FileRange]:
+    def _ranges_of(self, number: int) -> Sequence[parts.FileRange]:
         if number != self._number:
-            raise LookupError(f"copy {number} is asked for, and copy {self._number} is held")
+            raise LookupError(f"copy {number} was requested, but copy {self._number} is stored")
         return self._ranges
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        """Each rank reads a tensor at a time, and keeps its own part of it."""
+        """Restore a copy. Each rank reads one tensor at a time, and keeps its own part of it."""
         weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
         tensors.restore(self._inner.policy, self._inner.optimizer, weights, state, with_random=with_random)
 

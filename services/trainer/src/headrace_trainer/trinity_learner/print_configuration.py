@@ -1,4 +1,4 @@
-"""Trinity's configuration for people to look at."""
+"""Prints Trinity's configuration (`headrace trinity config`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 
 async def run(_common: Common, settings: TrainerSettings) -> None:
-    """On standard output. Raises `SettingError`."""
+    """Print the configuration to standard output. Raises `SettingError`."""
     sys.stdout.write(await asyncio.to_thread(_yaml, settings))
 
 

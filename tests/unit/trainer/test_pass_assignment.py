@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_trainer.batches.batch import pack
-from headrace_trainer.ray_learner.dealing import budget, deal
+from headrace_trainer.ray_learner.pass_assignment import budget, deal
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=24)
 

@@ -1,4 +1,4 @@
-"""Weights files as one sequence of bytes: a line that says whose they are, a line of names and sizes, the contents."""
+"""Weights files as one sequence of bytes: a line with the lineage, a line with names and sizes, and the contents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headrace_runtime.errors import SettingError
 _WORD = b"headrace trinity weights of lineage "
 
 
-def packed(lineage: str, weights: Sequence[Path]) -> bytes:
-    """Equal files give equal bytes."""
+def pack_weights(lineage: str, weights: Sequence[Path]) -> bytes:
+    """Return the files as bytes. Equal files give equal bytes."""
     ordered = sorted(weights, key=lambda path: path.name)
     names = json.dumps([[path.name, path.stat().st_size] for path in ordered])
     return b"".join([_WORD, lineage.encode(), b"\n", names.encode(), b"\n", *(path.read_bytes() for path in ordered)])
 
 
-def unpacked(data: bytes, folder: Path) -> None:
-    """Write the files into `folder`. Raises `SettingError` when `data` is something else."""
+def unpack_weights(data: bytes, folder: Path) -> None:
+    """Write the files into `folder`. Raise `SettingError` when `data` has another format."""
     if not data.startswith(_WORD):
         raise SettingError("trainer.backend", "trinity", "the lineage was saved by another back end; keep that one")
     first = data.index(b"\n") + 1
