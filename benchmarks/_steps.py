@@ -59,8 +59,8 @@ def main() -> None:
     options = parser.parse_args()
     compute = ComputeSettings(device="cpu", threads=options.threads)
     policy = Policy.open(options.model, compute, LoraSettings(), seed=0)
-    if options.whole:
-        policy.head = Head(policy.head.module, whole="for comparison")
+    if options.unchunked_reason:
+        policy.head = Head(policy.head.module, unchunked_reason="for comparison")
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     batch = batch_of(**json.loads(options.data.read_text()))
     parameters = sum(parameter.numel() for parameter in policy.parameters.values())

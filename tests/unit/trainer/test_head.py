@@ -262,7 +262,7 @@ def test_two_runs_are_equal_bit_for_bit(base: Path) -> None:
 def test_an_adapter_on_the_head_is_trained_and_taken_off(base: Path, packing: Any) -> None:
     lora = LoraSettings(rank=4, targets=("q_proj", "lm_head"))
     policy = Policy.open(base, ComputeSettings(device="cpu", packing=packing), lora, seed=1)
-    assert policy.head.whole is None
+    assert policy.head.unchunked_reason is None
     pack = policy.collate(rows())
     torch.autograd.backward(policy.logprobs(pack)[0].sum())
     (up,) = [p for name, p in policy.parameters.items() if "lm_head" in name and "lora_B" in name]
@@ -298,7 +298,7 @@ def test_what_the_model_does_with_its_heads_answer_is_found(
     (architecture,) = [one for one in CATALOG if one.name == name]
     compute = ComputeSettings(device="cpu", packing="padded")
     policy = Policy.open(architecture.build(tmp_path), compute, LoraSettings(), 0)
-    assert policy.head.whole is None
+    assert policy.head.unchunked_reason is None
     found, expected_tail = policy.head.tail, tail(policy.model.config)
     assert found.scale == pytest.approx(expected_tail.scale)
     assert found.cap == (None if expected_tail.cap is None else pytest.approx(expected_tail.cap))
@@ -334,7 +334,7 @@ def test_what_cannot_be_had_in_chunks_is_announced_and_right(base: Path, fault: 
     policy.__dict__.pop("head")
     policy.model.forward = fault(policy.model.forward)
     with structlog.testing.capture_logs() as logs:
-        assert policy.head.whole is not None
+        assert policy.head.unchunked_reason is not None
     (told,) = logs
     assert (told["event"], told["log_level"]) == ("head_not_chunked", "warning")
     assert reason in told["reason"]

@@ -1,6 +1,6 @@
 """Trainer back ends by name: the entry points `headrace.trainer_backends` of installed packages.
 
-Importing an entry point must be cheap; `open` imports torch and the rest. It returns a
+Importing an entry point must be cheap; `open` imports torch and the rest. The result is a
 `headrace_trainer.learner.Learner`.
 """
 

@@ -103,8 +103,8 @@ class Reporter:
                 MEASURES.labels(name).set(value)
         number = state.history[state.history.head].number
         if self._console is None:
-            shown = {name: round(value, 6) for name, value in measured.items() if "/" not in name}
-            log.info("step", step=state.steps, version_number=number, waiting=len(state.waiting), **shown)
+            fields = {name: round(value, 6) for name, value in measured.items() if "/" not in name}
+            log.info("step", step=state.steps, version_number=number, waiting=len(state.waiting), **fields)
         else:
             parts = [text.format(measured[name]) for name, text in _LINE.items() if name in measured]
             self._console.print(

@@ -21,7 +21,7 @@ class DiskRoom:
         self._clock = clock
         self._free_bytes_min = free_bytes_min
         self.trouble: str | None = None
-        """The reason why `wait` waits; None while it does not."""
+        """The reason why `wait` waits, or None while it does not."""
 
     async def wait(self, next_bytes: int) -> None:
         """Return once `next_bytes` fit and the required minimum stays free."""

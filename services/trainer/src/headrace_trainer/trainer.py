@@ -95,12 +95,12 @@ class Trainer:
 
     @property
     def paused(self) -> str | None:
-        """The reason why training or reading is paused until `resume`; None while both go on."""
+        """The reason why training or reading is paused until `resume`, or None while both go on."""
         return "; ".join(filter(None, [self._refuse.paused, self.stopped, self.room.trouble])) or None
 
     @property
     def stopped(self) -> str | None:
-        """The reason why training is stopped; None while it goes on. Decisions of the registry are followed all the
+        """The reason why training is stopped, or None while it goes on. Decisions of the registry are followed all the
         same."""
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def learner_failure(self) -> str | None:
-        """The reason why the learner cannot go on, which ends the process; None while it can."""
+        """The reason why the learner cannot go on, which ends the process, or None while it can."""
         return self.lineage.learner.failure if self.lineage is not None else None
 
     def resume(self) -> None:

@@ -77,14 +77,14 @@ def reinforce_pp(
     baselines_B, compared_B = [], []
     for reward, run, task in zip(rewards_B, runs_B, tasks_B, strict=True):
         in_task, in_overall = decay.remaining_contribution(past, run)
-        others = total.minus(run_sums[run]).minus(in_overall)
+        reference = total.minus(run_sums[run]).minus(in_overall)
         if task is not None:
             peers = past.task(task).plus(batch[task]).minus(run_sums[run]).minus(in_task)
             if repeat or peers.weight >= history_min - EPSILON:
-                others = peers
-        compared = others.weight >= (history_min if task is not None and repeat else 0.0) - EPSILON
-        compared_B.append(compared and others.weight > EPSILON)
-        baselines_B.append(others.value if compared_B[-1] else reward)
+                reference = peers
+        compared = reference.weight >= (history_min if task is not None and repeat else 0.0) - EPSILON
+        compared_B.append(compared and reference.weight > EPSILON)
+        baselines_B.append(reference.value if compared_B[-1] else reward)
     rests_B = [(r - b) ** 2 for r, b in zip(rewards_B, baselines_B, strict=True)]
     shares_B = [weight * compared for weight, compared in zip(weights_B, compared_B, strict=True)]
     squares = past.squares.plus(_sum(rests_B, shares_B))

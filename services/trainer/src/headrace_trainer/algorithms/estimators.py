@@ -32,7 +32,7 @@ class AdvantageInputs:
     runs_B: Sequence[str]
     tasks_B: Sequence[str | None]
     turns_B: Sequence[Sequence[float | None]] = ()
-    """The reward of each span's turn, in the order of the spans, for each branch; None where the turn has none."""
+    """The reward of each span's turn, in the order of the spans, for each branch, or None where the turn has none."""
 
     def groups(self) -> list[str]:
         """Return the group of each branch: its task, or its run where it has no task."""

@@ -35,13 +35,14 @@ class LossInputs:
     row_N: Tensor
     """The experience that each token belongs to, counted from 0."""
     left_out_N: Tensor | None = None
-    """Tokens of experiences that are left out of the loss; None where there are none."""
+    """Tokens of experiences that are left out of the loss, or None where there are none."""
     reference_N: Tensor | None = None
     """Logprobs of the lineage's base, where `Needs.reference` is set."""
     written_N: Tensor | None = None
     """Tokens that were written and not sampled: their `behaviour_N` has no meaning. None where there are none."""
     pair_R: Tensor | None = None
-    """Index of the row that each row is compared with, its own index where there is none; None without comparisons."""
+    """Index of the row that each row is compared with, its own index where there is none, or None without
+    comparisons."""
 
 
 Compute = Callable[[LossInputs, "LossSettings"], "TokenLoss"]

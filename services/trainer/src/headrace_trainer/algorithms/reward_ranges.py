@@ -111,7 +111,7 @@ class SourceRange(Model):
         return SourceRange(values=(*self.values, value)[-WINDOW:], count=self.count + 1, last_run=run)
 
     def bounds(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the window; None while there are too few values."""
+        """Return the bounds of the window, or None while there are too few values."""
         return _bounds(self.values, limits)
 
 
@@ -215,7 +215,7 @@ class RewardRanges(Model):
         return bounds is None or bounds.winsorise(stray.value) != stray.value
 
     def total(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the combined rewards; None when some of the window are outside, because then several
+        """Return the bounds of the combined rewards, or None when some of the window are outside, because then several
         units are in use, and outliers are no errors."""
         if not limits.factor or TOTAL not in self.sources:
             return None

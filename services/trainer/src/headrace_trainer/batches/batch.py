@@ -136,7 +136,7 @@ class Batch:
 
     rows: tuple[Row, ...]
     full_rows: float | None = None
-    """Number of rows of a full batch; None when this batch is full."""
+    """Number of rows of a full batch, or None when this batch is full."""
     agg_mode: str = "token-mean"
     """How the losses of tokens are aggregated (`trainer.loss.agg_mode`)."""
     horizon_tokens: int = 1

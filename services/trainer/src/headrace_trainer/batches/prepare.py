@@ -48,7 +48,7 @@ def prepare(
         state: The state of the lineage.
         settings: The settings of the advantages.
         decay: How fast baselines forget.
-        whole: The number of experiences of a full batch; None for the number of `items`.
+        whole: The number of experiences of a full batch, or None for the number of `items`.
         loss: The settings of the loss, for its aggregation.
     """
     for item in items:

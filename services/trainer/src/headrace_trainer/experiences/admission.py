@@ -162,7 +162,7 @@ def decide(
 
     Args:
         experience: The experience that arrived.
-        entry: The window's entry of the experience; None if it was not seen before.
+        entry: The window's entry of the experience, or None if it was not seen before.
         history: The versions of the lineage.
         steps: The number of steps that the lineage has taken.
         limits: The admission limits.

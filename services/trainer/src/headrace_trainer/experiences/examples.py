@@ -18,7 +18,7 @@ from headrace_schemas.events.experience import Edit
 from headrace_trainer.algorithms.signals import Signals
 
 WriteAnswer = Callable[[Message], tuple[int, ...] | None]
-"""Returns the tokens of an answer with its end token; None where the model cannot produce it."""
+"""Returns the tokens of an answer with its end token, or None where the model cannot produce it."""
 FindReplyExamples = Callable[[Experience], Iterable["Example"]]
 """Returns the examples of answers that a user contradicted or accepted."""
 

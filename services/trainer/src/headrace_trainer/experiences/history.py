@@ -78,11 +78,11 @@ class History:
         return max(published.number for published in self.versions) + 1
 
     def staleness(self, versions: Iterable[str]) -> int | None:
-        """Return the number of versions between the oldest of `versions` and the head; None when one is of another
+        """Return the number of versions between the oldest of `versions` and the head, or None when one is of another
         lineage."""
         distances = [self._distance(version) for version in versions]
-        own = [distance for distance in distances if distance is not None]
-        return max(own, default=0) if len(own) == len(distances) else None
+        lineage_distances = [distance for distance in distances if distance is not None]
+        return max(lineage_distances, default=0) if len(lineage_distances) == len(distances) else None
 
     def with_exclusion(self, version: str, *, ends: bool = False) -> History:
         """Return the history with `version` excluded from training, or included again with `ends`.

@@ -46,7 +46,7 @@ class PendingUpdate:
     example: Example
     advantage: float | None
     token_weight: float | None = None
-    """Token weight of the contribution that is corrected; None where the weights hold none."""
+    """Token weight of the contribution that is corrected, or None where the weights hold none."""
     turns: SpanAdvantages = ()
     """The missing advantage of each span, where turns have advantages of their own."""
 
@@ -68,7 +68,7 @@ def pending_updates(
 
     Args:
         experience: The newest revision of the experience.
-        entry: The window's entry of the experience; None if it was not seen before.
+        entry: The window's entry of the experience, or None if it was not seen before.
         given: The examples that the experience has now.
         history: The versions of the lineage.
         steps: The number of steps that the lineage has taken.

@@ -111,7 +111,7 @@ class ReplyReader:
                 yield Example(f"{CONTRADICTED}{name}", 1.0, "", span.turn_id, span.choice, (), longest)
 
     def read(self, branch: Branch, span: Span) -> Reply | None:
-        """Return the user's reply to the answer `span`; None where no message of a user, or no answer to one,
+        """Return the user's reply to the answer `span`, or None where no message of a user, or no answer to one,
         follows."""
         index = branch.spans.index(span) + 1
         if index == len(branch.spans):

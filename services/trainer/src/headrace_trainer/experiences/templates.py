@@ -20,7 +20,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value of a file; None where it cannot be read."""
+    """Return the JSON value of a file, or None where it cannot be read."""
     try:
         return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):

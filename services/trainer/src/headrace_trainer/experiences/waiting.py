@@ -49,7 +49,7 @@ class Selection:
 
 
 def task_of(experience: Experience) -> str | None:
-    """Return the name of the task whose experiences are compared with each other; None when no task was named."""
+    """Return the name of the task whose experiences are compared with each other, or None when no task was named."""
     return None if experience.task_id is None else tenant_name(experience.tenant, experience.task_id)
 
 

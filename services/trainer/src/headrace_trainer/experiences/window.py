@@ -70,7 +70,7 @@ class Entry(Model):
     baseline: Finite = 0.0
     scale: Finite = 1.0
     turn_terms: tuple[Finite, Finite] | None = None
-    """Baseline and scale of the rewards of its turns; None when there were no other rewards to compare them with."""
+    """Baseline and scale of the rewards of its turns, or None when there were no other rewards to compare them with."""
     partition: int = -1
     offset: int = -1
     """Partition and offset on the bus at which its tokens were last seen."""

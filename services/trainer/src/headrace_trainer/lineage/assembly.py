@@ -55,8 +55,8 @@ def share_weights(folder: Path) -> SharedWeights | None:
     The frame is written into `folder`. The version's files are compared byte by byte and not changed.
 
     Returns:
-        The shared ranges; None where the version holds too little of the weights, or where a back end writes files of
-        another layout.
+        The shared ranges, or None where the version holds too little of the weights, or where a back end writes files
+        of another layout.
     """
     weights, version = folder / WEIGHTS, folder / VERSION
     paths = sorted(version.glob("*.safetensors")) if version.is_dir() else []

@@ -48,7 +48,7 @@ class Tensors(Model):
     weights: BlobRef
     optimizer: BlobRef
     assembly: Assembly | None = None
-    """How `weights` is assembled; None where it is stored as one blob."""
+    """How `weights` is assembled, or None where it is stored as one blob."""
 
     @property
     def blobs(self) -> tuple[BlobRef, ...]:

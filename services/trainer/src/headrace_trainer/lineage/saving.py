@@ -72,7 +72,7 @@ class Save:
     copy: Copy | None
     """None where weights and optimizer are those of `before`, and no version is made."""
     result: tuple[Saved, History, bool] | None = field(default=None, init=False)
-    """The durable state, its history, and whether it has a new version; None until the save is durable."""
+    """The durable state, its history, and whether it has a new version, or None until the save is durable."""
 
     @property
     def publishes(self) -> bool:

@@ -1,4 +1,4 @@
-"""The entry point of the back end `ray`. It imports ray and torch only when it is used."""
+"""The entry point of the back end `ray`, which imports ray and torch only when it is used."""
 
 from __future__ import annotations
 

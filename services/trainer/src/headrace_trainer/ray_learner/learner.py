@@ -46,7 +46,7 @@ class RayLearner:
         """Open a learner on existing ranks, which replaces any learner that they hold."""
         chosen = settings.of("ray")
         assert isinstance(chosen, RaySettings)
-        nodes = [place.node for place in ranks.locations]
+        nodes = [location.node for location in ranks.locations]
         table = settings.model_dump()
         with ranks.provide_files(folder) as folders:
             calls = [

@@ -11,8 +11,8 @@ _NAME_BYTES = 15
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address; None where there is none, or the address is of another
-    kind."""
+    """Return the name of the interface with this IPv4 address, or None where there is none, or the address is of
+    another kind."""
     try:
         packed_address = socket.inet_aton(address)
     except OSError:

@@ -43,7 +43,7 @@ class FileRange:
             yield Piece.of(self.file, self.start + at, content), content
 
 
-def own(tensor: Tensor, *, first: bool) -> OwnPart | None:
+def own_part(tensor: Tensor, *, first: bool) -> OwnPart | None:
     """Return this rank's part of a tensor. `first`: whether this is the first rank, which writes unsharded tensors.
 
     All ranks must call it at once, because a tensor that is not divided by rows is gathered in each.

@@ -1,4 +1,4 @@
-"""Checks that files which ranks have written together are complete. It imports neither torch nor ray."""
+"""Checks that files which ranks have written together are complete, without torch and ray."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Rank:
         """Write this rank's part of a copy. Like the other methods for copies, it may run while a step does.
 
         Returns:
-            The pieces; None where this is not the folder with the trainer's mark, for example on another machine.
+            The pieces, or None where this is not the folder with the trainer's mark, for example on another machine.
         """
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 

@@ -105,7 +105,7 @@ class RankLearner:
         self._ranges, sizes = [], {}
         state = self._inner.optimizer.references() | tensors.random_state(policy)
         for file, file_tensors in ((WEIGHTS, policy.parameters), (OPTIMIZER, state)):
-            own_parts = {name: parts.own(tensor, first=self._first) for name, tensor in file_tensors.items()}
+            own_parts = {name: parts.own_part(tensor, first=self._first) for name, tensor in file_tensors.items()}
             sizes[file], ranges = parts.ranges(file, file_tensors, own_parts, about, first=self._first)
             self._ranges += ranges
         fingerprint = None

@@ -85,7 +85,7 @@ class Ranks:
             self._wait(method, calls, stop)
             return list(ray.get(calls))
 
-    def one(self, number: int, method: str, *arguments: Any) -> Any:
+    def call_rank(self, number: int, method: str, *arguments: Any) -> Any:
         """Call a method of one rank, if it does not need the others, and return the result."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
@@ -107,18 +107,20 @@ class Ranks:
         and otherwise a copy that ranks of its machine share."""
         with marked(folder) as mark:
             has_access = self.all("sees", str(folder), mark)
-        nodes = [place.node for place in self.locations]
+        nodes = [location.node for location in self.locations]
         owners = [number if has_access[number] else nodes.index(node) for number, node in enumerate(nodes)]
         copies: dict[int, str] = {}
         try:
             copies |= {
-                number: str(self.one(number, "folder")) for number in sorted(set(owners)) if not has_access[number]
+                number: str(self.call_rank(number, "folder"))
+                for number in sorted(set(owners))
+                if not has_access[number]
             }
             for path in model_files(folder) if copies else ():
                 for piece in _pieces(path):
                     reference = self.shared(piece)
                     for number, rank_folder in copies.items():
-                        self.one(number, "put", rank_folder, path.relative_to(folder).as_posix(), reference)
+                        self.call_rank(number, "put", rank_folder, path.relative_to(folder).as_posix(), reference)
             yield [copies.get(owner, str(folder)) for owner in owners]
         finally:
             for number, rank_folder in copies.items():
@@ -177,8 +179,8 @@ class Ranks:
 
     def _meet(self, device: str) -> None:
         address = self.locations[0].address
-        port = self.one(0, "meet", address)
-        self.each("join", [(place.address, address, port, device) for place in self.locations])
+        port = self.call_rank(0, "meet", address)
+        self.each("join", [(location.address, address, port, device) for location in self.locations])
 
     def _gpus(self, compute: ComputeSettings) -> bool:
         """Return whether each rank has a GPU of its own."""
@@ -195,8 +197,8 @@ class Ranks:
         end_s = time.monotonic() + limit
         waiting = list(calls)
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=_POLL_S)
-            for call in done:
+            finished, waiting = ray.wait(waiting, timeout=_POLL_S)
+            for call in finished:
                 self._raise_error(call)
             if waiting and (why := self._death()) is not None:
                 raise LearnerLost(why)
@@ -249,7 +251,7 @@ class Ranks:
 
     def _forget(self, number: int, folder: str) -> None:
         if self._lost is None:
-            self.one(number, "forget", folder)
+            self.call_rank(number, "forget", folder)
 
 
 def _resources() -> dict[str, float]:

@@ -63,7 +63,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
     if inner.policy.lora:
         return _adapter(inner.policy, base, first=first)
     policy, dtype = inner.policy, inner.served_as
-    own_parts = {name: parts.own(parameter, first=first) for name, parameter in policy.parameters.items()}
+    own_parts = {name: parts.own_part(parameter, first=first) for name, parameter in policy.parameters.items()}
     rounded = {name: _round_part(part, dtype, name) for name, part in own_parts.items() if part is not None}
     fingerprint = policy.fingerprint({name: part.values for name, part in rounded.items()})
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
@@ -85,7 +85,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
         own_tensors = {
             name: rounded.get(entry.name)
             if entry.name is not None
-            else parts.own(plan.files[file][name], first=first)
+            else parts.own_part(plan.files[file][name], first=first)
             if plan is not None
             else None
             for name, entry in entries.items()
@@ -99,7 +99,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
 
 
 def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
-    """Return the entries of all files; None where a file holds a tensor that the library derived from a trained one.
+    """Return the entries of all files, or None where a file holds a tensor that the library derived from a trained one.
 
     A tensor that the library stores unchanged is the very object that it was given.
     """

@@ -1,4 +1,4 @@
-"""The entry point of the back end `torch`. It imports torch only when it is used."""
+"""The entry point of the back end `torch`, which imports torch only when it is used."""
 
 from __future__ import annotations
 

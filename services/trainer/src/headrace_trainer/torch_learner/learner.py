@@ -134,8 +134,8 @@ def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) ->
 def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
     """Open the appraiser that the kind of advantage needs, if any. Raises `SettingError`."""
     if settings.needs.critic:
-        if policy.head.whole is not None:
-            reason = policy.head.whole
+        if policy.head.unchunked_reason is not None:
+            reason = policy.head.unchunked_reason
             remedy = f"a critic reads hidden states, and this model does not expose them: {reason}; use another one"
             raise SettingError("trainer.algorithm", settings.algorithm, remedy)
         width = policy.model.config.get_text_config().hidden_size

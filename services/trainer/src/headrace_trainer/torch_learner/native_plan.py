@@ -59,7 +59,7 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
             add(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
     compared = [(point, name) for point, name in points if any(length > point for length in lengths)]
     rows = tuple(_row(config, length, [point for point, _ in compared], seed) for seed, length in enumerate(lengths))
-    return Plan(rows, _places(rows, compared), tuple(unseen))
+    return Plan(rows, _place_masks(rows, compared), tuple(unseen))
 
 
 def turning_points(config: Any) -> dict[int, str]:
@@ -91,7 +91,7 @@ def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
     return Row("", 0, tokens, mask, zeros, zeros + 1, np.float32(0), ~mask)
 
 
-def _places(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
+def _place_masks(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
     """Return the places of the loss tokens: each is beyond the last point that it has passed."""
     if not rows:
         return {}

@@ -1,4 +1,4 @@
-"""The entry point of the back end `trinity`. It imports torch only when it is used, and never Trinity."""
+"""The entry point of the back end `trinity`, which imports torch only when it is used, and never Trinity."""
 
 from __future__ import annotations
 

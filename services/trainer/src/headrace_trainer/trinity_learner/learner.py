@@ -36,10 +36,10 @@ from headrace_trainer.trinity_learner.configuration import (
     vocabulary_of,
 )
 from headrace_trainer.trinity_learner.disk import Disk, Pending
-from headrace_trainer.trinity_learner.weights_bytes import pack_weights, unpack_weights
 from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from headrace_trainer.trinity_learner.settings import TrinitySettings
+from headrace_trainer.trinity_learner.weights_bytes import pack_weights, unpack_weights
 from headrace_trainer.whole import Frozen, WholeLearner
 
 log = get_logger(__name__)
@@ -249,7 +249,7 @@ class TrinityLearner(WholeLearner):
             return False
         from headrace_trainer.trinity_learner import (
             weights as weights_files,
-        )  # imported here, because torch takes seconds
+        )  # imports torch
 
         if not weights_files.is_finite(weights):
             self._end_job()
@@ -280,7 +280,7 @@ class TrinityLearner(WholeLearner):
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    from headrace_trainer.trinity_learner.weights import fingerprint  # imported here, because torch takes seconds
+    from headrace_trainer.trinity_learner.weights import fingerprint  # imports torch
 
     return fingerprint(folder)
 

@@ -128,7 +128,7 @@ def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
         return None
     return StepDecision(
         f"the gap between teacher and student is {gap.mean:.4g} nats a token over {gap.count} runs, and not surely "
-        f"positive: randomly permuted replies reach it in {gap.p_value:.1%} of the cases (at most {level:.1%}). This "
+        f"positive: randomly permuted replies reach it in {gap.p_value:.1%} (at most {level:.1%}) of the cases. This "
         "base does not answer better when it sees users' next messages. Take a larger base, or another algorithm "
         '("reinforce++" with the rewards of turns)',
         undecided,

@@ -59,7 +59,7 @@ class SequenceMask:
         return self._blocks[length]
 
     def row(self, query: Tensor) -> flash.Row | None:
-        """Return the plan for a flash kernel on the device of `query`; None where no kernel fits."""
+        """Return the plan for a flash kernel on the device of `query`, or None where no kernel fits."""
         if query.device not in self._rows:
             long = flash.takes_long(query)
             self._rows[query.device] = flash.row_of(self.bounds, self._mask_args, query.device, cudnn=long)

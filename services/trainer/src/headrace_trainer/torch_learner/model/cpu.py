@@ -56,7 +56,7 @@ def give_back() -> None:
 
 
 def _glibc_function(name: str) -> Any:
-    """Return a function of glibc; None with another C library."""
+    """Return a function of glibc, or None with another C library."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
@@ -86,6 +86,6 @@ def exact() -> bool:
     return all(near)
 
 
-def _near(found: Tensor, left: Tensor, right: Tensor) -> bool:
+def _near(product: Tensor, left: Tensor, right: Tensor) -> bool:
     expected = left.double() @ right.double()
-    return bool(((found - expected).abs() <= _ROUNDING * expected).all())
+    return bool(((product - expected).abs() <= _ROUNDING * expected).all())

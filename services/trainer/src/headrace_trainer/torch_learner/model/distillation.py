@@ -43,7 +43,7 @@ class DistillationTarget:
             temperature_n: The temperature of each token.
 
         Returns:
-            Indices within the chunk and the gradients to add there; None where the chunk has none of these tokens.
+            Indices within the chunk and the gradients to add there, or None where the chunk has none of these tokens.
         """
         first, last = torch.searchsorted(self.positions_M, torch.tensor([part.start, part.stop], device=log_nV.device))
         if first == last:

@@ -7,8 +7,8 @@ tokens follow the sequence, where its own tokens do not attend to them.
 
 Keys that several heads share are read without copies, and a sliding window is two numbers. Whether a mask is plain
 causality or such a window is not derived from a name: transformers' own mask is evaluated for the queries where
-windows, chunks and plain causality differ. Where layers are recomputed, attention is stored in the first pass (`kept`).
-"""
+windows, chunks and plain causality differ. Where layers are recomputed, attention is stored in the first pass
+(`attention_results`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Kernel(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        found: KernelResult,
+        result: KernelResult,
         part: Part,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -101,11 +101,11 @@ class Flash:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        found: KernelResult,
+        result: KernelResult,
         part: Part,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        answer, (norms, state) = found
+        answer, (norms, state) = result
         three: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             of, query, key, value, answer, norms, part.bounds, part.bounds, part.longest, part.longest, 0.0,
             part.window is None, state, query.new_empty(0), scale=scale, window_size_left=_left(part),
@@ -130,11 +130,11 @@ class Cudnn:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        found: KernelResult,
+        result: KernelResult,
         part: Part,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        answer, (norms, seed, offset) = found
+        answer, (norms, seed, offset) = result
         five = (_rectangle(tensor, part) for tensor in (of, query, key, value, answer))
         of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *five,
@@ -158,7 +158,8 @@ CUDNN: Kernel = Cudnn()
 
 
 def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
-    """How a row is computed under the mask that transformers asks for by `asked`; None where none of these can."""
+    """Return the plan of a row under the mask that transformers builds from `mask_args`, or None where no kernel
+    fits."""
     lengths = [b - a for a, b in pairwise(bounds)]
     window_keys = reach(max(lengths), mask_args)
     if window_keys is None:
@@ -174,8 +175,11 @@ def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.
 
 
 def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
-    """Short ones together; long ones as those that are rounded to the same length, by 1, 2, 4 and so on: each other
-    number of them would have a plan of its own."""
+    """Group neighbouring sequences for one call each.
+
+    Short sequences form one group. Long ones are grouped if they are rounded to the same length, in groups of 1, 2, 4
+    and so on, because cuDNN prepares a plan for each group size.
+    """
     for size, group in groupby(lengths, lambda length: _round_up(length) if cudnn and length > LONG else 0):
         several = list(group)
         while several:
@@ -185,8 +189,8 @@ def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
-    places = functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    return places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
+    offsets = functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return offsets.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else offsets
 
 
 def _round_up(length: int) -> int:
@@ -194,22 +198,22 @@ def _round_up(length: int) -> int:
 
 
 def _left(part: Part) -> int:
-    """Keys before a query's own that it sees; -1: no bound."""
+    """Return the number of keys before a query's own that it attends to; -1 means all."""
     return -1 if part.window is None else part.window - 1
 
 
 def _rectangle(tensor: Tensor, part: Part) -> Tensor:
-    """`[sequences, heads, rounded, width]`; a view where nothing is added."""
+    """Return the part as `[sequences, heads, rounded, width]`, as a view where no padding is needed."""
     if all(length == part.rounded_length for length in part.lengths):
         return tensor.reshape(len(part.lengths), part.rounded_length, *tensor.shape[1:]).transpose(1, 2)
-    whole = tensor.new_zeros(len(part.lengths), part.rounded_length, *tensor.shape[1:])
-    for target, source in zip(whole, torch.split(tensor, list(part.lengths)), strict=True):
+    padded = tensor.new_zeros(len(part.lengths), part.rounded_length, *tensor.shape[1:])
+    for target, source in zip(padded, torch.split(tensor, list(part.lengths)), strict=True):
         target[: len(source)] = source
-    return whole.transpose(1, 2)
+    return padded.transpose(1, 2)
 
 
 def _strip(tensor: Tensor, part: Part) -> Tensor:
-    """Back again."""
+    """Undo `_rectangle`."""
     rows = tensor.transpose(1, 2)
     if all(length == part.rounded_length for length in part.lengths):
         return rows.flatten(0, 1)
@@ -217,9 +221,12 @@ def _strip(tensor: Tensor, part: Part) -> Tensor:
 
 
 def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
-    """Keys that a query sees at most, its own among them; None where a mask is neither plain causality nor a window."""
+    """Return the largest number of keys that a query attends to, its own included.
+
+    The result is None where a mask is neither plain causality nor a window.
+    """
     if not mask_args.get("allow_is_causal_skip", True):
-        return None  # something was laid over the mask
+        return None  # the mask was combined with another one
     local = mask_args.get("local_size")
     if local is None or local >= longest:
         return longest
@@ -230,13 +237,13 @@ def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
     try:
         visible = mask_args["mask_function"](none, none, queries, keys)
     except (RuntimeError, TypeError, IndexError):
-        return None  # it looks something up on the device; a window does not
+        return None  # the mask reads data on the device, which a window does not
     window = (keys <= queries) & (keys > queries - local)
     return int(local) if torch.equal(visible.expand_as(window), window) else None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether there are kernels for these, as `cast` makes them."""
+    """Return whether a kernel supports these tensors in the type that `cast` returns."""
     width = query.shape[-1]
     fits = width == key.shape[-1] == value.shape[-1] and width <= _WIDTH_MAX and width % _WIDTH_STEP == 0
     if query.device.type != "cuda" or not fits or cast(query).dtype not in (torch.bfloat16, torch.float16):
@@ -245,7 +252,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def takes_long(query: Tensor) -> bool:
-    """Whether cuDNN's is there and worth it."""
+    """Return whether cuDNN's kernel is available and faster."""
     able = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if not (able and allowed):
@@ -254,7 +261,7 @@ def takes_long(query: Tensor) -> bool:
 
 
 def cast(tensor: Tensor) -> Tensor:
-    """In the type that products are computed in here."""
+    """Return the tensor in the type of products under autocast."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
@@ -267,12 +274,15 @@ def attend(
     scale: float | None,
     kernels: tuple[Kernel, Kernel] | None = None,
 ) -> Tensor:
-    """`[1, heads, T, width]` in, `[1, T, heads, width]` out. `kernels`: of parts with bounds, and of those without."""
+    """Compute attention of a row, from `[1, heads, T, width]` to `[1, T, heads, width]`.
+
+    `kernels` are the kernels of parts with and without bounds.
+    """
     three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     # Not `[0]`, whose gradient is written into zeros first.
     how = _AttentionPlan(row, scale, kernels or (FLASH, CUDNN))
-    found: Tensor = _Attention.apply(*three, how)  # type: ignore[no-untyped-call]
-    return found[None]
+    result: Tensor = _Attention.apply(*three, how)  # type: ignore[no-untyped-call]
+    return result[None]
 
 
 @dataclass(frozen=True)
@@ -301,8 +311,8 @@ class _AttentionPlan:
     ) -> tuple[Tensor, ...]:
         five = (torch.split(tensor, self.row.sizes) for tensor in (of, query, key, value, answer))
         parts = [
-            self._kernel(part).backward(of_part, q, k, v, (found, beside), part, self.scale)
-            for part, beside, of_part, q, k, v, found in zip(self.row.parts, more, *five, strict=True)
+            self._kernel(part).backward(of_part, q, k, v, (part_answer, beside), part, self.scale)
+            for part, beside, of_part, q, k, v, part_answer in zip(self.row.parts, more, *five, strict=True)
         ]
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 

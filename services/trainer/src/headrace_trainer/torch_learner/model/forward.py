@@ -46,9 +46,9 @@ class Pack:
     names: tuple[str, ...]
     """Names of the rows, in order."""
     written_N: Tensor | None = None
-    """Tokens that were written and not sampled; None where there are none."""
+    """Tokens that were written and not sampled, or None where there are none."""
     pair_R: Tensor | None = None
-    """Index of the row that each row is paired with, its own index where there is none; None without pairs."""
+    """Index of the row that each row is paired with, its own index where there is none, or None without pairs."""
     rows: tuple[Row, ...] = ()
     """The rows of the pack, from which a teacher builds other sequences."""
     distillation: DistillationTarget | None = None
@@ -111,9 +111,9 @@ def _pairs(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
     for index, row in enumerate(rows):
         groups.setdefault(row.together, []).append(index)
     partners = np.arange(len(rows), dtype=np.int64)
-    for together, (first, *others) in groups.items():
-        if together and others:
-            partners[first], partners[others[0]] = others[0], first
+    for together, (first, *partners_of_first) in groups.items():
+        if together and partners_of_first:
+            partners[first], partners[partners_of_first[0]] = partners_of_first[0], first
     return partners
 
 
@@ -125,7 +125,7 @@ def _to_device(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
 
 def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
     """Return `(logprobs_N, entropy_N)` of the loss tokens in float32, under `model` with the head `output`."""
-    if output.whole is not None:
+    if output.unchunked_reason is not None:
         return head.logprobs(logits(model, pack), pack.targets_N, pack.temperature_N)
     return output.logprobs(hidden(model, output, pack), pack.targets_N, pack.temperature_N)
 

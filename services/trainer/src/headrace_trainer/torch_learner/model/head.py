@@ -71,8 +71,8 @@ class Head:
 
     module: Any
     tail: Tail = Tail()
-    whole: str | None = None
-    """The reason why the logits of all loss tokens are computed at once; None where they are not."""
+    unchunked_reason: str | None = None
+    """The reason why the logits of all loss tokens are computed at once, or None where they are not."""
     compiled: bool = False
     """Whether the operations on a chunk's logits in a training pass may be compiled (`head_compiled`)."""
 
@@ -82,7 +82,7 @@ class Head:
         """Examine the head of `model` by two passes over these tokens. Raises the errors of the model's code."""
         module = model.get_output_embeddings()
         if module is None:
-            return cls(None, whole="the model names no output head")
+            return cls(None, unchunked_reason="the model names no output head")
         device = next(model.parameters()).device
         inputs = {"input_ids": torch.tensor([token_ids], device=device), "use_cache": False}
         planted: list[Tensor] = []
@@ -95,19 +95,21 @@ class Head:
         with intercept(module, plant) as head_inputs:
             logits_1TV = model(**inputs).logits
         if len(head_inputs) != 1 or head_inputs[0].shape[:2] != (1, len(token_ids)):
-            return cls(module, whole="its code does not call its output head once for each position")
+            return cls(module, unchunked_reason="its code does not call its output head once for each position")
         tail = _tail(planted[0], logits_1TV)
         if tail is None:
-            return cls(module, whole="its code changes the head's output by more than a scale or a soft cap")
+            return cls(module, unchunked_reason="its code changes the head's output by more than a scale or a soft cap")
         try:
             with intercept(module) as repeated:
                 model(**inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            return cls(module, whole=f"its code fails without the head's full output: {type(error).__name__}")
+            return cls(
+                module, unchunked_reason=f"its code fails without the head's full output: {type(error).__name__}"
+            )
         if len(repeated) != 1 or not torch.allclose(
             repeated[0].float(), head_inputs[0].float(), rtol=_SAME, atol=_SAME
         ):
-            return cls(module, whole="its code calls its output head differently each time")
+            return cls(module, unchunked_reason="its code calls its output head differently each time")
         return cls(module, tail)
 
     def logprobs(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +192,7 @@ class Head:
     def plain(self) -> bool:
         """Whether the head is only a matrix, without adapter, quantisation or hooks."""
         module = self.module
-        if self.whole is not None or type(module) is not nn.Linear:
+        if self.unchunked_reason is not None or type(module) is not nn.Linear:
             return False
         return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
@@ -284,7 +286,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Sums over chunks; None where no gradient is needed."""
+    """Sums over chunks, or None where no gradient is needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -407,7 +409,7 @@ def _planted(raw: Tensor) -> Tensor:
 
 
 def _tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """Return the operation that turns `planted` into `answer`; None where it is another one."""
+    """Return the operation that turns `planted` into `answer`, or None where it is another one."""
     if answer.shape != planted.shape:
         return None
     small, huge = (float(value) for value in answer.flatten()[:2])

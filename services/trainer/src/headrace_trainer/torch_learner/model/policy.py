@@ -205,9 +205,11 @@ class Policy:
     def _head_of(self, model: Any) -> Head:
         with self.eagerly():
             output = Head.of(model, fingerprint_tokens(self.vocabulary)[:_PROBE_TOKENS])
-        if output.whole is not None:
+        if output.unchunked_reason is not None:
             architecture = architecture_of(model.config)
-            log.warning("head_not_chunked", architecture=architecture, reason=output.whole, remedy=_WHOLE_REMEDY)
+            log.warning(
+                "head_not_chunked", architecture=architecture, reason=output.unchunked_reason, remedy=_WHOLE_REMEDY
+            )
         return replace(output, compiled=self._compute.compile)
 
     @contextlib.contextmanager

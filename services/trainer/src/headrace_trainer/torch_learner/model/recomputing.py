@@ -40,8 +40,8 @@ def enable(model: Any, device: torch.device, dtype: str) -> None:
 
 def _combined_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Return the contexts of a layer's first and second pass, in which both kinds of attention are stored."""
-    ours, torchs = attention_results.contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
-    return _inside(ours[0], torchs[0]), _inside(ours[1], torchs[1])
+    attention_contexts, torch_contexts = attention_results.contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+    return _inside(attention_contexts[0], torch_contexts[0]), _inside(attention_contexts[1], torch_contexts[1])
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def tokens(free: int, trained: int, token_bytes: float) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory that a step can use; None where the system does not report it."""
+    """Return the free memory that a step can use, or None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     cpu.give_back()  # memory that another lineage of this process has freed
