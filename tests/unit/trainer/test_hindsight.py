@@ -262,10 +262,10 @@ def _shifted(self: HindsightTeacher, rows: Sequence[Row]) -> list[ReplyBlock]:
 
 GRADED, BLOCKS = HindsightTeacher._with_advantages, HindsightTeacher.blocks
 FAULTS: dict[str, tuple[object, str, object]] = {
-    "the sign is flipped": (HindsightTeacher, "_graded", _flipped),
-    "the teacher is told nothing": (teaching, "_taught", _own_context),
+    "the sign is flipped": (HindsightTeacher, "_with_advantages", _flipped),
+    "the teacher is told nothing": (teaching, "_teacher_row", _own_context),
     "the reply of the next run": (HindsightTeacher, "blocks", _shifted),
-    "the reply to nobody": (teaching, "_untold", lambda row: row.token_ids_T[:1]),
+    "the reply to nobody": (teaching, "_prompt_without_reply", lambda row: row.token_ids_T[:1]),
 }
 
 

@@ -114,7 +114,7 @@ def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypat
     assert found.unseen == (
         "sequences of 57 tokens",
         "sequences of 200 tokens",
-        "what lies beyond sliding_window = 24",
+        "tokens beyond sliding_window = 24",
     )
 
 
@@ -248,7 +248,7 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
     assert native_plan.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
-    assert native_plan.plan(Config(sliding_window=8192), budget).unseen == ("what lies beyond sliding_window = 8192",)
+    assert native_plan.plan(Config(sliding_window=8192), budget).unseen == ("tokens beyond sliding_window = 8192",)
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:

@@ -127,7 +127,7 @@ def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_pending", "put_model", "keep", "begin", "sweep"):
         burning(Disk, name)
     burning(Buffer, "hand_over")
-    for name in ("_reached", "freeze"):
+    for name in ("_wait_for_step", "freeze"):
         burning(TrinityLearner, name)
 
 
