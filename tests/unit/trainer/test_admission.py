@@ -30,8 +30,8 @@ def entry(*revisions: int, trained: float | None = None, step: int = 4) -> Entry
     )
 
 
-def arrives(known: Entry | None = None, version: int = 5, **fields: Any) -> Decision:
-    return decide(experience(1, name(version), **fields), known, HISTORY, 5, LIMITS)
+def arrives(entry: Entry | None = None, version: int = 5, **fields: Any) -> Decision:
+    return decide(experience(1, name(version), **fields), entry, HISTORY, 5, LIMITS)
 
 
 QUEUED = Decision("queue", None, replaces=True)
@@ -86,8 +86,8 @@ def test_a_temperature_that_float32_cannot_divide_by_makes_no_event(temperature:
 def test_a_temperature_at_which_nothing_is_sampled_is_invalid(temperature: float) -> None:
     span = Span(start=1, logprobs=(-1.0,), turn_id="t", version=name(5), temperature=temperature)
     odd = experience(1, name(5)).model_copy(update={"branch": Branch(token_ids=(1, 2), spans=(span,))})
-    found = decide(odd, None, HISTORY, 5, LIMITS)
-    assert found == Decision("drop", "invalid", replaces=True, detail="temperature")
+    decision = decide(odd, None, HISTORY, 5, LIMITS)
+    assert decision == Decision("drop", "invalid", replaces=True, detail="temperature")
 
 
 def test_a_first_token_has_nothing_to_be_predicted_from() -> None:
@@ -126,12 +126,12 @@ class TestCorrections:
     def correction(self, reward: float | None, **fields: Any) -> Decision:
         return arrives(entry(0, trained=1.0), revision=1, reward=reward, **fields)
 
-    def missing(self, reward: float | None, known: Entry) -> float:
-        return self.missing_of(reward, known, HISTORY)
+    def missing(self, reward: float | None, entry: Entry) -> float:
+        return self.missing_of(reward, entry, HISTORY)
 
-    def missing_of(self, reward: float | None, known: Entry, history: History) -> float:
-        found = pending_updates_of(self.revised(reward), known, history, 5, replace(LIMITS, correction_min=0.0))
-        return math.fsum(one.advantage or 0.0 for one in found)
+    def missing_of(self, reward: float | None, entry: Entry, history: History) -> float:
+        updates = pending_updates_of(self.revised(reward), entry, history, 5, replace(LIMITS, correction_min=0.0))
+        return math.fsum(item.advantage or 0.0 for item in updates)
 
     def revised(self, reward: float | None) -> Experience:
         return experience(1, name(5), revision=1, reward=reward)

@@ -50,10 +50,10 @@ def mean(total: float, weight: float, age: float | None = None) -> Mean:
 
 class TestReinforcePlusPlus:
     def test_by_hand_within_one_batch(self) -> None:
-        found, past = plus_plus([1.0, 0.0, 0.0, 5.0], ["a", "a", "a", "b"])
+        advantages, past = plus_plus([1.0, 0.0, 0.0, 5.0], ["a", "a", "a", "b"])
         # a: the mean of the other two; b: nobody else has its task, so nothing is known of it
-        assert found.baselines_B == pytest.approx([0.0, 0.5, 0.5, 5.0])
-        assert found.values_B == pytest.approx([1.0, -0.5, -0.5, 0.0])
+        assert advantages.baselines_B == pytest.approx([0.0, 0.5, 0.5, 5.0])
+        assert advantages.values_B == pytest.approx([1.0, -0.5, -0.5, 0.0])
         assert past.task("a").total == pytest.approx(0.9**2), "the first run is two runs old already"
         assert past.task("a").weight == pytest.approx(1 + 0.9 + 0.9**2)
         assert past.overall.total == pytest.approx(0.99**3 + 5.0)
@@ -62,19 +62,19 @@ class TestReinforcePlusPlus:
     def test_the_past_fades_run_by_run_however_runs_were_batched(self) -> None:
         rewards, tasks = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0], ["a", "b", "a", None, "a", "b"]
         names = [f"run {index}" for index in range(6)]
-        whole = plus_plus(rewards, tasks, runs=names)[1]
+        unsplit = plus_plus(rewards, tasks, runs=names)[1]
         parts = Baselines()
         for reward, task, name in zip(rewards, tasks, names, strict=True):
             parts = plus_plus([reward], [task], parts, runs=[name])[1]
         for task in ("a", "b"):
-            assert whole.task(task).total == pytest.approx(parts.task(task).total)
-            assert whole.task(task).weight == pytest.approx(parts.task(task).weight)
-        assert whole.overall.total == pytest.approx(parts.overall.total)
+            assert unsplit.task(task).total == pytest.approx(parts.task(task).total)
+            assert unsplit.task(task).weight == pytest.approx(parts.task(task).weight)
+        assert unsplit.overall.total == pytest.approx(parts.overall.total)
 
     def test_by_hand_with_history(self) -> None:
         past = Baselines(tasks={"a": mean(2.0, 4.0)})
-        found, then = plus_plus([1.0], ["a"], past)
-        assert found.values_B == pytest.approx([0.5]), "against the history alone, 2/4"
+        advantages, then = plus_plus([1.0], ["a"], past)
+        assert advantages.values_B == pytest.approx([0.5]), "against the history alone, 2/4"
         assert then.task("a").total == pytest.approx(2.0 * 0.9 + 1.0)
         assert then.task("a").weight == pytest.approx(4.0 * 0.9 + 1.0)
 
@@ -107,19 +107,19 @@ class TestReinforcePlusPlus:
     def test_a_late_branch_is_not_compared_with_its_own_run(self) -> None:
         """Its first branch came two batches ago, and has faded since."""
 
-        def baseline(own: float) -> float:
-            past = plus_plus([own, 2.0], ["a", "a"], runs=["mine", "x"], weights=[0.5, 1.0])[1]
+        def baseline(reward: float) -> float:
+            past = plus_plus([reward, 2.0], ["a", "a"], runs=["mine", "x"], weights=[0.5, 1.0])[1]
             past = plus_plus([3.0, 1.0], ["a", None], past, runs=["y", "z"])[1]
-            return plus_plus([own], ["a"], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
+            return plus_plus([reward], ["a"], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
 
         assert baseline(0.0) == pytest.approx(baseline(100.0))
         assert baseline(0.0) == pytest.approx((2.0 * 0.9 + 3.0) / 1.9)
 
     def test_nor_is_one_without_a_task(self) -> None:
-        def baseline(own: float) -> float:
-            past = plus_plus([own, 2.0], [None, None], runs=["mine", "x"], weights=[0.5, 1.0])[1]
+        def baseline(reward: float) -> float:
+            past = plus_plus([reward, 2.0], [None, None], runs=["mine", "x"], weights=[0.5, 1.0])[1]
             past = plus_plus([3.0, 1.0], [None, "a"], past, runs=["y", "z"])[1]
-            return plus_plus([own], [None], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
+            return plus_plus([reward], [None], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
 
         assert baseline(0.0) == pytest.approx(baseline(100.0))
         assert baseline(0.0) == pytest.approx((2.0 * 0.99**2 + 3.0 * 0.99 + 1.0) / (0.99**2 + 0.99 + 1.0))
@@ -142,11 +142,11 @@ class TestReinforcePlusPlus:
         assert plus_plus([1.0], ["a"], past, history_min=2.0)[0].values_B == [0.0]
 
     def test_pitfall_9_a_run_counts_once_however_it_was_split(self) -> None:
-        whole, past_whole = plus_plus([1.0, 0.0], ["a", "a"], runs=["x", "y"])
+        unsplit, past_whole = plus_plus([1.0, 0.0], ["a", "a"], runs=["x", "y"])
         split, past_split = plus_plus(
             [1.0, 1.0, 1.0, 1.0, 0.0], ["a"] * 5, runs=["x"] * 4 + ["y"], weights=[0.25] * 4 + [1.0]
         )
-        assert whole.values_B == pytest.approx([1.0, -1.0])
+        assert unsplit.values_B == pytest.approx([1.0, -1.0])
         assert split.values_B == pytest.approx([1.0] * 4 + [-1.0]), "own branches are no comparison"
         assert past_split.task("a").total == pytest.approx(past_whole.task("a").total)
         assert past_split.squares.weight == pytest.approx(past_whole.squares.weight)
@@ -160,14 +160,14 @@ class TestReinforcePlusPlus:
             for tasks in (first, ["easy"], ["hard"], ["easy", "hard"] * 2):
                 rewards = [{"easy": 1.0, "hard": 0.1}[str(task)] for task in tasks]
                 names = [f"{past.overall.age} {index}" for index in range(len(tasks))]
-                found, past = plus_plus(rewards, list(tasks), past, runs=names, scaled=True)
-                assert found.values_B == [0.0] * len(tasks)
+                advantages, past = plus_plus(rewards, list(tasks), past, runs=names, scaled=True)
+                assert advantages.values_B == [0.0] * len(tasks)
 
     def test_the_scale_is_the_running_root_mean_square(self) -> None:
         past = Baselines(tasks={"a": mean(0.0, 5.0)}, squares=mean(6.0, 2.0))
-        found, then = plus_plus([2.0], ["a"], past, scaled=True)
-        assert found.scales_B == pytest.approx([math.sqrt((6 + 4) / 3) + EPSILON])
-        assert found.values_B == pytest.approx([2.0 / math.sqrt(10 / 3)], rel=1e-5)
+        advantages, then = plus_plus([2.0], ["a"], past, scaled=True)
+        assert advantages.scales_B == pytest.approx([math.sqrt((6 + 4) / 3) + EPSILON])
+        assert advantages.values_B == pytest.approx([2.0 / math.sqrt(10 / 3)], rel=1e-5)
         assert then.squares.total == pytest.approx(6.0 * 0.99 + 4.0)
 
     def test_it_agrees_with_another_implementation_on_random_streams(self) -> None:
@@ -178,8 +178,8 @@ class TestReinforcePlusPlus:
             size = draw.randint(1, 9)
             rewards = [draw.gauss(0, 2) for _ in range(size)]
             tasks = [draw.choice(["a", "b", None]) for _ in range(size)]
-            found, past = plus_plus(rewards, tasks, past, scaled=True)
-            assert found.values_B == pytest.approx(state.batch(np.array(rewards), tasks), rel=1e-6, abs=1e-6)
+            advantages, past = plus_plus(rewards, tasks, past, scaled=True)
+            assert advantages.values_B == pytest.approx(state.batch(np.array(rewards), tasks), rel=1e-6, abs=1e-6)
 
     def test_the_tasks_that_are_remembered_are_bounded(self) -> None:
         past = Baselines()
@@ -206,11 +206,11 @@ class Naive:
             weights = np.array([0.9 ** self.age(peer, number, task) for peer in mine])
             if task is None:
                 mine, weights = peers, np.array([0.99 ** self.age(peer, number, "") for peer in peers])
-            known = weights.sum() >= (1.0 if task is not None else 1e-6)
-            compared.append(known)
-            baseline = np.average([r for _, r, _ in mine], weights=weights) if known else reward
+            is_known = weights.sum() >= (1.0 if task is not None else 1e-6)
+            compared.append(is_known)
+            baseline = np.average([r for _, r, _ in mine], weights=weights) if is_known else reward
             residuals.append(reward - baseline)
-        squares = [r * r for r, known in zip(residuals, compared, strict=True) if known]
+        squares = [r * r for r, is_known in zip(residuals, compared, strict=True) if is_known]
         decayed = sum(s * 0.99 ** (len(self.squares) - 1 - k) for k, s in enumerate(self.squares))
         counts = sum(0.99 ** (len(self.squares) - 1 - k) for k in range(len(self.squares)))
         mean_square = (decayed + sum(squares)) / (counts + len(squares)) if counts + len(squares) else 1.0
@@ -223,27 +223,27 @@ class Naive:
         """Runs that came after `peer`, of the task, or of all when it is empty; those beside it now do not count."""
         if peer[2] == now:
             return 0
-        place = next(index for index, one in enumerate(self.past) if one is peer)
+        place = next(index for index, past_run in enumerate(self.past) if past_run is peer)
         return sum(1 for t, _, _ in self.past[place + 1 :] if task == "" or t == task)
 
 
 class TestGroups:
     def test_grpo_by_hand(self) -> None:
-        found = grpo([1.0, 0.0, 1.0, 0.0, 3.0, 5.0], [1.0] * 6, list("abcdef"), list("gggghh"), scale_min=0.0)
+        advantages = grpo([1.0, 0.0, 1.0, 0.0, 3.0, 5.0], [1.0] * 6, list("abcdef"), list("gggghh"), scale_min=0.0)
         half = 0.5 / (math.sqrt(1 / 3) + EPSILON)  # unbiased deviation of 1, 0, 1, 0
-        one = 1.0 / (math.sqrt(2.0) + EPSILON)
-        assert found.values_B == pytest.approx([half, -half, half, -half, -one, one])
+        unit_advantage = 1.0 / (math.sqrt(2.0) + EPSILON)
+        assert advantages.values_B == pytest.approx([half, -half, half, -half, -unit_advantage, unit_advantage])
 
     def test_grpo_agrees_with_numpy(self) -> None:
         seed = draw_seed()
         rewards = np.random.default_rng(seed).normal(size=12)
-        found = grpo(list(rewards), [1.0] * 12, [str(i) for i in range(12)], ["x"] * 5 + ["y"] * 7, scale_min=0.0)
+        advantages = grpo(list(rewards), [1.0] * 12, [str(i) for i in range(12)], ["x"] * 5 + ["y"] * 7, scale_min=0.0)
         expected = [(g - g.mean()) / (g.std(ddof=1) + 1e-6) for g in (rewards[:5], rewards[5:])]
-        assert found.values_B == pytest.approx(np.concatenate(expected))
+        assert advantages.values_B == pytest.approx(np.concatenate(expected))
 
     def test_grpo_can_leave_rewards_in_their_unit(self) -> None:
-        found = grpo([2.0, 0.0], [1.0, 1.0], ["a", "b"], ["g", "g"], scale_min=None)
-        assert found.values_B == pytest.approx([1.0, -1.0])
+        advantages = grpo([2.0, 0.0], [1.0, 1.0], ["a", "b"], ["g", "g"], scale_min=None)
+        assert advantages.values_B == pytest.approx([1.0, -1.0])
 
     def test_the_noise_of_a_judge_is_no_full_advantage(self) -> None:
         rewards, runs = [0.5, 0.501, 0.5, 0.499], list("abcd")
@@ -257,13 +257,13 @@ class TestGroups:
         assert grpo([0.3] * 3, [1.0] * 3, list("abc"), ["g"] * 3, scale_min=0.0).values_B == pytest.approx([0.0] * 3)
 
     def test_rloo_by_hand(self) -> None:
-        found = rloo([1.0, 2.0, 6.0], [1.0] * 3, list("abc"), ["g"] * 3)
-        assert found.values_B == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5])
+        advantages = rloo([1.0, 2.0, 6.0], [1.0] * 3, list("abc"), ["g"] * 3)
+        assert advantages.values_B == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5])
 
     def test_rloo_is_n_over_n_minus_1_times_the_centred_reward(self) -> None:
         rewards = [0.5, -1.0, 2.0, 0.0]
-        found = rloo(rewards, [1.0] * 4, list("abcd"), ["g"] * 4)
-        assert found.values_B == pytest.approx([4 / 3 * (r - np.mean(rewards)) for r in rewards])
+        advantages = rloo(rewards, [1.0] * 4, list("abcd"), ["g"] * 4)
+        assert advantages.values_B == pytest.approx([4 / 3 * (r - np.mean(rewards)) for r in rewards])
 
     @pytest.mark.parametrize("kind", ["grpo", "rloo"])
     def test_pitfall_9_a_split_run_is_one_member(self, kind: str) -> None:
@@ -273,9 +273,9 @@ class TestGroups:
                 return list(grpo(rewards, weights, list(runs), groups, scale_min=0.0).values_B)
             return list(rloo(rewards, weights, list(runs), groups).values_B)
 
-        whole = group([1.0, 0.0, 0.0], [1.0] * 3, "abc")
+        unsplit = group([1.0, 0.0, 0.0], [1.0] * 3, "abc")
         split = group([1.0, 1.0, 0.0, 0.0], [0.5, 0.5, 1.0, 1.0], "aabc")
-        assert split == pytest.approx([whole[0], *whole])
+        assert split == pytest.approx([unsplit[0], *unsplit])
 
     def test_pitfall_11_a_single_run_is_refused(self) -> None:
         for runs in ("ab", "bb"):

@@ -53,7 +53,7 @@ def read(folder: Path, text: str) -> TrainerSettings:
 @pytest.mark.parametrize("name", NEEDS)
 def test_each_algorithm_says_what_it_needs_and_torch_has_it(name: str, tmp_path: Path) -> None:
     settings = read(tmp_path, f'algorithm = "{name}"\n{TEACHER}')
-    assert set(NEEDS[name].split()) == {one for one in settings.needs.__slots__ if getattr(settings.needs, one)}
+    assert set(NEEDS[name].split()) == {need for need in settings.needs.__slots__ if getattr(settings.needs, need)}
     assert settings.needs.missing_from(OFFERED | TORCH.offers) == ()
 
 

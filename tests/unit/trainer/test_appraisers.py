@@ -39,8 +39,8 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     losses, events = [], []
     for step in range(24):
         events = [experience(10 * step + n, version, 1.0) for n in range(4)]
-        for place, event in enumerate(events):
-            lineage.state.admit(event, (0, place), START)
+        for index, event in enumerate(events):
+            lineage.state.admit(event, (0, index), START)
         losses.append(lineage.step(lineage.next_batch(), GOING_ON)["critic_loss"])
     assert losses[-1] < 0.3 * losses[0], losses
     entry = lineage.state.window.get(events[0].experience_id)
@@ -53,9 +53,9 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     other.thaw(frozen, with_random=True)
     assert other._appraiser is not None
     assert learner._appraiser is not None
-    ours, theirs = learner._appraiser.state(), other._appraiser.state()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    critic_state, restored_state = learner._appraiser.state(), other._appraiser.state()
+    assert critic_state.keys() == restored_state.keys()
+    assert all(torch.equal(critic_state[name], restored_state[name]) for name in critic_state)
 
 
 @pytest.mark.parametrize(("reward", "missing"), [(0.0, -1.0), (None, None)])
@@ -91,7 +91,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path, make: Make, bas
         for n in range(32):
             lineage.state.admit(_sampled(lineage, 32 * step + n, version, draw), (0, n), START)
         lineage.step(lineage.next_batch(), GOING_ON)
-    print([round(one, 3) for one in distances])
+    print([round(distance, 3) for distance in distances])
     assert distances[-1] < 0.7 * distances[0]
 
 
@@ -101,10 +101,10 @@ PROMPT = (11, 7, 19, 3)
 @torch.no_grad()
 def _distance(student: Policy, teacher: Policy) -> float:
     """KL(student || teacher) of the token after the prompt."""
-    ours, theirs = (
-        one.model(torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1) for one in (student, teacher)
+    student_N, teacher_N = (
+        side.model(torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1) for side in (student, teacher)
     )
-    return float((ours.exp() * (ours - theirs)).sum())
+    return float((student_N.exp() * (student_N - teacher_N)).sum())
 
 
 @torch.no_grad()
@@ -128,14 +128,16 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, make: Make) -> N
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[Any]]]:
     """Says -0.5 for each token; and what it was asked."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, self.headers["Authorization"], body))
-            given = [None, *({str(token): {"logprob": -0.5}} for token in body["prompt"][1:])]
-            answer = json.dumps({"choices": [{"prompt_logprobs": given}]} if len(asked) < 3 else {}).encode()
+            requests.append((self.path, self.headers["Authorization"], body))
+            logprob_entries = [None, *({str(token): {"logprob": -0.5}} for token in body["prompt"][1:])]
+            answer = json.dumps(
+                {"choices": [{"prompt_logprobs": logprob_entries}]} if len(requests) < 3 else {}
+            ).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer)
@@ -145,14 +147,14 @@ def endpoint() -> Iterator[tuple[str, list[Any]]]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requests
     server.shutdown()
     server.server_close()
     thread.join()
 
 
 def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tuple[str, list[Any]]) -> None:
-    url, asked = endpoint
+    url, requests = endpoint
     settings = make(
         algorithm="on_policy_distill", teacher={"model": url, "name": "large", "key": "word"}, batch_experiences=2
     )
@@ -165,9 +167,11 @@ def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tupl
     measured = lineage.step(lineage.next_batch(), GOING_ON)
     behaviour = [value for event in events if event.branch for value in event.branch.spans[0].logprobs]
     assert measured["teacher_gap"] == pytest.approx(np.mean(behaviour) + 0.5, abs=1e-5)
-    path, key, body = asked[0]
+    path, key, body = requests[0]
     assert (path, key, body["model"]) == ("/v1/completions", "Bearer word", "large")
-    assert {tuple(one["prompt"]) for _, _, one in asked} == {event.branch.token_ids for event in events if event.branch}
+    assert {tuple(request["prompt"]) for _, _, request in requests} == {
+        event.branch.token_ids for event in events if event.branch
+    }
     lineage.state.admit(told(5, version), (0, 0), START)
     lineage.state.admit(told(6, version), (0, 1), START)
     with pytest.raises(LearnerLost, match=r"trainer\.teacher\.model = .* does not return prompt_logprobs"):

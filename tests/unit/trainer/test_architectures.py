@@ -16,7 +16,9 @@ def test_the_page_has_every_architecture_and_the_catalogue_is_large() -> None:
     assert len(CATALOG) >= 25
 
 
-@pytest.mark.parametrize("architecture", [one for one in CATALOG if one.name in TRIED], ids=lambda one: str(one.name))
+@pytest.mark.parametrize(
+    "architecture", [case for case in CATALOG if case.name in TRIED], ids=lambda case: str(case.name)
+)
 def test_an_architecture_stands_as_the_page_says(architecture: Architecture) -> None:
     trial = play(architecture)
     assert all(outcome.spoken for outcome in trial.outcomes.values())
@@ -24,4 +26,4 @@ def test_an_architecture_stands_as_the_page_says(architecture: Architecture) -> 
 
 
 def test_every_part_of_the_check_has_an_architecture() -> None:
-    assert {one.name for one in CATALOG} >= set(TRIED)
+    assert {architecture.name for architecture in CATALOG} >= set(TRIED)

@@ -65,10 +65,10 @@ def settings_of(folder: Path, text: str) -> TrainerSettings:
 
 
 def test_an_unknown_back_end_stops_the_start_with_those_there_are(tmp_path: Path) -> None:
-    said = (
+    message = (
         r"trainer\.backend = 'torhc': .* trainer back end 'torhc'; did you mean 'torch'\? there are ray, torch, trinity"
     )
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(SettingError, match=message):
         settings_of(tmp_path, 'backend = "torhc"')
 
 
@@ -76,14 +76,14 @@ def test_what_is_no_back_end_is_refused_with_its_package(tmp_path: Path, monkeyp
     announces = {"headrace.trainer_backends": {"broken": "broken:not_one"}}
     plugins.install(tmp_path / "site", "broken", announces, broken="not_one = 3")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    said = r"broken 1\.0 announces broken:not_one as the trainer back end 'broken'; it has to be a .*Backend"
-    with pytest.raises(PluginError, match=said):
+    message = r"broken 1\.0 announces broken:not_one as the trainer back end 'broken'; it has to be a .*Backend"
+    with pytest.raises(PluginError, match=message):
         settings_of(tmp_path, 'backend = "torch"')
 
 
 @pytest.mark.usefixtures("foreign")
 def test_what_a_back_end_offers_is_compared_with_what_is_asked(tmp_path: Path) -> None:
-    for text, said in (
+    for text, message in (
         (
             'algorithm = "with-critic"',
             r"trainer\.algorithm = 'with-critic': .* need critic, which the back end plain does not have",
@@ -92,7 +92,7 @@ def test_what_a_back_end_offers_is_compared_with_what_is_asked(tmp_path: Path) -
         ("health.kl_base_interval_steps = 5", r"trainer\.backend = 'plain': cannot compute logprobs of the base"),
         ("lora.rank = 4", r"trainer\.lora\.rank = 4: the back end plain trains no adapters"),
     ):
-        with pytest.raises(SettingError, match=said):
+        with pytest.raises(SettingError, match=message):
             settings_of(tmp_path, f'backend = "plain"\n{text}')
         settings_of(tmp_path, f'backend = "deep"\n{text}')
 
@@ -106,12 +106,12 @@ def test_a_back_end_has_a_section_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_the_check_before_a_start_is_the_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[TrainerSettings] = []
+    checked: list[TrainerSettings] = []
     monkeypatch.setattr("headrace_trainer.check._problems", lambda _: iter(()))
     settings = TrainerSettings(base=str(simulated.BASE))
-    with as_torch(Backend(simulated.BACKEND.open, check=asked.append)):
+    with as_torch(Backend(simulated.BACKEND.open, check=checked.append)):
         assert await check(mock.Mock(), settings) == []
-    assert asked == [settings]
+    assert checked == [settings]
     with as_torch(simulated.BACKEND):
         assert await check(mock.Mock(), settings) == []
 
@@ -142,10 +142,10 @@ class MortalLearner(simulated.RememberingLearner):
         return self.why
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        taken = super().step(batch, stop, from_base=from_base)
+        result = super().step(batch, stop, from_base=from_base)
         if self._how is not None and self.updates == 2:
             self._how(self)
-        return taken
+        return result
 
     def close(self) -> None:
         self.closed += 1
@@ -173,7 +173,7 @@ def settings(**more: Any) -> TrainerSettings:
 def lessons(trainer: Trainer) -> list[tuple[int, str]]:
     assert trainer.lineage is not None
     assert isinstance(trainer.lineage.learner, simulated.RememberingLearner)
-    return [(one.step, one.experience_id) for one in trainer.lineage.learner.lessons]
+    return [(lesson.step, lesson.experience_id) for lesson in trainer.lineage.learner.lessons]
 
 
 @pytest.mark.parametrize("how", [in_the_step, after_the_step])
@@ -194,11 +194,11 @@ async def test_a_learner_that_dies_ends_the_process_and_the_next_one_trains_each
 
     fragile = Fragile(how)
     calm, _ = await tell(tmp_path / "calm", Fragile(None))
-    told, world = await tell(tmp_path / "told", fragile)
-    assert told == calm
-    assert len(told) == 12
+    result, world = await tell(tmp_path / "told", fragile)
+    assert result == calm
+    assert len(result) == 12
     assert set(world.bus.fates.values()) == {"trained"}
-    assert [one.closed for one in fragile.opened] == [1, 1]
+    assert [opened_learner.closed for opened_learner in fragile.opened] == [1, 1]
 
 
 async def test_a_failure_is_said_and_ends_the_process_while_nothing_is_trained(tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ async def test_a_failure_is_said_and_ends_the_process_while_nothing_is_trained(t
     trainer = world.trainer(settings())
     polled = world.source.poll
 
-    async def dies(room: int) -> Any:
+    async def dies(experiences_max: int) -> Any:
         fragile.opened[0].why = "rank 1 was killed"
         assert trainer.learner_failure == "rank 1 was killed"
-        return await polled(room)
+        return await polled(experiences_max)
 
     assert trainer.learner_failure is None, "there is none yet"
-    said = pytest.raises(LearnerLost, match="lineage main has lost its weights: rank 1 was killed")
-    with as_torch(Backend(fragile.open)), mock.patch.object(world.source, "poll", dies), said:
+    expected_error = pytest.raises(LearnerLost, match="lineage main has lost its weights: rank 1 was killed")
+    with as_torch(Backend(fragile.open)), mock.patch.object(world.source, "poll", dies), expected_error:
         await trainer.run()
     assert fragile.opened[0].closed == 1
 
@@ -223,7 +223,7 @@ async def test_a_learner_is_closed_when_its_lineage_does_not_open(tmp_path: Path
     broken = mock.patch.object(opening, "_restore_state", side_effect=ZeroDivisionError)
     with as_torch(Backend(fragile.open)), broken, pytest.raises(ZeroDivisionError):
         opening.open_lineage(settings(), world.blobs, world.clock)
-    assert [one.closed for one in fragile.opened] == [1]
+    assert [opened_learner.closed for opened_learner in fragile.opened] == [1]
 
 
 @pytest.mark.usefixtures("foreign")
@@ -233,5 +233,5 @@ async def test_a_lineage_is_trained_by_a_back_end_that_somebody_else_wrote(tmp_p
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 2) for n in range(8)))
     trainer = await world.run(settings(backend="plain", steps_per_version=1))
     assert lessons(trainer) == [(1 + n // 4, f"e{n}") for n in range(8)]
-    made: Checkpoint = world.bus.checkpoints[-1]
-    assert made.step == 2
+    checkpoint: Checkpoint = world.bus.checkpoints[-1]
+    assert checkpoint.step == 2

@@ -24,8 +24,8 @@ from tests.unit.trainer.world import World, decision, experience
 
 @pytest.fixture(autouse=True)
 def _remembering(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, stand_in in simulated.AS_TORCH.items():
-        monkeypatch.setattr(place, stand_in)
+    for target, stand_in in simulated.AS_TORCH.items():
+        monkeypatch.setattr(target, stand_in)
 
 
 @dataclass
@@ -88,13 +88,15 @@ async def test_a_step_is_taken_while_the_save_before_it_is_written(tmp_path: Pat
             break
         await asyncio.sleep(0.005)
     assert len(world.reporter.steps) == 2, "the second step, and not the third: there is one save at a time"
-    assert [one.step for one in world.bus.checkpoints] == [0], "and nothing is announced before it is durable"
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0], (
+        "and nothing is announced before it is durable"
+    )
     saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
     assert saved.steps == 0
     blobs.pace.may.set()
     await life
-    assert [one.step for one in world.bus.checkpoints] == [0, 1, 2, 3]
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1, 2, 3]
     assert blobs.pace.most == 1
 
 
@@ -112,7 +114,7 @@ async def test_what_comes_of_it_is_the_same(tmp_path: Path, make: Make) -> None:
         world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", previous=first))
         world.bus.produce(*(experience(n, first, reward=n % 2, task="t") for n in range(30, 42)))
         await world.run(settings)
-        ends.append((result(world), [one.batches for one in world.bus.accounts], [len(world.bus.verdicts)]))
+        ends.append((result(world), [account.batches for account in world.bus.accounts], [len(world.bus.verdicts)]))
     assert ends[0][0]["numbers"][-1] > 3
     assert ends[0] == ends[1]
 
@@ -131,7 +133,7 @@ async def test_a_store_that_is_away_is_waited_for(tmp_path: Path, make: Make) ->
     await with_the_store_away(world, settings, 2)
     await world.run(settings)
     assert len(world.bus.fates) == 8
-    assert [one.step for one in world.bus.checkpoints] == [0, 1, 2]
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1, 2]
 
 
 async def test_a_store_that_stays_away_ends_the_process_and_costs_nothing(tmp_path: Path, make: Make) -> None:
@@ -145,4 +147,4 @@ async def test_a_store_that_stays_away_ends_the_process_and_costs_nothing(tmp_pa
     world.blobs.pace.away = 0
     await world.run(settings)
     assert len(world.bus.fates) == 8
-    assert [one.step for one in world.bus.checkpoints] == [0, 1, 2]
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1, 2]

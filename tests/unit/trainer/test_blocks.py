@@ -43,7 +43,7 @@ def drawn(heads: int, shared: int, width: int, dtype: torch.dtype = torch.float6
 
 def textbook(q: Any, k: Any, v: Any, sees: Any, softcap: float | None = None, s_aux: Any = None) -> torch.Tensor:
     """One sequence after the other, all scores at once, keys copied for each head."""
-    groups, start, found = q.shape[1] // k.shape[1], 0, []
+    groups, start, outputs = q.shape[1] // k.shape[1], 0, []
     for length in LENGTHS:
         here = slice(start, start + length)
         keys, values = (tensor[:, :, here].repeat_interleave(groups, 1) for tensor in (k, v))
@@ -53,9 +53,9 @@ def textbook(q: Any, k: Any, v: Any, sees: Any, softcap: float | None = None, s_
         at = torch.arange(length)
         exps = scores.exp() * sees(at[:, None], at[None])
         below = exps.sum(-1, keepdim=True) + (0.0 if s_aux is None else s_aux.exp()[None, :, None, None])
-        found.append(exps / below @ values)
+        outputs.append(exps / below @ values)
         start += length
-    return torch.cat(found, 2).transpose(1, 2)
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 @pytest.mark.parametrize("queries", [4, 256])
@@ -76,15 +76,17 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
     leaves = [*given, *([more["s_aux"]] if "s_aux" in more else [])]
     with attention.sequences(attention.bounds_of(LENGTHS)):
         seen = attention._mask_object(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **asked(mask))
-    found, _ = attention.attend(None, q, k, v, seen, **more)
+    output, _ = attention.attend(None, q, k, v, seen, **more)
     expected = textbook(q, k, v, MASKS[mask][1], **more)
     # The scores of attention by hand are in float32, as in the models' own code.
     near = 1e-10 if how == "plain" else 2e-6
-    torch.testing.assert_close(found, expected, atol=near, rtol=near)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((answer * weights).sum(), leaves) for answer in (found, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=10 * near, rtol=10 * near)
+    torch.testing.assert_close(output, expected, atol=near, rtol=near)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    block_gradients, textbook_gradients = (
+        torch.autograd.grad((answer * weights).sum(), leaves) for answer in (output, expected)
+    )
+    for block_gradient, other in zip(block_gradients, textbook_gradients, strict=True):
+        torch.testing.assert_close(block_gradient, other, atol=10 * near, rtol=10 * near)
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,11 +97,11 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.untyped_storage().nbytes() // max(1, one.element_size()))
-        return found
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // max(1, tensor.element_size()))
+        return output
 
 
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0}], ids=["fused", "by hand"])
@@ -119,9 +121,9 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch, how: di
 
 def test_a_window_costs_what_it_shows() -> None:
     cut = blocks.of(4096, {"mask_function": masking_utils.sliding_window_causal_mask_function(300), "local_size": 300})
-    assert [(one.start, one.stop) for one in cut] == [(at, at + 256) for at in range(0, 4096, 256)]
-    assert max(one.last - one.first for one in cut) == 256 + 299
-    masks = {id(one.mask) for one in cut}
+    assert [(block.start, block.stop) for block in cut] == [(at, at + 256) for at in range(0, 4096, 256)]
+    assert max(block.last - block.first for block in cut) == 256 + 299
+    masks = {id(block.mask) for block in cut}
     assert len(masks) <= 4, "the same for all of a window's blocks"
 
 
@@ -131,7 +133,7 @@ def test_what_is_plainly_causal_is_not_cut() -> None:
     assert block == blocks.Block(0, 800, 0, 800, None)
     first, *rest = blocks.of(2000, long_window)
     assert (first.start, first.stop, first.mask) == (0, 768, None), "up to the window's width there is no mask"
-    assert all(one.mask is not None for one in rest)
+    assert all(remainder.mask is not None for remainder in rest)
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -160,10 +162,10 @@ def test_rows_of_a_rectangle_are_computed_each(bounds: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
     with attention.sequences(bounds):
         seen = attention._mask_object(q_length=20, mask_function=masking_utils.causal_mask_function)
-    found, _ = attention.attend(None, q, k, v, seen)
+    output, _ = attention.attend(None, q, k, v, seen)
     for row in range(3):
         alone, _ = attention.attend(None, q[row, None], k[row, None], v[row, None], seen)
-        torch.testing.assert_close(found[row, None], alone)
+        torch.testing.assert_close(output[row, None], alone)
 
 
 def test_what_is_recomputed_is_everything_but_attention(base: Path) -> None:

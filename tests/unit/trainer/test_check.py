@@ -37,8 +37,8 @@ async def test_a_whole_base_is_fine(base: Path) -> None:
 async def test_a_template_inside_the_tokenizers_configuration_is_found(base: Path) -> None:
     template = (base / "chat_template.jinja").read_text()
     (base / "chat_template.jinja").unlink()
-    (said,) = await problems(base)
-    assert "has no chat template" in said
+    (message,) = await problems(base)
+    assert "has no chat template" in message
     config = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     assert await problems(base) == []
@@ -48,7 +48,7 @@ async def test_a_template_inside_the_tokenizers_configuration_is_found(base: Pat
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for m in messages %}", "is not valid"),
         ("{{ messages[0].content.nothing() }}", "does not take messages: UndefinedError"),
@@ -66,11 +66,11 @@ async def test_a_template_inside_the_tokenizers_configuration_is_found(base: Pat
         ("hello", "leaves out what the user says"),
     ],
 )
-async def test_a_template_is_rendered_with_tools(base: Path, template: str, said: str) -> None:
+async def test_a_template_is_rendered_with_tools(base: Path, template: str, message: str) -> None:
     (base / "chat_template.jinja").write_text(template)
     (problem,) = await problems(base)
     assert problem.startswith(f"setting trainer.base = {str(base)!r}: its chat template")
-    assert said in problem
+    assert message in problem
 
 
 async def test_marks_of_generation_and_loop_controls_are_known(base: Path) -> None:
@@ -86,10 +86,10 @@ async def test_what_is_missing_or_broken_is_named(base: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-10])
     (base / "tokenizer.json").write_text("{}")
     (base / "config.json").write_text("{")
-    said = "\n".join(await problems(base))
-    assert "10 bytes are missing" in said
-    assert "tokenizer.json cannot be used" in said
-    assert "has no config.json that can be read" in said
+    message = "\n".join(await problems(base))
+    assert "10 bytes are missing" in message
+    assert "tokenizer.json cannot be used" in message
+    assert "has no config.json that can be read" in message
     weights.write_bytes(b"PK\x03\x04 this is a pickle in a zip")
     assert "no safetensors file: its header has an impossible length" in "\n".join(await problems(base))
     (only,) = await problems(base / "nowhere")
@@ -103,5 +103,5 @@ def test_without_a_comparison_torch_is_not_imported(base: Path) -> None:
         f"assert not asyncio.run(check(Common(), TrainerSettings(base={str(base)!r}, native={{'tokens': 0}})));"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

@@ -15,9 +15,11 @@ from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import World, decision, experience
 
 
-def course(what: str, number: int, *, head: int = 5, previous: int | None = None, promoted: str = "20") -> ControlPlan:
+def course(
+    decision_kind: str, number: int, *, head: int = 5, previous: int | None = None, promoted: str = "20"
+) -> ControlPlan:
     history = chain(head)
-    event = decision(name(number), what, None if previous is None else name(previous))  # type: ignore[arg-type]
+    event = decision(name(number), decision_kind, None if previous is None else name(previous))  # type: ignore[arg-type]
     return plan_control(event, history, tuple(name(int(digit)) for digit in promoted))
 
 
@@ -25,9 +27,9 @@ def of(promoted: str, rewind: int | None = None) -> ControlPlan:
     return ControlPlan(tuple(name(int(digit)) for digit in promoted), None if rewind is None else name(rewind))
 
 
-@pytest.mark.parametrize("what", ["registered", "probed", "evaluated", "skipped"])
-def test_most_decisions_change_nothing(what: str) -> None:
-    assert course(what, 4) == of("20")
+@pytest.mark.parametrize("decision_kind", ["registered", "probed", "evaluated", "skipped"])
+def test_most_decisions_change_nothing(decision_kind: str) -> None:
+    assert course(decision_kind, 4) == of("20")
 
 
 def test_a_promotion_on_the_line_moves_the_champion_and_no_weights() -> None:
@@ -35,10 +37,10 @@ def test_a_promotion_on_the_line_moves_the_champion_and_no_weights() -> None:
     assert course("promoted", 2) == of("20")
 
 
-@pytest.mark.parametrize("what", ["rejected", "rolled_back", "withdrawn"])
-def test_a_refusal_goes_back_to_the_version_that_it_names(what: str) -> None:
-    assert course(what, 4, previous=2) == of("20", rewind=2)
-    assert course(what, 4, previous=0) == of("02", rewind=0)
+@pytest.mark.parametrize("decision_kind", ["rejected", "rolled_back", "withdrawn"])
+def test_a_refusal_goes_back_to_the_version_that_it_names(decision_kind: str) -> None:
+    assert course(decision_kind, 4, previous=2) == of("20", rewind=2)
+    assert course(decision_kind, 4, previous=0) == of("02", rewind=0)
 
 
 def test_a_refusal_that_names_none_of_ours_goes_back_to_the_champion() -> None:
@@ -103,17 +105,17 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     base = await world.run(settings)
     first = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(4)))
-    one = await world.run(settings)
+    result = await world.run(settings)
     second = world.bus.checkpoints[1].version
     world.bus.produce(decision(second, "promoted", first))
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(10, 18)))
     three = await world.run(settings)
     assert len(world.bus.checkpoints) == 4
-    assert not same(weights(three), weights(one))
+    assert not same(weights(three), weights(result))
 
     world.bus.produce(decision(world.bus.checkpoints[2].version, "rejected", second))
     back = await world.run(make(max_staleness=9, lora={"rank": rank}, batch_experiences=64))
-    assert same(weights(back), weights(one))
+    assert same(weights(back), weights(result))
     assert not same(weights(back), weights(base))
     assert list(world.bus.fates.values()) == ["trained"] * 4 + ["queued"] * 8, "and they wait again"
     assert back.lineage is not None
@@ -127,8 +129,8 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice in the same weights"
 
 
-@pytest.mark.parametrize("what", [pytest.param("rolled_back", marks=pytest.mark.long), "withdrawn"])
-async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, make: Make, what: str) -> None:
+@pytest.mark.parametrize("decision_kind", [pytest.param("rolled_back", marks=pytest.mark.long), "withdrawn"])
+async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, make: Make, decision_kind: str) -> None:
     """Two of them were announced before anybody heard of the rollback, and the registry refuses them one by one."""
     settings = make(max_staleness=20)
     base = await world.run(settings)
@@ -142,7 +144,7 @@ async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, m
     children = [checkpoint.version for checkpoint in world.bus.checkpoints[2:]]
     assert len(children) == 2
 
-    world.bus.produce(decision(champion, what, first, number=1))  # type: ignore[arg-type]
+    world.bus.produce(decision(champion, decision_kind, first, number=1))  # type: ignore[arg-type]
     back = await world.run(make(max_staleness=20, batch_experiences=64))
     assert same(weights(back), weights(base))
     for number, child in enumerate(children):
@@ -174,9 +176,9 @@ async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: M
     await world.run(settings)
     first = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, first, reward=float(n % 2), task="t", run=str(n)) for n in range(4)))
-    one = await world.run(settings)
-    assert one.lineage is not None
-    before = {name: entry.contributions for name, entry in one.lineage.state.window.copy().items()}
+    result = await world.run(settings)
+    assert result.lineage is not None
+    before = {name: entry.contributions for name, entry in result.lineage.state.window.copy().items()}
     world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first))
     back = await world.run(waits)
     assert world.bus.fates == dict.fromkeys([(f"e{n}", 0) for n in range(4)], "queued")
@@ -185,7 +187,7 @@ async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: M
 
     again = await world.run(settings)
     assert set(world.bus.fates.values()) == {"trained"}
-    assert same(weights(again), weights(one)), "the same experiences on the same weights, by the same baselines"
+    assert same(weights(again), weights(result)), "the same experiences on the same weights, by the same baselines"
     assert again.lineage is not None
     for one_of, entry in again.lineage.state.window.copy().items():
         assert [c.advantage for c in entry.contributions] == [c.advantage for c in before[one_of] * 2]
@@ -201,7 +203,7 @@ async def test_weights_that_come_forward_hold_again_what_was_undone(world: World
     await world.run(settings)
     first = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, first, reward=float(n % 2)) for n in range(4)))
-    one = await world.run(settings)
+    result = await world.run(settings)
     second = world.bus.checkpoints[1].version
     world.bus.produce(decision(second, "rejected", first))
     await world.run(waits)
@@ -209,7 +211,7 @@ async def test_weights_that_come_forward_hold_again_what_was_undone(world: World
     world.bus.produce(experience(0, first, reward=0.5, revision=1))
     world.bus.produce(decision(second, "promoted", first, number=1))
     back = await world.run(waits)
-    assert same(weights(back), weights(one))
+    assert same(weights(back), weights(result))
     assert back.lineage is not None
     assert [item.experience.experience_id for item in back.lineage.state.waiting] == ["e0"], "the word that came since"
     assert world.bus.fates == {(f"e{n}", 0): "trained" for n in range(4)}
@@ -247,7 +249,7 @@ async def test_what_is_too_old_or_was_taken_back_is_not_queued_again(world: Worl
     await world.run(settings, wait_s=31)
     world.bus.produce(decision(third, "rejected", second, number=1))
     await world.run(make(max_staleness=1, batch_experiences=64))
-    fates = {name: fate for name, fate in world.bus.fates.items() if name[0] in {"e10", "e12", "e13"}}
+    fates = {name: outcome for name, outcome in world.bus.fates.items() if name[0] in {"e10", "e12", "e13"}}
     assert fates == {("e10", 0): "queued", ("e12", 0): "queued", ("e13", 0): "undone", ("e13", 1): "undone"}
 
     world.bus.produce(decision(second, "rolled_back", first, number=2))
@@ -259,18 +261,18 @@ async def test_a_version_without_a_restore_point_is_taken_from_its_files(world: 
     settings = make(max_staleness=20, memory={"restore_points": 3})
     await world.run(settings)
     first = world.bus.checkpoints[0].version
-    kept = None
+    stored = None
     for turn in range(6):
         world.bus.produce(*(experience(10 * turn + n, first, reward=n % 3) for n in range(4)))
         trainer = await world.run(settings)
-        kept = weights(trainer) if turn == 1 else kept
+        stored = weights(trainer) if turn == 1 else stored
     target = world.bus.checkpoints[2].version
     assert trainer.lineage is not None
     assert target not in trainer.lineage.saved.restore_points
     world.bus.produce(decision(world.bus.checkpoints[3].version, "rolled_back", target))
     back = await world.run(make(max_staleness=20, memory={"restore_points": 3}, batch_experiences=64))
-    assert kept is not None
-    assert same(weights(back), kept)
+    assert stored is not None
+    assert same(weights(back), stored)
     assert back.lineage is not None
     assert optimizer_of(back.lineage).updates == 0, "its momentum is gone, and that is said in the log"
 

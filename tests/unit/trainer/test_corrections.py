@@ -47,7 +47,7 @@ async def test_a_revision_of_what_still_waits_replaces_it(world: World, make: Ma
     world.bus.produce(*(experience(n, version, 0.0) for n in range(1, 4)))
     await world.run(make())
     expected = {("e0", 0): "superseded", ("e0", 1): "superseded", ("e0", 2): "trained"}
-    assert {key: fate for key, fate in world.bus.fates.items() if key[0] == "e0"} == expected
+    assert {key: outcome for key, outcome in world.bus.fates.items() if key[0] == "e0"} == expected
     assert next(verdict for verdict in world.bus.verdicts if not verdict.dropped).experience_id == "e0", "same place"
     assert world.reporter.steps[0]["reward_mean"] == 5 / 4
 
@@ -88,17 +88,17 @@ async def test_a_withdrawal_whose_tokens_are_gone_is_dropped_and_said(world: Wor
     version = await begin(world, make)
     world.bus.produce(experience(1, version, None, revision=1, branch=False))
     trainer = world.trainer(make())
-    asked: list[tuple[int, int]] = []
+    fetched: list[tuple[int, int]] = []
 
-    async def find_expiry(places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        asked.extend(places)
+    async def find_expiry(positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        fetched.extend(positions)
         return {}
 
     world.source.fetch = find_expiry  # type: ignore[method-assign]
     with pytest.raises(Idle):
         await trainer.run()
     first = next(r for r in world.bus.records if r.topic == "experiences" and b'"e1"' in (r.value or b""))
-    assert asked == [(first.partition, first.offset)]
+    assert fetched == [(first.partition, first.offset)]
     assert world.bus.fates["e1", 1] == "withdrawn"
 
 
@@ -132,7 +132,7 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
 
 @pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.long), 6])
 @pytest.mark.parametrize(
-    ("whole", "first", "second"),
+    ("full_rows", "first", "second"),
     [
         pytest.param(8, 1, 8, marks=pytest.mark.long),
         (8, 8, 1),
@@ -140,11 +140,11 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
         (1, 1, 1),
     ],
 )
-def test_a_correction_undoes_what_it_says(base: Path, whole: int, first: int, second: int, before: int) -> None:
+def test_a_correction_undoes_what_it_says(base: Path, full_rows: int, first: int, second: int, before: int) -> None:
     """With AdamW and its default settings; `make test-learning` measures larger batches."""
-    found = rest(base, Case(whole, first, second, before, seed=7))
-    print(found)
-    assert found.worst < 0.25
+    remainder = rest(base, Case(full_rows, first, second, before, seed=7))
+    print(remainder)
+    assert remainder.worst < 0.25
 
 
 def test_a_correction_with_another_normaliser_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ async def test_a_correction_of_what_an_earlier_release_trained_is_trained_with_i
     saved = store.load()
     assert saved is not None
     entry = saved.window["e1"]
-    unknown = tuple(one.model_copy(update={"token_weight": 0.0}) for one in entry.contributions)
+    unknown = tuple(contribution.model_copy(update={"token_weight": 0.0}) for contribution in entry.contributions)
     window = saved.window | {"e1": entry.model_copy(update={"contributions": unknown})}
     store.save(saved.model_copy(update={"window": window}))
     store.release()

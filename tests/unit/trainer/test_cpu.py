@@ -56,18 +56,18 @@ def as_it_was() -> Iterator[None]:
 def test_products_are_exact_with_whatever_makes_them() -> None:
     cpu.multiply_directly()
     left, right = torch.randn(300, 70), torch.randn(70, 90)
-    wanted = left.double() @ right.double()
-    assert float((left @ right - wanted).abs().max()) < 1e-4
+    exact = left.double() @ right.double()
+    assert float((left @ right - exact).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("product", ["bmm", "addmm"])
 def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
     """As a CPU with units for bfloat16 would, in one of its products."""
-    own = getattr(torch, product)
+    original = getattr(torch, product)
 
     def rounded(*tensors: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = own(*(tensor.bfloat16().float() for tensor in tensors))
-        return found
+        result: torch.Tensor = original(*(tensor.bfloat16().float() for tensor in tensors))
+        return result
 
     SETTINGS.fp32_precision = "none"
     monkeypatch.setattr(torch, product, rounded)
@@ -79,10 +79,10 @@ def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to keep memory")
 def test_freed_memory_stays() -> None:
     def faults(how: str) -> int:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=60
         )
-        return int(done.stdout.splitlines()[-1])
+        return int(process.stdout.splitlines()[-1])
 
     assert faults("kept") < 100
     assert faults("not") > 100, "else this test sees nothing"
@@ -90,7 +90,7 @@ def test_freed_memory_stays() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to keep memory")
 def test_who_asks_what_is_free_has_it_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True, timeout=300)
-    kept_mb, left_mb = (int(each) for each in done.stdout.split()[-2:])
+    process = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True, timeout=300)
+    kept_mb, left_mb = (int(each) for each in process.stdout.split()[-2:])
     assert kept_mb > 350
     assert left_mb < 100

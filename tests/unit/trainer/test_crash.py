@@ -168,16 +168,16 @@ async def test_a_death_at_any_point_changes_nothing(
     assert expected["steps"] == 3
     assert points > 30
     for at in range(1, points + 1, stride):
-        found, world, _ = await tell(tmp_path / f"{at}", settings, plain_story, at)
-        assert found == expected, f"died at point {at}"
+        result, world, _ = await tell(tmp_path / f"{at}", settings, plain_story, at)
+        assert result == expected, f"died at point {at}"
         assert garbage(world) <= 1, f"died at point {at}: blobs are left over"
 
 
 def garbage(world: World) -> int:
     """Blobs that nothing needs. One is excused: a version that was stored and whose process died before it counted."""
-    found = Records(world.blobs, "lineages/main").newest()
-    assert found is not None
-    pointer = Pointer.model_validate_json(found.data)
+    newest = Records(world.blobs, "lineages/main").newest()
+    assert newest is not None
+    pointer = Pointer.model_validate_json(newest.data)
     saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
     needed = set(saved.blobs()) | {pointer.state.sha256 if pointer.state else ""}

@@ -28,11 +28,14 @@ def test_the_older_half_makes_room(make: Make, tmp_path: Path) -> None:
     cutter = Cutter(make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0))
     state = LineageState(chain(0), LIMITS, MemorySettings(queue_experiences=4))
     for number, after_s in enumerate((0, 10, 60, 70)):
-        one = experience(number, name(0), task=f"t{number}", run="0", reward=0.0)
-        state.admit(one, (0, number), START + timedelta(seconds=after_s))
+        event = experience(number, name(0), task=f"t{number}", run="0", reward=0.0)
+        state.admit(event, (0, number), START + timedelta(seconds=after_s))
     now = START + timedelta(seconds=71)
     assert cutter.next(state, now) == ()
-    assert [(one.experience_id, one.dropped) for one in state.outcomes] == [("e0", "singleton"), ("e1", "singleton")]
+    assert [(event.experience_id, event.dropped) for event in state.outcomes] == [
+        ("e0", "singleton"),
+        ("e1", "singleton"),
+    ]
 
     for number in (12, 13):
         state.admit(experience(number, name(0), task=f"t{number - 10}", run="1", reward=1.0), (0, number), now)
@@ -44,15 +47,15 @@ def test_of_three_the_middle_one_is_of_the_older_half(make: Make) -> None:
     cutter = Cutter(make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0))
     state = waiting(1.0, 2.0, 3.0, group=1, queue_experiences=3)
     assert cutter.next(state, START + timedelta(seconds=3)) == ()
-    assert [one.experience_id for one in state.outcomes] == ["e0", "e1"]
+    assert [outcome.experience_id for outcome in state.outcomes] == ["e0", "e1"]
 
 
 def waiting(*rewards: float, group: int = 99, **memory: int) -> LineageState:
     """Runs of tasks in groups of `group`, a second apart."""
     state = LineageState(chain(0), LIMITS, MemorySettings(**memory))
     for number, reward in enumerate(rewards):
-        one = experience(number, name(0), task=f"t{number // group}", run=str(number), reward=reward)
-        state.admit(one, (0, number), START + timedelta(seconds=number))
+        event = experience(number, name(0), task=f"t{number // group}", run=str(number), reward=reward)
+        state.admit(event, (0, number), START + timedelta(seconds=number))
     return state
 
 
@@ -80,8 +83,8 @@ def test_a_recorded_batch_is_of_groups_that_were_whole_before_those_that_time_ha
     cutter = Cutter(make(cut="recorded", advantage={"kind": "grpo"}, group_size=3, group_wait_s=10.0))
     state = waiting(1.0, 2.0, group=3)
     for number in (6, 7, 8):
-        one = experience(number, name(0), task="t2", run=str(number), reward=float(number))
-        state.admit(one, (0, number), START + timedelta(seconds=number))
+        event = experience(number, name(0), task="t2", run=str(number), reward=float(number))
+        state.admit(event, (0, number), START + timedelta(seconds=number))
     assert named(cutter.next(state, START, 3)) == ["e6", "e7", "e8"]
 
 
@@ -101,12 +104,12 @@ def test_who_waited_in_vain_is_dropped_and_its_group_is_said_to_be_equal_or_alon
     cutter = Cutter(make(advantage={"kind": "grpo", "equal_groups": "drop"}, group_size=2, group_wait_s=10.0))
     state = waiting(1.0, 1.0, 2.0, group=2)
     assert cutter.next(state, START + timedelta(seconds=5)) == ()
-    assert [(one.experience_id, one.dropped, one.detail) for one in state.outcomes] == [
+    assert [(outcome.experience_id, outcome.dropped, outcome.detail) for outcome in state.outcomes] == [
         ("e0", "singleton", "equal_rewards"),
         ("e1", "singleton", "equal_rewards"),
     ]
     cutter.next(state, START + timedelta(seconds=30))
-    assert [(one.experience_id, one.detail) for one in state.outcomes[2:]] == [("e2", None)]
+    assert [(outcome.experience_id, outcome.detail) for outcome in state.outcomes[2:]] == [("e2", None)]
 
 
 def test_equal_groups_are_trained_where_that_is_wanted(make: Make) -> None:
@@ -138,7 +141,7 @@ def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:
     assert cutter.next(state, START + timedelta(seconds=9)) == ()
     assert state.outcomes == []
     assert cutter.next(state, START + timedelta(seconds=10)) == ()
-    assert [(one.dropped, one.detail) for one in state.outcomes] == [("singleton", "unpaired")]
+    assert [(outcome.dropped, outcome.detail) for outcome in state.outcomes] == [("singleton", "unpaired")]
 
 
 def test_what_is_too_old_is_dropped_once_there_is_a_new_version(make: Make) -> None:
@@ -148,7 +151,7 @@ def test_what_is_too_old_is_dropped_once_there_is_a_new_version(make: Make) -> N
     for number in range(1, 4):
         state.history = publish(state.history, number, number)
     cutter.next(state, START)
-    assert [(one.experience_id, one.dropped) for one in state.outcomes] == [("e0", "stale")]
+    assert [(outcome.experience_id, outcome.dropped) for outcome in state.outcomes] == [("e0", "stale")]
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,13 @@ async def test_a_damaged_base_is_refused_by_name(kind: str, tmp_path: Path) -> N
     base = tiny_model.build(tmp_path / "base")
     damage(base)
     try:
-        said = await check(Common(), TrainerSettings.model_validate({"base": str(base), "compute": {"device": "cpu"}}))
+        messages = await check(
+            Common(), TrainerSettings.model_validate({"base": str(base), "compute": {"device": "cpu"}})
+        )
     except SettingError as error:
-        said = [str(error)]
-    assert any(words in line for line in said), said
-    assert not any("padded" in line for line in said), "packing is no remedy for damage"
+        messages = [str(error)]
+    assert any(words in line for line in messages), messages
+    assert not any("padded" in line for line in messages), "packing is no remedy for damage"
     blobs = BlobStore((tmp_path / "blobs").as_uri())
     with pytest.raises(VersionUnusable) as refused:
         Importer(blobs, InferenceSettings()).take(FolderLine(folder=str(base), name="base"))
@@ -174,10 +176,10 @@ async def test_a_damaged_base_that_is_not_loaded_is_refused_by_name(
     base = tiny_model.build(tmp_path / "base")
     damage(base)
     try:
-        said = await check(Common(), TrainerSettings.model_validate({"base": str(base)}))
+        messages = await check(Common(), TrainerSettings.model_validate({"base": str(base)}))
     except SettingError as error:
-        said = [str(error)]
-    assert any(words in line for line in said), said
+        messages = [str(error)]
+    assert any(words in line for line in messages), messages
 
 
 @pytest.mark.parametrize("damage", [head(tied=True, differs=None), head(tied=True, differs=False)])

@@ -37,17 +37,17 @@ class Pass:
 
     def ours(self) -> list[Tensor]:
         answer = Head(self.teacher, self.tail).answer
-        taught = DistillationTarget(self.positions_M, self.teacher_MH, self.weight_M, answer, self.limit)
-        given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], taught)
+        target = DistillationTarget(self.positions_M, self.teacher_MH, self.weight_M, answer, self.limit)
+        inputs = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], target)
         self.student.zero_grad()
-        *_, of_hidden = Head(self.student, self.tail).backward(*given)
+        *_, of_hidden = Head(self.student, self.tail).backward(*inputs)
         assert of_hidden is not None
         return [of_hidden, *self._gradients()]
 
     def sampled(self) -> Tensor | None:
         """Without a teacher: the gradient of the hidden states."""
-        given = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part])
-        return Head(self.student, self.tail).backward(*given)[2]
+        inputs = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part])
+        return Head(self.student, self.tail).backward(*inputs)[2]
 
     def torchs(self) -> list[Tensor]:
         """The textbook: all logits, and autograd."""
@@ -69,8 +69,8 @@ class Pass:
         temperature_M = self.temperature_N[self.positions_M, None]
         teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M).log_softmax(-1)
         kl_M = nn.functional.kl_div(teacher_MV, log_NV[self.positions_M], reduction="none", log_target=True).sum(-1)
-        (found,) = torch.autograd.grad((self.weight_M * kl_M).sum(), self.hidden_NH)
-        return found
+        (gradient,) = torch.autograd.grad((self.weight_M * kl_M).sum(), self.hidden_NH)
+        return gradient
 
     def _gradients(self) -> list[Any]:
         return [None if each.grad is None else each.grad.clone() for each in self.student.parameters()]
@@ -85,54 +85,54 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("limit", [0.3, 5.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["first", "taken back"])
 def test_gradients_are_those_of_whole_logits(tail: str, limit: float, sign: float) -> None:
-    given = Pass(TAILS[tail], limit, sign)
-    for one, other in zip(given.ours(), given.torchs(), strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+    head_pass = Pass(TAILS[tail], limit, sign)
+    for computed, other in zip(head_pass.ours(), head_pass.torchs(), strict=True):
+        torch.testing.assert_close(computed, other, atol=2e-5, rtol=2e-5)
 
 
 def test_without_the_clip_it_is_the_divergence_from_the_teacher() -> None:
-    given = Pass(Tail(), 1e9)
-    given.slope_N.zero_()
-    torch.testing.assert_close(given.ours()[0], given.divergence(), atol=2e-5, rtol=2e-5)
+    head_pass = Pass(Tail(), 1e9)
+    head_pass.slope_N.zero_()
+    torch.testing.assert_close(head_pass.ours()[0], head_pass.divergence(), atol=2e-5, rtol=2e-5)
 
 
 def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
     """Each word in turn as the sampled one, with the share that it has: the way that `tokens` goes, without chance."""
-    given = Pass(Tail(), 0.7)
-    given.slope_N.zero_()
-    wanted = given.ours()[0]
+    head_pass = Pass(Tail(), 0.7)
+    head_pass.slope_N.zero_()
+    expected = head_pass.ours()[0]
     with torch.no_grad():
-        log_NV = (given.student(given.hidden_NH) / given.temperature_N[:, None]).log_softmax(-1)
-        temperature_M = given.temperature_N[given.positions_M, None]
-        teacher_MV = (given.teacher(given.teacher_MH) / temperature_M).log_softmax(-1)
-    total = torch.zeros_like(wanted)
+        log_NV = (head_pass.student(head_pass.hidden_NH) / head_pass.temperature_N[:, None]).log_softmax(-1)
+        temperature_M = head_pass.temperature_N[head_pass.positions_M, None]
+        teacher_MV = (head_pass.teacher(head_pass.teacher_MH) / temperature_M).log_softmax(-1)
+    total = torch.zeros_like(expected)
     for word in range(WORDS):
-        given.targets_N = torch.full((TOKENS,), word)
-        advantage_M = (teacher_MV[:, word] - log_NV[given.positions_M, word]).clamp(-0.7, 0.7)
+        head_pass.targets_N = torch.full((TOKENS,), word)
+        advantage_M = (teacher_MV[:, word] - log_NV[head_pass.positions_M, word]).clamp(-0.7, 0.7)
         slope_N = torch.zeros(TOKENS)
-        slope_N[given.positions_M] = -given.weight_M * advantage_M * log_NV[given.positions_M, word].exp()
-        given.slope_N = slope_N
-        one = given.sampled()
-        assert one is not None
-        total += one
-    torch.testing.assert_close(wanted, total, atol=2e-5, rtol=2e-5)
+        slope_N[head_pass.positions_M] = -head_pass.weight_M * advantage_M * log_NV[head_pass.positions_M, word].exp()
+        head_pass.slope_N = slope_N
+        draw = head_pass.sampled()
+        assert draw is not None
+        total += draw
+    torch.testing.assert_close(expected, total, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("fault", ["the teacher's sign", "a place too far", "no temperature"])
 def test_planted_faults_are_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Pass(Tail(), 5.0)
-    wanted = given.torchs()[0]
-    own = DistillationTarget.gradient
+    head_pass = Pass(Tail(), 5.0)
+    expected = head_pass.torchs()[0]
+    original = DistillationTarget.gradient
 
-    def wrong(taught: DistillationTarget, part: slice, log: Tensor, shares: Tensor, temperature: Tensor) -> Any:
+    def wrong(target: DistillationTarget, part: slice, log: Tensor, shares: Tensor, temperature: Tensor) -> Any:
         if fault == "no temperature":
-            return own(taught, part, log, shares, torch.ones_like(temperature))
-        found = own(taught, part, log, shares, temperature)
-        if found is None:
+            return original(target, part, log, shares, torch.ones_like(temperature))
+        result = original(target, part, log, shares, temperature)
+        if result is None:
             return None
-        here, gradient = found
-        return (here, -gradient) if fault == "the teacher's sign" else ((here + 1) % len(log), gradient)
+        indices, gradient = result
+        return (indices, -gradient) if fault == "the teacher's sign" else ((indices + 1) % len(log), gradient)
 
     monkeypatch.setattr(DistillationTarget, "gradient", wrong)
-    close = torch.allclose(given.ours()[0], wanted, atol=1e-3)
+    close = torch.allclose(head_pass.ours()[0], expected, atol=1e-3)
     assert not close or (fault == "a place too far" and heads.CHUNK_BYTES == 4 * WORDS), "one place has no next"

@@ -82,8 +82,8 @@ def test_a_package_adds_an_algorithm_without_a_change_here(tmp_path: Path) -> No
     settings = settings_of(tmp_path, 'algorithm = "mine"')
     assert (settings.advantage.kind, settings.loss.kind, settings.max_staleness) == ("plain", "slope", 1)
     assert not settings.grouped
-    found, past = settings.advantage.estimator.compute(BATCH, Baselines(), DECAY, settings.advantage)
-    assert found.values_B == [0.75, -0.25, 2.75]
+    advantages, past = settings.advantage.estimator.compute(BATCH, Baselines(), DECAY, settings.advantage)
+    assert advantages.values_B == [0.75, -0.25, 2.75]
     assert past == Baselines()
     two_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     sampled = LossInputs(two_N, two_N.detach(), two_N.detach(), torch.tensor([3.0, -1.0]), torch.tensor([0, 1]))
@@ -108,10 +108,10 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = (
+    message = (
         r"trainer\.algorithm = 'theirs': advantages of kind plain and the loss valued need reference and critic, which"
     )
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(SettingError, match=message):
         settings_of(tmp_path, 'algorithm = "theirs"\nbackend = "frugal"')
     assert settings_of(tmp_path, 'algorithm = "theirs"').needs.critic, "and torch has both"
 

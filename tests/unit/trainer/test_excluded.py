@@ -29,7 +29,7 @@ def held(trainer: Trainer, number: int) -> float:
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
     assert entry is not None
-    return math.fsum(one.advantage for one in entry.held_contributions(state.history, state.steps))
+    return math.fsum(contribution.advantage for contribution in entry.held_contributions(state.history, state.steps))
 
 
 async def beside(world: World, make: Make) -> tuple[str, str]:
@@ -51,15 +51,15 @@ async def test_what_was_trained_of_it_is_taken_back_and_the_rest_is_dropped(worl
     world.bus.produce(*(experience(n, canary, reward=n % 3) for n in range(20, 24)))
     before = await world.run(settings)
     assert [held(before, n) != 0 for n in range(20, 24)].count(True) >= 3
-    others = [held(before, n) for n in range(4)]
+    before_others = [held(before, n) for n in range(4)]
 
     world.bus.produce(taken_back(canary, champion), experience(30, canary, reward=2.0))
     after = await world.run(settings, wait_s=31)
     assert {world.bus.fates[f"e{n}", 0] for n in (*range(20, 24), 30)} == {"excluded"}
     assert [held(after, n) for n in range(20, 24)] == pytest.approx([0.0] * 4, abs=1e-6)
-    assert [held(after, n) for n in range(4)] == others, "the champion's stay"
-    told = {(one.dropped, one.detail) for one in world.bus.verdicts if one.detail == "excluded"}
-    assert told == {("withdrawn", "excluded")}, "a reason that older readers know"
+    assert [held(after, n) for n in range(4)] == before_others, "the champion's stay"
+    verdicts = {(verdict.dropped, verdict.detail) for verdict in world.bus.verdicts if verdict.detail == "excluded"}
+    assert verdicts == {("withdrawn", "excluded")}, "a reason that older readers know"
 
     world.bus.produce(experience(20, canary, reward=9.0, revision=1), experience(31, canary, reward=1.0))
     later = await world.run(settings, wait_s=31)
@@ -108,8 +108,8 @@ async def test_what_is_too_old_to_be_trained_stays(world: World, make: Make) -> 
     champion, canary = await beside(world, make)
     world.bus.produce(*(experience(n, canary, reward=n % 3) for n in range(20, 24)))
     before = await world.run(make(max_staleness=9))
-    found = [held(before, n) for n in range(20, 24)]
+    stale = [held(before, n) for n in range(20, 24)]
     world.bus.produce(taken_back(canary, champion))
     after = await world.run(make(max_staleness=0), wait_s=31)
-    assert [held(after, n) for n in range(20, 24)] == found
+    assert [held(after, n) for n in range(20, 24)] == stale
     assert {world.bus.fates[f"e{n}", 0] for n in range(20, 24)} == {"trained"}, "the account says what the weights hold"

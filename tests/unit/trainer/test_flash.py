@@ -78,8 +78,8 @@ def alone(query: Tensor, key: Tensor, value: Tensor, seen: int | None, scale: fl
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
 
 
-def row(lengths: list[int], asked: dict[str, Any], *, cudnn: bool) -> flash.Row | None:
-    return flash.row_of(attention.bounds_of(lengths), asked, torch.device("cpu"), cudnn=cudnn)
+def row(lengths: list[int], mask_args: dict[str, Any], *, cudnn: bool) -> flash.Row | None:
+    return flash.row_of(attention.bounds_of(lengths), mask_args, torch.device("cpu"), cudnn=cudnn)
 
 
 def drawn(tokens: int) -> list[Tensor]:
@@ -88,25 +88,25 @@ def drawn(tokens: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("cudnn", [False, True])
-@pytest.mark.parametrize("asked", [CAUSAL, window(5), window(200)], ids=["causal", "narrow", "wide"])
+@pytest.mark.parametrize("mask_args", [CAUSAL, window(5), window(200)], ids=["causal", "narrow", "wide"])
 @pytest.mark.parametrize("lengths", [[7], [9, 30, 30, 1], [30, 9]])
 def test_a_row_answers_as_its_sequences_alone(
-    lengths: list[int], asked: dict[str, Any], cudnn: bool, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], mask_args: dict[str, Any], cudnn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash, "LONG", 8)
     monkeypatch.setattr(flash, "STEP", 10)
-    found = row(lengths, asked, cudnn=cudnn)
-    assert found is not None
+    plan = row(lengths, mask_args, cudnn=cudnn)
+    assert plan is not None
     query, key, value = (tensor.requires_grad_() for tensor in drawn(sum(lengths)))
-    answer = flash.attend(query, key, value, found, 0.3, (Oracle(), Oracle()))
-    local = asked.get("local_size")
+    answer = flash.attend(query, key, value, plan, 0.3, (Oracle(), Oracle()))
+    local = mask_args.get("local_size")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     expected = [alone(q[a:b], k[a:b], v[a:b], local, 0.3) for a, b in pairwise(attention.bounds_of(lengths))]
     torch.testing.assert_close(answer[0], torch.cat(expected))
     upstream = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = torch.autograd.grad(answer, (query, key, value), upstream)
-    theirs = torch.autograd.grad(torch.cat(expected), (query, key, value), upstream[0])
-    torch.testing.assert_close(ours, theirs)
+    gradients = torch.autograd.grad(answer, (query, key, value), upstream)
+    expected_gradients = torch.autograd.grad(torch.cat(expected), (query, key, value), upstream[0])
+    torch.testing.assert_close(gradients, expected_gradients)
 
 
 def test_a_mask_is_told_by_what_it_shows() -> None:
@@ -126,13 +126,13 @@ def test_a_mask_that_lies_on_another_device_is_none_of_ours() -> None:
 
 def test_short_neighbours_are_one_call_and_long_ones_have_few_shapes() -> None:
     lengths = [5000, 4700, 4609, 2048, 900, 30, 1024, 1500]
-    found = row(lengths, CAUSAL, cudnn=True)
-    assert found is not None
-    assert [part.lengths for part in found.parts] == [(5000, 4700), (4609,), (2048,), (900, 30, 1024), (1500,)]
-    assert [part.rounded_length for part in found.parts if part.bounds is None] == [5120, 5120, 2048, 1536]
-    whole = row(lengths, CAUSAL, cudnn=False)
-    assert whole is not None
-    assert [part.lengths for part in whole.parts] == [tuple(lengths)]
+    plan = row(lengths, CAUSAL, cudnn=True)
+    assert plan is not None
+    assert [part.lengths for part in plan.parts] == [(5000, 4700), (4609,), (2048,), (900, 30, 1024), (1500,)]
+    assert [part.rounded_length for part in plan.parts if part.bounds is None] == [5120, 5120, 2048, 1536]
+    flash_only = row(lengths, CAUSAL, cudnn=False)
+    assert flash_only is not None
+    assert [part.lengths for part in flash_only.parts] == [tuple(lengths)]
     windowed = row(lengths, window(100), cudnn=True)
     assert windowed is not None
     assert [part.window for part in windowed.parts] == [100]
@@ -151,14 +151,14 @@ def test_what_is_added_to_a_rectangle_is_taken_off_again(monkeypatch: pytest.Mon
 
 def test_recomputed_layers_ask_the_kernel_once() -> None:
     lengths = [9, 4]
-    found = row(lengths, CAUSAL, cudnn=False)
-    assert found is not None
+    plan = row(lengths, CAUSAL, cudnn=False)
+    assert plan is not None
     oracle = Oracle()
     leaves = [tensor.requires_grad_() for tensor in drawn(sum(lengths))]
 
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        first = flash.attend(query.sin(), key, value, found, None, (oracle, oracle))
-        return flash.attend(first.transpose(1, 2).sin(), key, value, found, None, (oracle, oracle))
+        first = flash.attend(query.sin(), key, value, plan, None, (oracle, oracle))
+        return flash.attend(first.transpose(1, 2).sin(), key, value, plan, None, (oracle, oracle))
 
     plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert len(oracle.asked) == 2

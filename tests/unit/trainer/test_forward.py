@@ -109,10 +109,10 @@ def test_entropy_is_that_of_the_distribution(base: Path) -> None:
     torch.testing.assert_close(policy.logprobs(pack)[1], expected, atol=1e-5, rtol=0)
 
 
-def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mask_function, **asked: Any) -> Any:
+def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mask_function, **mask_args: Any) -> Any:
     with attention.sequences(attention.bounds_of(lengths)):
         total = sum(lengths)
-        return attention._mask_object(q_length=total, kv_length=total, mask_function=mask_function, **asked)
+        return attention._mask_object(q_length=total, kv_length=total, mask_function=mask_function, **mask_args)
 
 
 def by_hand(
@@ -154,17 +154,17 @@ def some_heads(heads: int = 2, length: int = 10) -> tuple[torch.Tensor, ...]:
 def test_a_sequence_sees_what_the_models_mask_shows_it(mask_function: Any, sees: Any, how: dict[str, Any]) -> None:
     local = {"local_size": 3} if mask_function is not masking_utils.causal_mask_function else {}
     query, key, value = some_heads()
-    found, _ = attention.attend(None, query, key, value, seen((6, 4), mask_function, **local), **how)
+    output, _ = attention.attend(None, query, key, value, seen((6, 4), mask_function, **local), **how)
     expected = by_hand(query, key, value, ((0, 6), (6, 10)), sees, **how)
-    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_grouped_heads_share_their_keys(base: Path) -> None:
     query = torch.randn(1, 4, 5, 8)
     key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    found, _ = attention.attend(None, query, key, value, seen((5,)))
+    output, _ = attention.attend(None, query, key, value, seen((5,)))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 def test_attention_that_needs_more_is_refused() -> None:
@@ -203,8 +203,8 @@ def test_other_architectures_answer_as_their_rows_one_by_one(tmp_path: Path, kin
 
 
 def test_a_model_that_cannot_be_packed_is_refused_at_the_start(tmp_path: Path) -> None:
-    said = r'compute\.packing = .blocks.: MambaForCausalLM cannot be packed \(.* differ by .* nats\); set "padded"'
-    with pytest.raises(SettingError, match=said):
+    message = r'compute\.packing = .blocks.: MambaForCausalLM cannot be packed \(.* differ by .* nats\); set "padded"'
+    with pytest.raises(SettingError, match=message):
         open_policy(build_other(tmp_path, "Mamba"))
 
 
@@ -219,13 +219,13 @@ def test_bfloat16_is_close_and_what_is_trained_stays_float32(base: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_recomputing_activations_gives_the_same_gradient(base: Path, rank: int) -> None:
-    found = []
+    runs = []
     for checkpointing in (False, True):
         policy = open_policy(base, rank, gradient_checkpointing=checkpointing)
         policy.logprobs(policy.collate(rows()))[0].sum().backward()  # type: ignore[no-untyped-call]
-        found.append([p.grad for p in policy.parameters.values() if p.grad is not None and p.grad.abs().sum() > 0])
-    assert len(found[0]) == len(found[1]) > 3
-    for plain, again in zip(*found, strict=True):
+        runs.append([p.grad for p in policy.parameters.values() if p.grad is not None and p.grad.abs().sum() > 0])
+    assert len(runs[0]) == len(runs[1]) > 3
+    for plain, again in zip(*runs, strict=True):
         torch.testing.assert_close(plain, again, atol=1e-5, rtol=1e-4)
 
 

@@ -21,9 +21,9 @@ World = Callable[[np.random.Generator, int], ReplyBlock]
 def chance_of(block: ReplyBlock) -> float:
     """Independent: each deal once."""
     runs = range(len(block.without_reply_B))
-    worth = [sum(float(block.with_reply_BB[one]) for one in enumerate(deal)) for deal in itertools.permutations(runs)]
-    own = float(block.with_reply_BB.trace())
-    return sum(one >= own - 1e-9 for one in worth) / math.factorial(len(runs))
+    worth = [sum(float(block.with_reply_BB[pair]) for pair in enumerate(deal)) for deal in itertools.permutations(runs)]
+    identity = float(block.with_reply_BB.trace())
+    return sum(pair >= identity - 1e-9 for pair in worth) / math.factorial(len(runs))
 
 
 @pytest.mark.parametrize("count", range(2, 8))
@@ -38,8 +38,8 @@ def test_gaps_by_hand() -> None:
     told_BB = np.array([[-1.0, -2.0, -3.0], [-2.0, -1.5, -4.0], [-1.0, -1.0, -3.0]])
     block = ReplyBlock(told_BB, np.array([-4.0, -2.0, -5.0]))
     assert block.gaps.tolist() == [1.5, 0.5, -2.0], "others' mean, no reply, and a reply that is worse than others'"
-    found = GapEstimate().plus([block, block])
-    assert (found.count, found.mean) == (6, 0.0)
+    estimate = GapEstimate().plus([block, block])
+    assert (estimate.count, estimate.mean) == (6, 0.0)
     assert (GapEstimate().mean, GapEstimate().p_value) == (0.0, 1.0)
 
 
@@ -47,16 +47,16 @@ def test_blocks_add_up_and_are_dealt_alike_again() -> None:
     blocks = [read_a_little(np.random.default_rng(n), 6) for n in range(3)]
     at_once, one_by_one = GapEstimate().plus(blocks), GapEstimate().plus(blocks[:1]).plus(blocks[1:])
     assert at_once == one_by_one
-    assert at_once.p_value < min(GapEstimate().plus([one]).p_value for one in blocks)
+    assert at_once.p_value < min(GapEstimate().plus([block]).p_value for block in blocks)
 
 
 def test_what_two_passes_round_differently_is_no_gap() -> None:
     """Everybody says the same: a deal changes the last digits alone."""
     noise_BB = np.random.default_rng(3).normal(-1.0, 1e-8, (6, 6))
     np.fill_diagonal(noise_BB, -1.0 + 1e-7)
-    found = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
-    assert found.p_value == 1.0
-    assert not found.is_positive
+    estimate = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
+    assert estimate.p_value == 1.0
+    assert not estimate.is_positive
 
 
 def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
@@ -64,9 +64,11 @@ def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
     for count, waits in ((2, True), (3, True), (4, False), (5, False)):
         told_BB = np.full((count, count), -1.2)
         np.fill_diagonal(told_BB, -0.6)
-        found = refusal(GapEstimate().plus([ReplyBlock(told_BB, np.full(count, -1.1))]), HindsightSettings(runs_min=2))
-        assert (found is not None) == waits
-        assert found is None or found.undecided
+        decision = refusal(
+            GapEstimate().plus([ReplyBlock(told_BB, np.full(count, -1.1))]), HindsightSettings(runs_min=2)
+        )
+        assert (decision is not None) == waits
+        assert decision is None or decision.undecided
 
 
 def test_replies_that_are_worse_than_none_are_no_teacher_however_well_they_match() -> None:
@@ -74,9 +76,9 @@ def test_replies_that_are_worse_than_none_are_no_teacher_however_well_they_match
     np.fill_diagonal(told_BB, -1.5)
     estimate = GapEstimate().plus([ReplyBlock(told_BB, np.full(6, -1.0))])
     assert estimate.p_value < 0.01
-    found = refusal(estimate, SETTINGS)
-    assert found is not None
-    assert "is -0.5 nats a token over 6 runs" in found.why
+    decision = refusal(estimate, SETTINGS)
+    assert decision is not None
+    assert "is -0.5 nats a token over 6 runs" in decision.why
 
 
 def test_what_is_not_a_number_is_not_believed() -> None:
@@ -87,8 +89,8 @@ def test_what_is_not_a_number_is_not_believed() -> None:
 @pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
 def test_the_guard_s_interval_is_student_s(count: int, quantile: float) -> None:
     values = np.random.default_rng(count).normal(0.3, 2.0, count)
-    found = student_t.lower_bound(list(values), 0.025)
-    assert found == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
+    bound = student_t.lower_bound(list(values), 0.025)
+    assert bound == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
     assert student_t.lower_bound([1.0], 0.025) == -math.inf
 
 
@@ -122,9 +124,9 @@ def believed(seed: int, world: World, first: int) -> bool:
     """Whether training begins, where the runs are doubled as long as nothing is decided."""
     draw = np.random.default_rng([first, seed])
     estimate, count = GapEstimate().plus(blocks_of(draw, world, first)), first
-    while (found := refusal(estimate, SETTINGS)) is not None and found.undecided:
+    while (decision := refusal(estimate, SETTINGS)) is not None and decision.undecided:
         estimate, count = estimate.plus(blocks_of(draw, world, count)), 2 * count
-    return found is None
+    return decision is None
 
 
 @pytest.mark.parametrize("first", [4, 7])
@@ -143,8 +145,8 @@ def test_error_rates(first: int) -> None:
 def test_it_decides_earlier_than_student_s_interval() -> None:
     """Batches of five runs."""
     blocks = [read_a_little(np.random.default_rng(seed), 5) for seed in range(STREAMS)]
-    dealt = np.mean([refusal(GapEstimate().plus([one]), SETTINGS) is None for one in blocks])
-    mean = np.mean([student_t.lower_bound(one.gaps.tolist(), 0.025) > 0 for one in blocks])
+    dealt = np.mean([refusal(GapEstimate().plus([block]), SETTINGS) is None for block in blocks])
+    mean = np.mean([student_t.lower_bound(block.gaps.tolist(), 0.025) > 0 for block in blocks])
     print(f"deals {dealt:.2f}, Student {mean:.2f}")
     assert dealt > 0.8 > mean
 

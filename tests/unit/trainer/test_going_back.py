@@ -18,8 +18,8 @@ def word(revision: int, *, of: int = 0, number: int = 1) -> Experience:
 
 
 def admitted(state: LineageState, *words: Experience) -> None:
-    for place, one in enumerate(words):
-        state.admit(one, (0, place), START)
+    for index, event in enumerate(words):
+        state.admit(event, (0, index), START)
 
 
 def trained(state: LineageState, *words: Experience) -> None:
@@ -39,7 +39,7 @@ def two_words() -> LineageState:
 
 
 def undone(state: LineageState) -> list[tuple[int, bool]]:
-    return [(one.revision, one.queued) for one in state.undone if one.experience_id == "e1"]
+    return [(reversal.revision, reversal.queued) for reversal in state.undone if reversal.experience_id == "e1"]
 
 
 def test_what_the_weights_lost_is_told_and_the_last_word_is_queued() -> None:
@@ -60,7 +60,7 @@ def test_weights_that_come_forward_restore_it_and_it_waits_no_more() -> None:
     state.take_report()
     before = state.has_reversals
     assert state.go_back(name(2)) == {}
-    assert [(one.experience_id, one.revision) for one in state.restored] == [("e1", 1)]
+    assert [(restoration.experience_id, restoration.revision) for restoration in state.restored] == [("e1", 1)]
     assert (before, state.has_reversals) == (False, True)
     assert state.waiting == ()
 
@@ -80,12 +80,12 @@ def test_a_later_word_goes_on_waiting_when_an_earlier_one_is_restored() -> None:
     assert [item.experience.revision for item in state.waiting] == [2]
 
 
-@pytest.mark.parametrize("found", [{}, {"e1": word(0)}], ids=["gone from the bus", "an earlier word"])
-def test_without_the_last_word_nothing_is_queued(found: dict[str, Experience]) -> None:
+@pytest.mark.parametrize("experiences", [{}, {"e1": word(0)}], ids=["gone from the bus", "an earlier word"])
+def test_without_the_last_word_nothing_is_queued(experiences: dict[str, Experience]) -> None:
     state = two_words()
     lost = state.go_back(name(0))
     assert lost == {"e1": (0, 1), "e9": (0,)}
-    state.undo({"e1": lost["e1"]}, found, START)
+    state.undo({"e1": lost["e1"]}, experiences, START)
     assert undone(state) == [(0, False), (1, False)]
     assert state.waiting == ()
 
@@ -140,8 +140,8 @@ def entry(*contributions: Contribution) -> Entry:
 def gave(
     revision: int, advantage: float, *, step: int = 1, part: str = "", turns: tuple[float, ...] = ()
 ) -> Contribution:
-    what = ContributionDetail(part=part, turns=turns) if part or turns else None
-    return Contribution(revision=revision, step=step, advantage=advantage, what=what)
+    detail = ContributionDetail(part=part, turns=turns) if part or turns else None
+    return Contribution(revision=revision, step=step, advantage=advantage, what=detail)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_an_experience_is_held_while_its_contributions_do_not_cancel_out(
 
 
 def test_the_revisions_that_are_held_are_those_on_the_line_and_an_unknown_one_is_the_newest() -> None:
-    found = entry(gave(0, 1.0), gave(2, 1.0, step=9)).held_revisions(chain(1), 1)
-    assert found == {0}
+    revisions = entry(gave(0, 1.0), gave(2, 1.0, step=9)).held_revisions(chain(1), 1)
+    assert revisions == {0}
     assert entry(gave(-1, 1.0)).held_revisions(chain(1), 1) == {4}
     assert entry(gave(1, 1.0)).held_revisions(chain(1), 1) == {1}

@@ -51,19 +51,19 @@ def problem(tokens: int, seed: int, *, bias: bool = False, dtype: torch.dtype = 
 
 def gradients(module: nn.Module, hidden: Tensor, logprobs: Tensor, entropy: Tensor, upstream: Tensor) -> Found:
     torch.autograd.backward((logprobs * upstream.to(logprobs.dtype)).sum())
-    found = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
-    kept = {name: tensor.double() for name, tensor in found.items() if tensor is not None}
+    tensors = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
+    tensors |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    doubles = {name: tensor.double() for name, tensor in tensors.items() if tensor is not None}
     hidden.grad = None
     module.zero_grad()
-    return kept
+    return doubles
 
 
 def textbook(module: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, upstream: Tensor, tail: Tail) -> Found:
     """float64, all at once."""
     exact = nn.Linear(8, WORDS, bias=module.bias is not None).double()
-    for mine, theirs in zip(exact.parameters(), module.parameters(), strict=True):
-        mine.data = theirs.detach().double()
+    for mine, textbook_parameter in zip(exact.parameters(), module.parameters(), strict=True):
+        mine.data = textbook_parameter.detach().double()
     exact.requires_grad_(module.weight.requires_grad)
     leaf = hidden.detach().double().requires_grad_(hidden.requires_grad)
     raw = exact(leaf) * tail.scale
@@ -73,10 +73,10 @@ def textbook(module: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, 
     return gradients(exact, leaf, log[torch.arange(len(log)), targets], entropy, upstream)
 
 
-def assert_close(found: Found, expected: Found, rtol: float = 2e-5, atol: float = 2e-5) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: Found, expected: Found, rtol: float = 2e-5, atol: float = 2e-5) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol * float(1 + tensor.abs().max()), msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol * float(1 + tensor.abs().max()), msg=name)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -92,9 +92,9 @@ def test_chunks_are_the_textbook(tokens: int, seed: int, bias: bool, frozen: boo
     module.requires_grad_(not frozen)
     answers = Head(module, tail).logprobs(hidden, targets, temperature)
     assert not answers[1].requires_grad
-    found = gradients(module, hidden, *answers, upstream)
-    assert_close(found, textbook(module, hidden, targets, temperature, upstream, tail))
-    assert ("weight" in found) is not frozen
+    tensors = gradients(module, hidden, *answers, upstream)
+    assert_close(tensors, textbook(module, hidden, targets, temperature, upstream, tail))
+    assert ("weight" in tensors) is not frozen
 
 
 def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tensor) -> Found:
@@ -108,11 +108,11 @@ def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tenso
 
     logprobs, entropy, gradient = Head(module, tail).backward(hidden, targets, temperature, slope)
     assert [index for part in parts for index in range(len(hidden))[part]] == list(range(len(hidden)))
-    found: dict[str, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "hidden": gradient}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
-    kept = {name: tensor.double() for name, tensor in found.items() if tensor is not None}
+    tensors: dict[str, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "hidden": gradient}
+    tensors |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    doubles = {name: tensor.double() for name, tensor in tensors.items() if tensor is not None}
     module.zero_grad()
-    return kept
+    return doubles
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -129,33 +129,35 @@ def test_a_gradient_computed_with_the_logits_is_the_textbook(
     module, hidden, targets, temperature, upstream = problem(tokens, seed, bias=bias)
     module.requires_grad_(frozen != "head")
     hidden.requires_grad_(frozen != "layers")
-    found = at_once(module, tail, (hidden, targets, temperature), upstream)
-    assert_close(found, textbook(module, hidden, targets, temperature, upstream, tail))
-    assert found.keys() >= {"nothing": {"hidden", "weight"}, "head": {"hidden"}, "layers": {"weight"}}[frozen]
+    gradients = at_once(module, tail, (hidden, targets, temperature), upstream)
+    assert_close(gradients, textbook(module, hidden, targets, temperature, upstream, tail))
+    assert gradients.keys() >= {"nothing": {"hidden", "weight"}, "head": {"hidden"}, "layers": {"weight"}}[frozen]
 
 
 def test_a_gradient_computed_with_the_logits_adds_up() -> None:
     module, *tokens, upstream = problem(12, 2, bias=True)
-    one = at_once(module, Tail(), tuple(tokens), upstream)
+    gradients = at_once(module, Tail(), tuple(tokens), upstream)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     two = at_once(module, Tail(), tuple(tokens), upstream)
-    assert_close({name: two[name] - 1 for name in ("weight", "bias")}, {name: one[name] for name in ("weight", "bias")})
+    assert_close(
+        {name: two[name] - 1 for name in ("weight", "bias")}, {name: gradients[name] for name in ("weight", "bias")}
+    )
 
 
 def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of a chunk, and two gradients from them."""
     module, *tokens, upstream = problem(12, 2)
-    own, asked = head._Matrix.answer_into, []
+    original, calls = head._Matrix.answer_into, []
 
-    def counting(matrix: Any, room: Tensor, part: Tensor) -> None:
-        asked.append(len(part))
-        own(matrix, room, part)
+    def counting(matrix: Any, buffer: Tensor, part: Tensor) -> None:
+        calls.append(len(part))
+        original(matrix, buffer, part)
 
     monkeypatch.setattr(head._Matrix, "answer_into", counting)
     monkeypatch.setattr(head._Matrix, "answer", None)
     at_once(module, Tail(), tuple(tokens), upstream)
-    assert asked == [5, 5, 2]
+    assert calls == [5, 5, 2]
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -164,9 +166,9 @@ def test_derivatives_agree_with_differences(tail: Tail) -> None:
     module, hidden, targets, temperature, _ = problem(7, 3, bias=True, dtype=torch.float64)
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        given = (hidden, weight, bias, targets, temperature, tail, torch.float64)
-        found: Tensor = head._Chunked.apply(*given)[0]  # type: ignore[no-untyped-call]
-        return found
+        inputs = (hidden, weight, bias, targets, temperature, tail, torch.float64)
+        logprobs: Tensor = head._Chunked.apply(*inputs)[0]  # type: ignore[no-untyped-call]
+        return logprobs
 
     assert torch.autograd.gradcheck(of, (hidden, module.weight, module.bias))
 
@@ -195,10 +197,10 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, f
         module, hidden, targets, temperature, upstream = problem(12, 1, bias=True)
         if how == "twice":
             answers = Head(module, Tail(cap=5.0)).logprobs(hidden, targets, temperature)
-            found = gradients(module, hidden, *answers, upstream)
+            tensors = gradients(module, hidden, *answers, upstream)
         else:
-            found = at_once(module, Tail(cap=5.0), (hidden, targets, temperature), upstream)
-        assert_close(found, textbook(module, hidden, targets, temperature, upstream, Tail(cap=5.0)))
+            tensors = at_once(module, Tail(cap=5.0), (hidden, targets, temperature), upstream)
+        assert_close(tensors, textbook(module, hidden, targets, temperature, upstream, Tail(cap=5.0)))
 
     run()
     monkeypatch.setattr(f"headrace_trainer.torch_learner.model.head.{where}", fault)
@@ -219,8 +221,8 @@ def test_a_head_of_another_kind_goes_through_its_own_code() -> None:
     sizes: list[int] = []
     module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     answers = Head(module, Tail(cap=5.0)).logprobs(hidden, targets, temperature)
-    found = gradients(module, hidden, *answers, upstream)
-    assert_close(found, textbook(plain, hidden, targets, temperature, upstream, Tail(cap=5.0)))
+    tensors = gradients(module, hidden, *answers, upstream)
+    assert_close(tensors, textbook(plain, hidden, targets, temperature, upstream, Tail(cap=5.0)))
     assert max(sizes) == 5
 
 
@@ -230,10 +232,10 @@ def test_bfloat16_is_what_autocast_makes_of_it(frozen: bool) -> None:
     module, hidden, targets, temperature, upstream = problem(23, 5)
     module.requires_grad_(not frozen)
     with torch.autocast("cpu", torch.bfloat16):
-        whole = gradients(module, hidden, *head.logprobs(module(hidden).float(), targets, temperature), upstream)
+        unchunked = gradients(module, hidden, *head.logprobs(module(hidden).float(), targets, temperature), upstream)
         chunked = gradients(module, hidden, *Head(module).logprobs(hidden, targets, temperature), upstream)
         once = at_once(module, Tail(), (hidden, targets, temperature), upstream)
-    assert_close(chunked, whole, rtol=2e-2, atol=1e-2)
+    assert_close(chunked, unchunked, rtol=2e-2, atol=1e-2)
     assert_close(once, chunked, rtol=1e-5, atol=1e-5)
 
 
@@ -295,13 +297,13 @@ def test_an_adapter_on_the_head_is_trained_and_taken_off(base: Path, packing: An
 def test_what_the_model_does_with_its_heads_answer_is_found(
     tmp_path: Path, name: str, tail: Callable[[Any], Tail]
 ) -> None:
-    (architecture,) = [one for one in CATALOG if one.name == name]
+    (architecture,) = [entry for entry in CATALOG if entry.name == name]
     compute = ComputeSettings(device="cpu", packing="padded")
     policy = Policy.open(architecture.build(tmp_path), compute, LoraSettings(), 0)
     assert policy.head.unchunked_reason is None
-    found, expected_tail = policy.head.tail, tail(policy.model.config)
-    assert found.scale == pytest.approx(expected_tail.scale)
-    assert found.cap == (None if expected_tail.cap is None else pytest.approx(expected_tail.cap))
+    head_tail, expected_tail = policy.head.tail, tail(policy.model.config)
+    assert head_tail.scale == pytest.approx(expected_tail.scale)
+    assert head_tail.cap == (None if expected_tail.cap is None else pytest.approx(expected_tail.cap))
     token_ids = np.arange(3, 43, dtype=np.int32)
     mask, zeros = np.arange(40) > 0, np.zeros(40, np.float32)
     pack = policy.collate([Row("", 0, token_ids, mask, zeros, zeros + 0.7, np.float32(0), ~mask)])
@@ -311,19 +313,19 @@ def test_what_the_model_does_with_its_heads_answer_is_found(
         torch.testing.assert_close(policy.logprobs(pack), expected, atol=5e-6, rtol=1e-5)
 
 
-def doubled(own: Callable[..., Any]) -> Callable[..., Any]:
+def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(*arguments: Any, **named: Any) -> Any:
-        found = own(*arguments, **named)
-        found.logits = found.logits + found.logits.sign()
-        return found
+        result = original(*arguments, **named)
+        result.logits = result.logits + result.logits.sign()
+        return result
 
     return changed
 
 
-def beside(own: Callable[..., Any]) -> Callable[..., Any]:
+def beside(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(*arguments: Any, **named: Any) -> Any:
-        own(*arguments, **named)
-        return own(*arguments, **named)
+        original(*arguments, **named)
+        return original(*arguments, **named)
 
     return changed
 
@@ -335,9 +337,9 @@ def test_what_cannot_be_had_in_chunks_is_announced_and_right(base: Path, fault: 
     policy.model.forward = fault(policy.model.forward)
     with structlog.testing.capture_logs() as logs:
         assert policy.head.unchunked_reason is not None
-    (told,) = logs
-    assert (told["event"], told["log_level"]) == ("head_not_chunked", "warning")
-    assert reason in told["reason"]
+    (line,) = logs
+    assert (line["event"], line["log_level"]) == ("head_not_chunked", "warning")
+    assert reason in line["reason"]
     pack = policy.collate(rows())
     with torch.no_grad():
         expected = head.logprobs(forward.logits(policy.model, pack), pack.targets_N, pack.temperature_N)

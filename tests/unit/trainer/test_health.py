@@ -103,12 +103,12 @@ def world(tmp_path: Path) -> World:
 
 def with_entropies(monkeypatch: pytest.MonkeyPatch, *entropies: float) -> None:
     """Real steps that report these entropies, the last one for ever."""
-    given = list(entropies)
+    remaining = list(entropies)
 
     def measured(*args: Any, **more: Any) -> StepResult:
-        taken = train(*args, **more)
-        value = given.pop(0) if len(given) > 1 else given[0]
-        return replace(taken, measured={**taken.measured, "entropy": value})
+        result = train(*args, **more)
+        value = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        return replace(result, measured={**result.measured, "entropy": value})
 
     monkeypatch.setattr(learners, "train", measured)
 
@@ -130,8 +130,8 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     assert trainer.lineage.state.current == good.version, "the weights are the last version's"
     account = world.bus.accounts[-1]
     assert account.stopped is not None
-    assert {one.experience_id for one in account.undone} == {f"e{n}" for n in range(4, 12)}
-    assert all(one.queued for one in account.undone), "fresh ones wait for training to go on"
+    assert {reversal.experience_id for reversal in account.undone} == {f"e{n}" for n in range(4, 12)}
+    assert all(reversal.queued for reversal in account.undone), "fresh ones wait for training to go on"
     assert len(world.reporter.stops) == 1, "said once"
 
     again = await world.run(settings)  # a crash, or a restart that changes nothing
@@ -144,11 +144,11 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     with monkeypatch.context() as patch:
         poll = world.source.poll
 
-        async def told(room: int) -> Any:
+        async def told(experiences_max: int) -> Any:
             if resumed.stopped is not None:
                 assert resumed.paused == resumed.stopped
                 resumed.resume()
-            return await poll(room)
+            return await poll(experiences_max)
 
         patch.setattr(world.source, "poll", told)
         with pytest.raises(Idle):
@@ -167,7 +167,7 @@ async def test_a_doubtful_step_delays_its_version(world: World, make: Make, monk
     world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(8)))
     with_entropies(monkeypatch, 0.1, 0.9)
     trainer = await world.run(settings)
-    assert [one.step for one in world.bus.checkpoints] == [0, 1], "both steps are in it"
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1], "both steps are in it"
     assert trainer.stopped is None
     assert set(world.bus.fates.values()) == {"trained"}
 

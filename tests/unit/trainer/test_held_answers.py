@@ -21,26 +21,26 @@ def experience_of(*turns: Turn) -> Experience | None:
     made = build_trajectory(
         turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )
-    if not made.branches:
+    if not event.branches:
         return None
-    (branch,) = made.branches
+    (branch,) = event.branches
     return Experience(
-        time=START, experience_id="e", trajectory_id=made.trajectory_id, session_key=made.session_key,
-        session_id="s", model=made.model, branch=branch, turn_ids=branch.turn_ids, reward=1.0,
+        time=START, experience_id="e", trajectory_id=event.trajectory_id, session_key=event.session_key,
+        session_id="s", model=event.model, branch=branch, turn_ids=branch.turn_ids, reward=1.0,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("grammar", [JSON, FORCED])
 def test_held_tokens_are_context_and_have_no_advantage(grammar: Grammar) -> None:
     first = ask([user("q")], "call", at=0)
-    held = ask(after(first, tool("r")), '{"a": 1}', at=1, sampling=Sampling(grammar=grammar))
-    last = ask(after(held, user("go on")), "done", at=2)
-    experience = experience_of(first, held, last)
+    constrained = ask(after(first, tool("r")), '{"a": 1}', at=1, sampling=Sampling(grammar=grammar))
+    last = ask(after(constrained, user("go on")), "done", at=2)
+    experience = experience_of(first, constrained, last)
     assert experience is not None
     row = Row.of(experience, 1.0, None)
-    begin = len(held.prompt_token_ids)
-    answered = np.arange(begin, begin + len(held.choices[0].token_ids))
-    assert tuple(row.token_ids_T[answered]) == held.choices[0].token_ids, "the model reads its own answer"
+    begin = len(constrained.prompt_token_ids)
+    answered = np.arange(begin, begin + len(constrained.choices[0].token_ids))
+    assert tuple(row.token_ids_T[answered]) == constrained.choices[0].token_ids, "the model reads its own answer"
     assert not row.loss_mask_T[answered].any()
     assert not row.behaviour_T[answered].any(), "the logprobs of the grammar's distribution are nowhere"
     assert row.loss_mask_T.sum() == len(first.choices[0].token_ids) + len(last.choices[0].token_ids)

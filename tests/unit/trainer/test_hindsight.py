@@ -59,7 +59,7 @@ def row(number: int, prompt: Sequence[int], answer: Sequence[int], reply: Sequen
     """A contradicted answer."""
     tokens_T = np.array([*prompt, *answer], np.int32)
     mask_T = np.arange(len(tokens_T)) >= len(prompt)
-    prompt_T, reply_T, next_T = (np.array(one, np.int32) for one in (prompt[:-1], reply, then))
+    prompt_T, reply_T, next_T = (np.array(tokens, np.int32) for tokens in (prompt[:-1], reply, then))
     behaviour_T = np.where(mask_T, np.float32(-1.5), np.float32(0))
     told = Hindsight(prompt_T, reply_T, next_T, 1.0)
     ones_T = np.ones(len(tokens_T), np.float32)
@@ -74,11 +74,13 @@ class Reader:
         self._reads = reads
 
     def reference_logprobs(self, pack: Any) -> torch.Tensor:
-        found: list[float] = []
-        for one in pack.rows:
-            context = one.token_ids_T[~one.loss_mask_T] if self._reads else ()
-            found += [math.log(0.5 if token in context else 0.05) for token in one.token_ids_T[one.loss_mask_T]]
-        return torch.tensor(found)
+        logprobs: list[float] = []
+        for pack_row in pack.rows:
+            context = pack_row.token_ids_T[~pack_row.loss_mask_T] if self._reads else ()
+            logprobs += [
+                math.log(0.5 if token in context else 0.05) for token in pack_row.token_ids_T[pack_row.loss_mask_T]
+            ]
+        return torch.tensor(logprobs)
 
     def logprobs(self, pack: Any) -> tuple[torch.Tensor, None]:
         return self.reference_logprobs(pack), None
@@ -125,7 +127,10 @@ def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused
 
 
 def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> None:
-    same = [replace(one, hindsight=replace(_hindsight(one), reply_T=np.array([7, 9, 3]))) for one in rows_of(24)]
+    same = [
+        replace(contradicted_row, hindsight=replace(_hindsight(contradicted_row), reply_T=np.array([7, 9, 3])))
+        for contradicted_row in rows_of(24)
+    ]
     with pytest.raises(StepRefused, match=r"over 24 runs, and not surely positive"):
         asked(base, same)
 
@@ -138,28 +143,32 @@ def test_few_runs_are_not_believed(base: Path) -> None:
 
 
 def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> None:
-    accepted = [replace(one, hindsight=None, experience_id=f"a{n}") for n, one in enumerate(rows_of(3))]
+    accepted = [replace(guard_row, hindsight=None, experience_id=f"a{n}") for n, guard_row in enumerate(rows_of(3))]
     teacher = asked(base, [*rows_of(24), *accepted], guard_answers=2)
     other = HindsightTeacher(HindsightSettings(guard_answers=2), 512)
     other.load(teacher.state())
     assert other.gap == teacher.gap
-    assert [one.token_ids_T.tolist() for one in other.guard] == [one.token_ids_T.tolist() for one in accepted[1:]]
-    assert [one.loss_mask_T.tolist() for one in other.guard] == [one.loss_mask_T.tolist() for one in accepted[1:]]
+    assert [guard_row.token_ids_T.tolist() for guard_row in other.guard] == [
+        guard_row.token_ids_T.tolist() for guard_row in accepted[1:]
+    ]
+    assert [guard_row.loss_mask_T.tolist() for guard_row in other.guard] == [
+        guard_row.loss_mask_T.tolist() for guard_row in accepted[1:]
+    ]
     other.load({})
     assert (other.gap, len(other.guard)) == (GapEstimate(), 0)
 
 
-def _hindsight(one: Row) -> Hindsight:
-    assert one.hindsight is not None
-    return one.hindsight
+def _hindsight(row: Row) -> Hindsight:
+    assert row.hindsight is not None
+    return row.hindsight
 
 
 def lineage_with_events(
     world: World, make: Make, events: Callable[[str], Sequence[Experience]], **settings: Any
 ) -> Lineage:
     lineage = open_lineage(make(algorithm="hindsight", **settings), world.blobs, world.clock)
-    for place, event in enumerate(events(lineage.state.history.head)):
-        lineage.state.admit(event, (0, place), START)
+    for index, event in enumerate(events(lineage.state.history.head)):
+        lineage.state.admit(event, (0, index), START)
     return lineage
 
 
@@ -176,22 +185,22 @@ def oracle(
 ) -> tuple[Floats, Floats, list[float]]:
     """`(advantages_N, losses_N)` of the contradicted answers by name, and the gap of each run. Texts are made anew."""
     encode, advantages, losses, gaps = encoder(base), [], [], []
-    ordered = sorted(events, key=lambda one: one.experience_id)
-    letters = [_letters(base, one) for one in ordered]
+    ordered = sorted(events, key=lambda event: event.experience_id)
+    letters = [_letters(base, event) for event in ordered]
     block = 5  # ten runs make two blocks
-    for place, (first, second, named) in enumerate(letters):
+    for index, (first, second, named) in enumerate(letters):
         prompt, wrong, right = encode(ASKED + OPENING), encode(f"{first}<|im_end|>"), encode(f"{second}<|im_end|>")
-        told = encode(ASKED + said(contradiction(named)) + OPENING)
-        own_block = range(place // block * block, place // block * block + block)
-        others = [encode(ASKED + said(contradiction(letters[n][2])) + OPENING) for n in own_block if n != place]
+        told_prompt = encode(ASKED + said(contradiction(named)) + OPENING)
+        own_block = range(index // block * block, index // block * block + block)
+        other_prompts = [encode(ASKED + said(contradiction(letters[n][2])) + OPENING) for n in own_block if n != index]
         behaviour_N = np.array([-2.0, -0.01])
-        advantage_N = np.clip(whole(policy, told, wrong) - behaviour_N, -limit, limit)
+        advantage_N = np.clip(whole(policy, told_prompt, wrong) - behaviour_N, -limit, limit)
         weight_N = np.minimum(np.exp(whole(policy, prompt, wrong) - behaviour_N), 2.0)
         advantages.append(advantage_N)
         losses.append(-weight_N * advantage_N)
-        own, none = (whole(policy, context, right).mean() for context in (told, prompt))
-        theirs = np.mean([whole(policy, context, right).mean() for context in others])
-        gaps.append(float(own - max(theirs, none)))
+        own_logprob, none = (whole(policy, context, right).mean() for context in (told_prompt, prompt))
+        others_logprob = np.mean([whole(policy, context, right).mean() for context in other_prompts])
+        gaps.append(float(own_logprob - max(others_logprob, none)))
     return np.concatenate(advantages), np.concatenate(losses), gaps
 
 
@@ -220,8 +229,8 @@ def told_of(lineage: Lineage) -> dict[str, Floats]:
     policy, prepared = policy_of(lineage), prepared_of(lineage, lineage.next_batch())
     packs, _ = teacher_of(lineage).appraise(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
     (pack,) = packs
-    advantages, places = pack.advantage_N.double().numpy(), pack.row_N.numpy()
-    return {one.experience_id: advantages[places == n] for n, one in enumerate(pack.rows)}
+    advantages, rows = pack.advantage_N.double().numpy(), pack.row_N.numpy()
+    return {pack_row.experience_id: advantages[rows == n] for n, pack_row in enumerate(pack.rows)}
 
 
 def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
@@ -229,10 +238,10 @@ def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
     world, events = World(tmp_path), conversations(encoder(base), VERSION, 10, seed=3)
     lineage = lineage_with_events(world, make, of_version(events, VERSION), batch_experiences=10)
     advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
-    found = told_of(lineage)
+    by_name = told_of(lineage)
     teacher = teacher_of(lineage)
-    ours = np.concatenate([found[name] for name in sorted(found)])
-    off = [float(np.abs(ours - advantages).max()), abs(teacher.gap.mean - float(np.mean(gaps)))]
+    computed = np.concatenate([by_name[name] for name in sorted(by_name)])
+    off = [float(np.abs(computed - advantages).max()), abs(teacher.gap.mean - float(np.mean(gaps)))]
     loss = lineage.step(lineage.next_batch(), GOING_ON).get("loss", math.inf)
     return max(*off, abs(loss - float(losses.mean())))
 
@@ -248,8 +257,8 @@ def test_advantages_gap_and_loss_equal_the_oracle_s(tmp_path: Path, believing: M
     assert off_oracle(tmp_path, believing, base) < 1e-5
 
 
-def _flipped(self: HindsightTeacher, one: Any) -> Any:
-    return replace(one, advantage_N=-GRADED(self, one).advantage_N)
+def _flipped(self: HindsightTeacher, pack: Any) -> Any:
+    return replace(pack, advantage_N=-GRADED(self, pack).advantage_N)
 
 
 def _own_context(row: Row) -> Row:
@@ -257,7 +266,7 @@ def _own_context(row: Row) -> Row:
 
 
 def _shifted(self: HindsightTeacher, rows: Sequence[Row]) -> list[ReplyBlock]:
-    return [ReplyBlock(np.roll(one.with_reply_BB, 1, axis=1), one.without_reply_B) for one in BLOCKS(self, rows)]
+    return [ReplyBlock(np.roll(block.with_reply_BB, 1, axis=1), block.without_reply_B) for block in BLOCKS(self, rows)]
 
 
 GRADED, BLOCKS = HindsightTeacher._with_advantages, HindsightTeacher.blocks
@@ -330,12 +339,12 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
     world = World(tmp_path)
     lineage = lineage_with_events(world, believing, lambda v: conversations(encoder(base), v, 8), batch_experiences=8)
     first = told_of(lineage)
-    event = next(one.experience for one in lineage.state.waiting)
+    event = next(waiting_item.experience for waiting_item in lineage.state.waiting)
     lineage.step(lineage.next_batch(), GOING_ON)
     lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
     (item,) = lineage.state.waiting
-    (due,) = lineage.state.pending_updates(item)
-    assert due.advantage == -1.0
+    (update,) = lineage.state.pending_updates(item)
+    assert update.advantage == -1.0
     policy, prepared = policy_of(lineage), prepared_of(lineage, (item,))
     _, (back,) = teacher_of(lineage).appraise(policy, [], [policy.collate(list(prepared.batch.rows))], GOING_ON)
     assert back.advantage_N.numpy() == pytest.approx(-first[event.experience_id], abs=1e-6), "the teacher stays"
@@ -358,8 +367,8 @@ def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path:
     wrong = [letter for letter in LETTERS if letter in "BCD"]
     before = _share(policy, prompt, wrong, encode)
     for step in range(6):
-        for place, event in enumerate(_always(encode, version, wrong, 32, 100 * step)):
-            lineage.state.admit(event, (0, place), START)
+        for index, event in enumerate(_always(encode, version, wrong, 32, 100 * step)):
+            lineage.state.admit(event, (0, index), START)
         measured = lineage.step(lineage.next_batch(), GOING_ON)
         assert measured["hindsight_gap_chance"] < 0.01
     after = _share(policy, prompt, wrong, encode)
@@ -376,16 +385,16 @@ def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: 
     from tests.support.hindsight_world import conversation
 
     draw = random.Random(first)
-    found = []
+    events = []
     for number in range(first, first + count):
-        right = draw.choice([one for one in LETTERS if one not in wrong])
+        right = draw.choice([letter for letter in LETTERS if letter not in wrong])
         said_first = draw.choice(list(wrong))
-        found.append(
+        events.append(
             conversation(
                 encode, number, version, first=said_first, second=right, reply=contradiction(right), reward=0.0
             )
         )
-    return found
+    return events
 
 
 def test_the_preset_is_announced_with_its_own_section(make: Make) -> None:

@@ -68,11 +68,11 @@ def whole(model: Any, context: list[int], answer: list[int]) -> Tensor:
     return logits_TV[len(context) - 1 : -1].log_softmax(-1)
 
 
-def loss(policy: Policy, weight: float, prompt: list[int], told: list[int], answer: list[int]) -> Tensor:
+def loss(policy: Policy, weight: float, prompt: list[int], teacher_prompt: list[int], answer: list[int]) -> Tensor:
     """Of one answer, whose teacher has `told` for a prompt."""
     student = whole(policy.model, prompt, answer)
     with torch.no_grad():
-        advantage = (whole(policy._reference, told, answer) - student).clamp(-0.5, 0.5)
+        advantage = (whole(policy._reference, teacher_prompt, answer) - student).clamp(-0.5, 0.5)
     return -weight * (student.exp() * advantage).sum()
 
 
@@ -83,31 +83,33 @@ def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base:
     )
     policy = policy_of(lineage)
     moved(policy)
-    waiting = sorted((one.experience for one in lineage.state.waiting), key=lambda one: one.experience_id)
+    waiting = sorted((item.experience for item in lineage.state.waiting), key=lambda item: item.experience_id)
     packs = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     policy.model.zero_grad()
     for pack in packs:
         policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
-    ours = {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
+    computed = {
+        name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None
+    }
     total, prompt, (pack, _) = torch.zeros((), dtype=torch.float64), encode(ASKED + OPENING), packs
-    events = {one.experience_id: one for one in waiting}
+    events = {item.experience_id: item for item in waiting}
     for row in pack.rows:
-        answer, told = row.token_ids_T[row.loss_mask_T].tolist(), prompt
+        answer, teacher_prompt = row.token_ids_T[row.loss_mask_T].tolist(), prompt
         if row.hindsight is not None:
             _, then, named = _letters(base, events[row.experience_id])
-            told = encode(ASKED + said(contradiction(named)) + OPENING)
-            total = total + loss(policy, row.token_weight, prompt, told, encode(f"{then}<|im_end|>"))
-        total = total + loss(policy, row.token_weight, prompt, told, answer)
+            teacher_prompt = encode(ASKED + said(contradiction(named)) + OPENING)
+            total = total + loss(policy, row.token_weight, prompt, teacher_prompt, encode(f"{then}<|im_end|>"))
+        total = total + loss(policy, row.token_weight, prompt, teacher_prompt, answer)
     policy.model.zero_grad()
     torch.autograd.backward(total)
     assert len([row for row in pack.rows if row.hindsight is None]) == 2
     for name, parameter in policy.parameters.items():
         if parameter.grad is not None:
-            torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(computed[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: one.grad.clone() for name, one in policy.parameters.items() if one.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
 
 
 def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
@@ -122,18 +124,18 @@ def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
     policy.model.zero_grad()
     for pack in packs:
         policy.backward(pack, lambda logprobs_N, part: torch.zeros_like(logprobs_N))
-    ours, weights = gradients(policy), {row.experience_id: row.token_weight for row in packs[0].rows}
+    computed, weights = gradients(policy), {row.experience_id: row.token_weight for row in packs[0].rows}
     total, belonged = torch.zeros((), dtype=torch.float64), set()
     for event in events:
-        place, lost = _oracle_with_calls(policy, base, event, weights[event.experience_id])
-        belonged.add(place)
+        prompt_index, lost = _oracle_with_calls(policy, base, event, weights[event.experience_id])
+        belonged.add(prompt_index)
         total = total + lost
     assert belonged == {0, 1, 2}, "each of them somewhere, or the test sees nothing"
     policy.model.zero_grad()
     torch.autograd.backward(total)
-    wanted = gradients(policy)
-    norm = float(torch.cat([one.flatten() for one in wanted.values()]).norm())
-    return float(torch.cat([(ours[name] - one).flatten() for name, one in wanted.items()]).norm()) / norm
+    oracle = gradients(policy)
+    norm = float(torch.cat([gradient.flatten() for gradient in oracle.values()]).norm())
+    return float(torch.cat([(computed[name] - gradient).flatten() for name, gradient in oracle.items()]).norm()) / norm
 
 
 def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: float) -> tuple[int, Tensor]:
@@ -144,24 +146,26 @@ def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: fl
     for text, answer in zip(asked, answers, strict=True):
         prompts.append([*before, *encode(text)])
         before = [*prompts[-1], *encode(answer)]
-    told = [*prompts[2][: -len(encode(OPENING))], *encode(asked[3].removeprefix("\n"))]
+    teacher_prompt = [*prompts[2][: -len(encode(OPENING))], *encode(asked[3].removeprefix("\n"))]
     wrong, then = encode(answers[2]), encode(answers[3])
     with torch.no_grad():
         likely = [_mean(whole(policy._reference, prompt, then), then) for prompt in prompts[:3]]
     best = int(np.argmax(likely))
-    return best, loss(policy, weight, prompts[2], told, wrong) + loss(policy, weight, prompts[best], told, then)
+    return best, loss(policy, weight, prompts[2], teacher_prompt, wrong) + loss(
+        policy, weight, prompts[best], teacher_prompt, then
+    )
 
 
 def _texts(base: Path, event: Experience) -> tuple[list[str], list[str]]:
     """What the model was asked with each time, from what it said before, and what it said."""
     assert event.branch is not None
     decode = Tokenizer.from_file(str(base / "tokenizer.json")).decode
-    asked, answers, ids, end = [], [], event.branch.token_ids, 0
+    questions, answers, ids, end = [], [], event.branch.token_ids, 0
     for span in event.branch.spans:
-        asked.append(decode(list(ids[end : span.start]), skip_special_tokens=False))
+        questions.append(decode(list(ids[end : span.start]), skip_special_tokens=False))
         answers.append(decode(list(ids[span.start : span.stop]), skip_special_tokens=False))
         end = span.stop
-    return asked, answers
+    return questions, answers
 
 
 def _mean(logprobs_NV: Tensor, answer: list[int]) -> float:
@@ -181,8 +185,8 @@ def _shifted(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
 
 
 def _elsewhere(self: HindsightTeacher, rows: list[Row]) -> list[Any]:
-    others = [replace(_hindsight(row), next_T=row.token_ids_T[row.loss_mask_T]) for row in rows]
-    return BELONGED(self, [replace(row, hindsight=other) for row, other in zip(rows, others, strict=True)])
+    elsewhere = [replace(_hindsight(row), next_T=row.token_ids_T[row.loss_mask_T]) for row in rows]
+    return BELONGED(self, [replace(row, hindsight=other) for row, other in zip(rows, elsewhere, strict=True)])
 
 
 BELONGED = HindsightTeacher._insertion_prompts
@@ -213,9 +217,9 @@ def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path,
             world, make, events, batch_experiences=4, advantage=advantage, lineage=f"of-{number}"
         )
         rows = prepared_of(lineage, lineage.next_batch()).batch.rows
-        assert [len(_hindsight(one).earlier_K) for one in rows] == [expected] * 4
-        plain = [replace(one, hindsight=replace(_hindsight(one), earlier_K=np.zeros(0, np.int32))) for one in rows]
-        same = [_hindsight(one).digest() == _hindsight(other).digest() for one, other in zip(rows, plain, strict=True)]
+        assert [len(_hindsight(row).earlier_K) for row in rows] == [expected] * 4
+        plain = [replace(row, hindsight=replace(_hindsight(row), earlier_K=np.zeros(0, np.int32))) for row in rows]
+        same = [_hindsight(row).digest() == _hindsight(other).digest() for row, other in zip(rows, plain, strict=True)]
         assert same == [expected == 0] * 4
 
 
@@ -225,7 +229,7 @@ def test_a_verdict_that_is_withdrawn_has_the_opposite_sign(tmp_path: Path, make:
         world, make, lambda v: conversations(encoder(base), v, 8), batch_experiences=8, advantage=WORDS
     )
     first, later = graded(lineage, prepared_of(lineage, lineage.next_batch()))
-    event = next(one.experience for one in lineage.state.waiting)
+    event = next(item.experience for item in lineage.state.waiting)
     lineage.step(lineage.next_batch(), GOING_ON)
     lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
     back, undone = graded(lineage, prepared_of(lineage, tuple(lineage.state.waiting)))
@@ -251,7 +255,7 @@ def test_accepted_answers_hold_and_leave_nothing_to_take_back(base: Path, tmp_pa
     )  # fmt: skip
     pack, _ = graded(lineage, prepared_of(lineage, lineage.next_batch()))
     accepted = next(row for row in pack.rows if row.hindsight is None)
-    assert [teaching._sign(one) for one in (accepted, replace(accepted, correction=True))] == [1.0, 0.0]
+    assert [teaching._sign(answer) for answer in (accepted, replace(accepted, correction=True))] == [1.0, 0.0]
     assert pack.distillation is not None
     assert len(pack.distillation.positions_M) == len(pack.row_N), "all tokens of the loss"
     assert not np.any(pack.advantage_N.numpy())

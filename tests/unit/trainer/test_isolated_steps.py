@@ -72,7 +72,7 @@ def settings(**more: Any) -> TrainerSettings:
 
 
 def trained_in(world: World) -> set[str]:
-    return {name for (name, _), fate in world.bus.fates.items() if fate == "trained"}
+    return {name for (name, _), outcome in world.bus.fates.items() if outcome == "trained"}
 
 
 def replayed(world: World) -> tuple[DryRunLine, Bus]:
@@ -102,13 +102,13 @@ def replayed(world: World) -> tuple[DryRunLine, Bus]:
     copy = Bus(partitions=1)
     for event, headers, cuts in stream:
         dry_run.add(event, cuts)
-        original = next(one for one in world.bus.records if one.value == event.to_json())
+        original = next(published for published in world.bus.records if published.value == event.to_json())
         copy.add("copy", event.to_json(), 0, [*original.headers, *headers])
     return dry_run.end(), copy
 
 
 def lessons(trainer: Any) -> list[tuple[int, str, float]]:
-    return [(one.step, one.experience_id, one.advantage) for one in trainer.lineage.learner.lessons]
+    return [(lesson.step, lesson.experience_id, lesson.advantage) for lesson in trainer.lineage.learner.lessons]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -121,29 +121,31 @@ async def test_the_rows_that_fail_end_by_name_and_a_replay_leaves_them_out_too(t
     with using(poison, FAILURES[name]):
         await world.run(rules)
         for begin in range(0, 40, 8):
-            version = draw.choice([one.version for one in world.bus.checkpoints][-2:])
+            version = draw.choice([entry.version for entry in world.bus.checkpoints][-2:])
             equal = draw.random() < 0.3
-            made = [experience(n, version, reward=1.0 if equal else n % 3, task="t") for n in range(begin, begin + 8)]
-            world.bus.produce(*made)
+            events = [experience(n, version, reward=1.0 if equal else n % 3, task="t") for n in range(begin, begin + 8)]
+            world.bus.produce(*events)
             await world.run(rules, wait_s=rules.batch_wait_s)
         trainer = await world.run(rules)
-    verdicts = {one.experience_id: one for one in world.bus.verdicts}
+    verdicts = {entry.experience_id: entry for entry in world.bus.verdicts}
     reasons = {name: verdicts[name].reason for name in poison if verdicts[name].dropped == "invalid"}
-    stale = {name for name, one in verdicts.items() if one.dropped == "stale"}
+    stale = {name for name, entry in verdicts.items() if entry.dropped == "stale"}
     assert set(reasons) | stale >= poison
     text = "the gradient is not finite" if name == "NotFinite" else str(type(FAILURES[name]()).__name__)
     assert all(text in (reason or "") for reason in reasons.values())
     assert trained_in(world) == {f"e{n}" for n in range(40)} - poison - stale, "and each other row is trained"
 
-    recorded = [one for account in world.bus.accounts for one in account.batches]
-    assert {left for one in recorded for left in one.left_out} <= set(reasons)
+    recorded = [entry for account in world.bus.accounts for entry in account.batches]
+    assert {left for entry in recorded for left in entry.left_out} <= set(reasons)
     plan, world.bus = await asyncio.to_thread(replayed, world)
-    assert [one.digest for one in plan.batches] == [one.digest for one in recorded]
+    assert [entry.digest for entry in plan.batches] == [entry.digest for entry in recorded]
     again = settings(lineage="again", replays="main", topic="copy", until_end=True, cut="recorded",
                      steps_per_version=rules.steps_per_version)  # fmt: skip
     with using((), FAILURES[name]):
         replay = await world.run(again)
-    assert [one.digest for account in world.bus.accounts for one in account.batches] == [one.digest for one in recorded]
+    assert [entry.digest for account in world.bus.accounts for entry in account.batches] == [
+        entry.digest for entry in recorded
+    ]
     assert lessons(replay) == lessons(trainer)
 
 
@@ -155,7 +157,9 @@ async def test_a_row_that_is_alone_in_its_batch_ends_by_name(tmp_path: Path, nam
         world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(6)))
         await world.run(rules)
     assert trained_in(world) == {"e1", "e2", "e4", "e5"}
-    assert [one.dropped for one in world.bus.verdicts if one.experience_id in ("e0", "e3")] == ["invalid"] * 2
+    assert [verdict.dropped for verdict in world.bus.verdicts if verdict.experience_id in ("e0", "e3")] == [
+        "invalid"
+    ] * 2
 
 
 async def test_a_learner_that_fails_whatever_it_is_given_drops_nothing(tmp_path: Path) -> None:
@@ -199,21 +203,21 @@ async def test_rows_that_only_fail_together_do_not_stop_training(tmp_path: Path)
         await world.run(settings())
         world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(15)))
         await world.run(settings())
-    invalid = [one.experience_id for one in world.bus.verdicts if one.dropped]
+    invalid = [verdict.experience_id for verdict in world.bus.verdicts if verdict.dropped]
     assert invalid == ["e0", *(f"e{n}" for n in range(5, 10))]
     assert len(trained_in(world)) == 9
 
 
 def test_the_search_takes_few_steps() -> None:
     """One of 64 rows: halves of halves, and not each row."""
-    tried: list[int] = []
+    attempts: list[int] = []
 
     class PreparedBatch:
         def __init__(self, items: Any) -> None:
             self.batch = items
 
     def take(items: Any) -> Any:
-        tried.append(len(items))
+        attempts.append(len(items))
         if 37 in items:
             raise ValueError("37")
 
@@ -222,7 +226,7 @@ def test_the_search_takes_few_steps() -> None:
     number: Any = item
     assert number == 37
     assert str(error) == "37"
-    assert len(tried) == 12
+    assert len(attempts) == 12
 
 
 @pytest.fixture
@@ -264,25 +268,25 @@ async def test_a_row_that_torch_cannot_train_ends_by_name(
 ) -> None:
     world, train, rules = World(tmp_path), steps.train, make(batch_experiences=4)
 
-    def broken(policy: Any, optimizer: Any, given: Batch, *args: Any, **more: Any) -> StepResult:
-        if any(row.experience_id == "e2" for row in given.rows):
+    def broken(policy: Any, optimizer: Any, batch: Batch, *args: Any, **more: Any) -> StepResult:
+        if any(row.experience_id == "e2" for row in batch.rows):
             raise RuntimeError("CUDA error: device-side assert triggered")
-        return train(policy, optimizer, given, *args, **more)
+        return train(policy, optimizer, batch, *args, **more)
 
     monkeypatch.setattr(learners, "train", broken)
     await world.run(rules)
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(8)))
     trainer = await world.run(rules)
     assert trained_in(world) == {f"e{n}" for n in range(8)} - {"e2"}
-    (verdict,) = (one for one in world.bus.verdicts if one.dropped)
+    (verdict,) = (entry for entry in world.bus.verdicts if entry.dropped)
     assert (verdict.experience_id, verdict.dropped) == ("e2", "invalid")
     assert verdict.detail == "RuntimeError: CUDA error: device-side assert triggered"
     monkeypatch.setattr(learners, "train", train)
     plan, world.bus = replayed(world)
-    assert [one.experiences for one in plan.batches] == [3, 4]
+    assert [entry.experiences for entry in plan.batches] == [3, 4]
     replay = await world.run(make(lineage="again", replays="main", topic="copy", until_end=True, cut="recorded"))
     assert trainer.lineage is not None
     assert replay.lineage is not None
-    learned = [one.lineage.learner for one in (trainer, replay) if one.lineage is not None]
-    ours, again = (one.policy.tensors() for one in learned if isinstance(one, TorchLearner))
-    assert all(torch.equal(ours[name], again[name]) for name in ours), "the step was as if the row had not been there"
+    learned = [entry.lineage.learner for entry in (trainer, replay) if entry.lineage is not None]
+    live, again = (entry.policy.tensors() for entry in learned if isinstance(entry, TorchLearner))
+    assert all(torch.equal(live[name], again[name]) for name in live), "the step was as if the row had not been there"

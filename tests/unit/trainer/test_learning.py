@@ -40,8 +40,8 @@ class Bandit:
 
     @torch.no_grad()
     def logprobs(self) -> torch.Tensor:
-        found: torch.Tensor = policy_of(self.lineage).model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-        return found
+        logprobs: torch.Tensor = policy_of(self.lineage).model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+        return logprobs
 
     def success(self) -> float:
         """Probability of a rewarded token, exactly."""
@@ -63,7 +63,7 @@ class Bandit:
 
     def learn(self) -> list[float]:
         """Success before, and after each step."""
-        found = [self.success()]
+        rates = [self.success()]
         grouped = self.lineage._settings.grouped
         for _ in range(STEPS):
             for run in range(RUNS):
@@ -72,8 +72,8 @@ class Bandit:
             batch = self.lineage.next_batch()
             assert len(batch) == RUNS
             self.lineage.step(batch, threading.Event())
-            found.append(self.success())
-        return found
+            rates.append(self.success())
+        return rates
 
 
 def check_learns(folder: Path, make: Make, margin: float = 0.25, **overrides: Any) -> None:
@@ -120,8 +120,8 @@ def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
 @pytest.mark.long
 def test_a_flipped_sign_in_the_loss_is_caught(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def flipped(*tensors: Any) -> TokenLoss:
-        found = token_loss(*tensors)
-        return dataclasses.replace(found, loss_N=-found.loss_N)
+        losses = token_loss(*tensors)
+        return dataclasses.replace(losses, loss_N=-losses.loss_N)
 
     monkeypatch.setattr(loss, "token_loss", flipped)
     with pytest.raises(AssertionError, match="learn upwards"):

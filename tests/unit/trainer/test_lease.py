@@ -101,11 +101,11 @@ async def test_who_was_taken_over_from_hears_it_with_its_next_sign_and_its_next_
 async def test_of_several_who_wait_one_alone_gets_it(blobs: BlobStore) -> None:
     owner(blobs)
     waiting = [WaitingProcess(blobs) for _ in range(4)]
-    stores = [one.store for one in waiting]
-    await asyncio.gather(waiting[0].acquire(), *(one.acquire() for one in waiting[1:]))
-    found = LineageStore(blobs, "main").read_owner_sign()
+    stores = [item.store for item in waiting]
+    await asyncio.gather(waiting[0].acquire(), *(item.acquire() for item in waiting[1:]))
+    sign = LineageStore(blobs, "main").read_owner_sign()
     for store in stores:
-        if store.owner == found.owner:
+        if store.owner == sign.owner:
             store.beat()
         else:
             with pytest.raises(LineageTaken):
@@ -221,7 +221,7 @@ async def test_a_trainer_that_loses_its_lineage_ends_by_name(
     trainer = world.trainer(make())
     polls = 0
 
-    async def idle(room: int) -> Any:
+    async def idle(experiences_max: int) -> Any:
         nonlocal polls
         polls += 1
         if polls == 3:

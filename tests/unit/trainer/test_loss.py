@@ -57,16 +57,16 @@ def oracle(moved: float, drift: float, advantage: float, s: LossSettings) -> tup
 def test_loss_and_gradient_are_those_of_the_formula(fields: dict[str, Any]) -> None:
     settings = LossSettings(**fields)
     current_N, start_N, behaviour_N, advantage_N = tensors()
-    found = token_loss(current_N, start_N, behaviour_N, advantage_N, settings)
-    torch.autograd.backward(found.loss_N.sum())
+    losses = token_loss(current_N, start_N, behaviour_N, advantage_N, settings)
+    torch.autograd.backward(losses.loss_N.sum())
     expected = np.array([oracle(*point, settings) for point in GRID])
-    np.testing.assert_allclose(found.loss_N.detach().numpy(), expected[:, 0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(losses.loss_N.detach().numpy(), expected[:, 0], rtol=1e-9, atol=1e-12)
     assert current_N.grad is not None
     np.testing.assert_allclose(current_N.grad.numpy(), expected[:, 1], rtol=1e-9, atol=1e-12)
 
 
 def test_nothing_but_the_present_weights_has_a_gradient() -> None:
-    current_N, start_N, behaviour_N, advantage_N = (one.detach().requires_grad_() for one in tensors())
+    current_N, start_N, behaviour_N, advantage_N = (logprobs.detach().requires_grad_() for logprobs in tensors())
     torch.autograd.backward(token_loss(current_N, start_N, behaviour_N, advantage_N, LossSettings()).loss_N.sum())
     assert current_N.grad is not None
     assert start_N.grad is None
@@ -76,13 +76,13 @@ def test_nothing_but_the_present_weights_has_a_gradient() -> None:
 def test_on_policy_it_is_the_plain_policy_gradient() -> None:
     current_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantage_N = torch.tensor([1.0, -2.0, 0.0])
-    found = token_loss(current_N, current_N.detach(), current_N.detach(), advantage_N, LossSettings())
-    torch.autograd.backward(found.loss_N.sum())
+    losses = token_loss(current_N, current_N.detach(), current_N.detach(), advantage_N, LossSettings())
+    torch.autograd.backward(losses.loss_N.sum())
     assert current_N.grad is not None
     assert current_N.grad.tolist() == [-1.0, 2.0, 0.0], "minus the advantage: descent makes good tokens likelier"
-    assert not found.clipped_N.any()
-    assert not found.truncated_N.any()
-    assert not found.masked_N.any()
+    assert not losses.clipped_N.any()
+    assert not losses.truncated_N.any()
+    assert not losses.masked_N.any()
 
 
 def test_what_was_truncated_masked_and_clipped_is_counted() -> None:
@@ -90,11 +90,11 @@ def test_what_was_truncated_masked_and_clipped_is_counted() -> None:
     start_N = torch.tensor([1.0, -1.0, 5.0, 0.0])
     current_N = start_N + torch.tensor([0.0, 0.0, 0.0, 1.0])
     settings = LossSettings(weight_max=2.0, mask_high=100.0)
-    found = token_loss(current_N, start_N, behaviour_N, torch.full((4,), 2.0), settings)
-    assert found.truncated_N.tolist() == [True, False, True, False]
-    assert found.masked_N.tolist() == [False, False, True, False]
-    assert found.clipped_N.tolist() == [False, False, False, True]
-    assert found.weight_N.tolist() == pytest.approx([2.0, np.exp(-1.0), 2.0, 1.0])
+    losses = token_loss(current_N, start_N, behaviour_N, torch.full((4,), 2.0), settings)
+    assert losses.truncated_N.tolist() == [True, False, True, False]
+    assert losses.masked_N.tolist() == [False, False, True, False]
+    assert losses.clipped_N.tolist() == [False, False, False, True]
+    assert losses.weight_N.tolist() == pytest.approx([2.0, np.exp(-1.0), 2.0, 1.0])
 
 
 def test_absurd_differences_stay_finite() -> None:
@@ -102,9 +102,9 @@ def test_absurd_differences_stay_finite() -> None:
     behaviour_N = torch.tensor([-500.0, -0.0])
     for proximal in ("step", "behaviour"):
         settings = LossSettings(proximal=proximal, mask_high=1e30)
-        found = token_loss(current_N, current_N.detach(), behaviour_N, torch.tensor([-1.0, 1.0]), settings)
-        torch.autograd.backward(found.loss_N.sum())
-        assert torch.isfinite(found.loss_N).all()
+        losses = token_loss(current_N, current_N.detach(), behaviour_N, torch.tensor([-1.0, 1.0]), settings)
+        torch.autograd.backward(losses.loss_N.sum())
+        assert torch.isfinite(losses.loss_N).all()
         assert current_N.grad is not None
         assert torch.isfinite(current_N.grad).all()
 
@@ -129,24 +129,24 @@ def sampled(left_out_N: torch.Tensor | None = None) -> LossInputs:
 
 
 def test_a_likelihood_is_minus_advantage_times_logprob_whoever_sampled() -> None:
-    given = sampled()
-    found = likelihood(given, LossSettings())
+    inputs = sampled()
+    losses = likelihood(inputs, LossSettings())
     expected_N = [-a * (moved + drift + BEHAVIOUR) for moved, drift, a in GRID]
-    np.testing.assert_allclose(found.loss_N.detach(), expected_N, atol=1e-12)
-    torch.autograd.backward(found.loss_N.sum())
-    np.testing.assert_allclose(given.current_N.grad, [-a for _, _, a in GRID])  # type: ignore[arg-type]
-    assert not (found.masked_N | found.clipped_N).any()
-    assert (found.weight_N == 1).all()
+    np.testing.assert_allclose(losses.loss_N.detach(), expected_N, atol=1e-12)
+    torch.autograd.backward(losses.loss_N.sum())
+    np.testing.assert_allclose(inputs.current_N.grad, [-a for _, _, a in GRID])  # type: ignore[arg-type]
+    assert not (losses.masked_N | losses.clipped_N).any()
+    assert (losses.weight_N == 1).all()
 
 
 def test_what_is_left_out_has_no_loss_and_says_so() -> None:
     out_N = torch.arange(len(GRID)) % 3 == 0
-    given = sampled(out_N)
+    inputs = sampled(out_N)
     clipped_N = torch.arange(len(GRID)) % 2 == 0
-    found = plain(given.current_N, given, clipped_N)
-    assert torch.equal(found.masked_N, out_N)
-    assert torch.equal(found.clipped_N, clipped_N)
-    assert torch.equal(found.loss_N, torch.where(out_N, 0.0, given.current_N))
+    losses = plain(inputs.current_N, inputs, clipped_N)
+    assert torch.equal(losses.masked_N, out_N)
+    assert torch.equal(losses.clipped_N, clipped_N)
+    assert torch.equal(losses.loss_N, torch.where(out_N, 0.0, inputs.current_N))
 
 
 def test_rows_are_summed_and_counted() -> None:

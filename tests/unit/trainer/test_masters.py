@@ -79,22 +79,22 @@ def test_the_fingerprint_of_the_weights_is_that_of_the_version(narrow: Path) -> 
 
 
 def test_gradients_of_many_passes_add_up_in_float32_and_nothing_stays_at_the_weights(narrow: Path) -> None:
-    one, many = open_policy(narrow), open_policy(narrow)
-    whole, parts = stepped(one), stepped(many, pack_tokens=8)
-    for name, gradient in whole.items():
+    single, packed = open_policy(narrow), open_policy(narrow)
+    flat, parts = stepped(single), stepped(packed, pack_tokens=8)
+    for name, gradient in flat.items():
         assert gradient.dtype is torch.float32
         error = float((parts[name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
         assert error < 0.03, name
-    assert all(weight.grad is None for weight in many.model.parameters())
+    assert all(weight.grad is None for weight in packed.model.parameters())
 
 
 def test_gradients_are_those_of_float32_weights_up_to_rounding(narrow: Path) -> None:
     settings = ComputeSettings(device="cpu")
     exact = stepped(Policy.open(narrow, settings, LoraSettings(), seed=0))
-    found = stepped(open_policy(narrow))
-    assert found.keys() == exact.keys()
-    whole = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
-    assert float((whole[0] - whole[1]).norm() / whole[1].norm()) < 0.05
+    gradients = stepped(open_policy(narrow))
+    assert gradients.keys() == exact.keys()
+    flat = [torch.cat([single[name].flatten() for name in exact]) for single in (gradients, exact)]
+    assert float((flat[0] - flat[1]).norm() / flat[1].norm()) < 0.05
 
 
 def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def _build(name: str) -> Path:
         if name not in built:
-            (architecture,) = [one for one in CATALOG if one.name == name]
+            (architecture,) = [case for case in CATALOG if case.name == name]
             built[name] = architecture.build(tmp_path_factory.mktemp("model"))
         return built[name]
 
@@ -66,19 +66,19 @@ FAULTS: list[tuple[str, str, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "where", "packing", "fault", "said"), FAULTS, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("name", "where", "packing", "fault", "message"), FAULTS, ids=lambda value: str(value)[:24])
 @pytest.mark.long
 def test_a_planted_fault_is_refused_with_its_place(
-    models: Models, monkeypatch: pytest.MonkeyPatch, name: str, where: str, packing: str, fault: Any, said: str
+    models: Models, monkeypatch: pytest.MonkeyPatch, name: str, where: str, packing: str, fault: Any, message: str
 ) -> None:
     of_base = settings(models(name), compute={"packing": packing})
-    found = examine(of_base)
-    assert found.difference is not None
-    assert found.difference < 5e-5
+    comparison = examine(of_base)
+    assert comparison.difference is not None
+    assert comparison.difference < 5e-5
     module, _, attribute = where.partition(".")
     monkeypatch.setattr(f"headrace_trainer.torch_learner.model.{module}.{attribute}", fault)
     setting = "compute.packing = 'blocks'" if packing == "blocks" else "base = "
-    with pytest.raises(SettingError, match=rf"trainer\.{setting}.*differs from its own eager.*{said}"):
+    with pytest.raises(SettingError, match=rf"trainer\.{setting}.*differs from its own eager.*{message}"):
         examine(of_base)
 
 
@@ -108,10 +108,10 @@ def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPat
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequences have to reach beyond the window; where the budget ends before, what was not seen has a name."""
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
-    found = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
-    assert found.difference is not None
-    assert found.tokens == 24
-    assert found.unseen == (
+    comparison = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
+    assert comparison.difference is not None
+    assert comparison.tokens == 24
+    assert comparison.unseen == (
         "sequences of 57 tokens",
         "sequences of 200 tokens",
         "tokens beyond sliding_window = 24",
@@ -149,9 +149,9 @@ def test_what_was_not_compared_is_in_the_log(make: Make, tmp_path: Path) -> None
 
 def test_a_wider_bound_accepts_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_padded_attention", lambda _: None)
-    found = examine(settings(models("Gemma 2"), compute={"packing": "padded"}, native={"difference_max": 0.2}))
-    assert found.difference is not None
-    assert 1e-3 < found.difference < 0.2
+    comparison = examine(settings(models("Gemma 2"), compute={"packing": "padded"}, native={"difference_max": 0.2}))
+    assert comparison.difference is not None
+    assert 1e-3 < comparison.difference < 0.2
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral, sliding window", "Qwen 3"])
@@ -159,9 +159,9 @@ def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
     models: Models, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     of_base = settings(models(name), lora={"rank": 4}, compute={"dtype": "bfloat16"})
-    found = examine(of_base)
-    assert found.difference is not None
-    assert 0 < found.difference < 0.1, "rounding is within the bound"
+    comparison = examine(of_base)
+    assert comparison.difference is not None
+    assert 0 < comparison.difference < 0.1, "rounding is within the bound"
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     if "window" in name:
         with pytest.raises(SettingError, match="beyond sliding_window"):
@@ -202,12 +202,12 @@ def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatc
 def test_rope_by_length_is_that_of_each_sequence_alone(models: Models, name: str, packing: Any) -> None:
     """Beyond the context too, in any order, and whatever came before."""
     base, rng = models(name), np.random.default_rng(0)
-    ours = Policy.open(base, ComputeSettings(device="cpu", packing=packing), LoraSettings(), 0)
+    policy = Policy.open(base, ComputeSettings(device="cpu", packing=packing), LoraSettings(), 0)
     for lengths in ((300, 40, 420), (40, 70), (20, 350)):
         rows = [_row(rng.integers(3, 160, length)) for length in lengths]
         own_N = torch.cat([_fresh(base, row) for row in rows])
         with torch.no_grad():
-            torch.testing.assert_close(ours.logprobs(ours.collate(rows))[0], own_N, atol=5e-5, rtol=0)
+            torch.testing.assert_close(policy.logprobs(policy.collate(rows))[0], own_N, atol=5e-5, rtol=0)
 
 
 def _row(token_ids: Any) -> Row:
@@ -239,12 +239,12 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     assert [row.length for row in plain.rows] == [24, 57, 200]
     assert all(7 not in row.token_ids_T for row in plain.rows), "no token that means something to the model"
     long = Config(sliding_window=4096, rope_parameters={"full": {"original_max_position_embeddings": 2048}})
-    found = native_plan.plan(long, of_base)
-    assert [row.length for row in found.rows] == [24, 57, 200, 2081, 4129]
-    assert found.unseen == ()
-    beyond = found.places["beyond sliding_window = 4096"]
+    plan = native_plan.plan(long, of_base)
+    assert [row.length for row in plan.rows] == [24, 57, 200, 2081, 4129]
+    assert plan.unseen == ()
+    beyond = plan.places["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
-    assert sum(row.loss_mask_T.sum() for row in found.rows) == sum(place.sum() for place in found.places.values())
+    assert sum(row.loss_mask_T.sum() for row in plan.rows) == sum(mask.sum() for mask in plan.places.values())
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
     assert native_plan.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})

@@ -44,16 +44,16 @@ def results(module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, Tensor]
     out = module(leaf)
     torch.autograd.backward((out * upstream).sum())
     assert leaf.grad is not None
-    found = {"out": out.detach(), "x": leaf.grad}
-    found |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {name: tensor.double() for name, tensor in found.items()}
+    gradients = {"out": out.detach(), "x": leaf.grad}
+    gradients |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: tensor.double() for name, tensor in gradients.items()}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         size = float(tensor.abs().max())
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=2e-6 * size + 1e-12, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=2e-6 * size + 1e-12, msg=name)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -123,10 +123,10 @@ def test_what_computes_something_else_keeps_its_own_code(kind: type[PlainRMSNorm
 
 
 def test_another_type_goes_through_the_modules_own_code() -> None:
-    module, own = PlainRMSNorm(), PlainRMSNorm()
+    module, original = PlainRMSNorm(), PlainRMSNorm()
     assert norms.fuse(module) == 1
     x = torch.randn(3, WIDTH).bfloat16()
-    assert torch.equal(module(x), own(x))
+    assert torch.equal(module(x), original(x))
 
 
 FORMS = {"Llama": 0.0, "Qwen 3": 0.0, "Gemma 2": 1.0, "Mistral, sliding window": 0.0}
@@ -134,13 +134,13 @@ FORMS = {"Llama": 0.0, "Qwen 3": 0.0, "Gemma 2": 1.0, "Mistral, sliding window":
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_the_norms_of_models_are_found(tmp_path: Path, name: str) -> None:
-    (architecture,) = [one for one in CATALOG if one.name == name]
+    (architecture,) = [case for case in CATALOG if case.name == name]
     compute = ComputeSettings(device="cpu", packing="padded")
     model = Policy.open(architecture.build(tmp_path), compute, LoraSettings(), 0).model
-    found = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    assert found
-    assert all(isinstance(vars(module)["forward"], norms._Fused) for module in found)
-    assert {vars(module)["forward"]._form.shift for module in found} == {FORMS[name]}
+    rms_norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert rms_norms
+    assert all(isinstance(vars(module)["forward"], norms._Fused) for module in rms_norms)
+    assert {vars(module)["forward"]._form.shift for module in rms_norms} == {FORMS[name]}
 
 
 NORMED = norms._normed
@@ -163,5 +163,5 @@ def test_two_runs_are_equal_bit_for_bit(base: Path) -> None:
     x, upstream = torch.randn(1, 7, WIDTH), torch.randn(1, 7, WIDTH)
     module = PlainRMSNorm()
     norms.fuse(module)
-    one, two = (results(module, x, upstream) for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, two = (results(module, x, upstream) for _ in range(2))
+    assert all(torch.equal(first[name], two[name]) for name in first)

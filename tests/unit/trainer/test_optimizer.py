@@ -57,8 +57,10 @@ def test_equal_tensors_give_equal_bytes(base: Path) -> None:
 def test_lineages_share_no_blob(base: Path) -> None:
     policy = open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
-    mine, theirs = (tensors.freeze(policy, optimizer, lineage) for lineage in ("a", "b"))
-    assert {bytes(mine.weights), bytes(mine.optimizer)}.isdisjoint((bytes(theirs.weights), bytes(theirs.optimizer)))
+    mine, other_lineage = (tensors.freeze(policy, optimizer, lineage) for lineage in ("a", "b"))
+    assert {bytes(mine.weights), bytes(mine.optimizer)}.isdisjoint(
+        (bytes(other_lineage.weights), bytes(other_lineage.optimizer))
+    )
 
 
 def test_the_warm_up_is_linear_then_constant() -> None:
@@ -143,22 +145,22 @@ def test_the_state_of_torchs_adamw_is_taken_over() -> None:
     """As earlier releases saved it: the next steps are the ones that it would have taken, nearly."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(50, generator=generator) for _ in range(120)]
-    theirs, ours = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-    old = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    torch_parameter, adam_parameter = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
+    old = torch.optim.AdamW([torch_parameter], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
     for gradient in gradients[:100]:
-        theirs.grad = gradient.clone()
+        torch_parameter.grad = gradient.clone()
         old.step()
-    saved = {f"w/{what}": value.detach().clone() for what, value in old.state[theirs].items()}
-    optimizer = Optimizer({"w": ours}, OptimizerSettings(learning_rate=0.1, gradient_norm_max=1e9))
+    saved = {f"w/{kind}": value.detach().clone() for kind, value in old.state[torch_parameter].items()}
+    optimizer = Optimizer({"w": adam_parameter}, OptimizerSettings(learning_rate=0.1, gradient_norm_max=1e9))
     optimizer.load(saved | {"updates": torch.tensor([100])})
-    start = theirs.detach().clone()
+    start = torch_parameter.detach().clone()
     for gradient in gradients[100:]:
-        theirs.grad, ours.grad = gradient.clone(), gradient.clone()
+        torch_parameter.grad, adam_parameter.grad = gradient.clone(), gradient.clone()
         old.step()
         optimizer.step()
     assert optimizer.updates == 120
-    moved = theirs.detach() - start
-    assert float((ours.detach() - moved).norm() / moved.norm()) < 0.15
+    moved = torch_parameter.detach() - start
+    assert float((adam_parameter.detach() - moved).norm() / moved.norm()) < 0.15
 
 
 def test_a_state_of_the_other_kind_is_refused_by_name() -> None:

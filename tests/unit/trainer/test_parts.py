@@ -49,8 +49,8 @@ def cut(tensor: Tensor, rank: int, ranks: int) -> OwnPart | None:
 def written(folder: Path, tensors: dict[str, Tensor], ranks: int) -> tuple[Path, list[Piece]]:
     pieces: list[Piece] = []
     for rank in range(ranks):
-        held = {name: cut(tensor, rank, ranks) for name, tensor in tensors.items()}
-        size, mine = parts.ranges("one.safetensors", tensors, held, ABOUT, first=rank == 0)
+        own_parts = {name: cut(tensor, rank, ranks) for name, tensor in tensors.items()}
+        size, mine = parts.ranges("one.safetensors", tensors, own_parts, ABOUT, first=rank == 0)
         if rank == 0:
             (folder / "one.safetensors").write_bytes(bytes(size))
         pieces += parts.write(folder, mine)
@@ -112,10 +112,12 @@ def test_a_rank_that_died_while_it_wrote_is_noticed(tmp_path: Path, damage: str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_part_is_rounded_as_the_whole_is(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    whole = torch.randn(41, 7)
-    owned: Sequence[OwnPart | None] = [cut(whole, rank, 3) for rank in range(3)]
-    found = [round_stochastically(one.values, dtype, "w", start=one.start) for one in owned if one is not None]
-    assert torch.equal(torch.cat(found), round_stochastically(whole, dtype, "w"))
+    tensor = torch.randn(41, 7)
+    owned: Sequence[OwnPart | None] = [cut(tensor, rank, 3) for rank in range(3)]
+    rounded_parts = [
+        round_stochastically(part.values, dtype, "w", start=part.start) for part in owned if part is not None
+    ]
+    assert torch.equal(torch.cat(rounded_parts), round_stochastically(tensor, dtype, "w"))
 
 
 def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> None:
@@ -127,9 +129,9 @@ def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> 
     version_files.save_weights(policy, tmp_path, policy.tensors())
     assert {path.name for path in tmp_path.iterdir()} == files.keys() | plan.texts.keys()
     for name, entries in files.items():
-        there = StoredTensors(tmp_path / name)
-        assert set(there) == set(entries)
-        assert all(torch.equal(there[key], policy.parameters[str(one.name)]) for key, one in entries.items())
+        stored = StoredTensors(tmp_path / name)
+        assert set(stored) == set(entries)
+        assert all(torch.equal(stored[key], policy.parameters[str(entry.name)]) for key, entry in entries.items())
 
 
 def test_tensors_that_a_file_holds_in_another_form_are_not_cut(base: Path) -> None:

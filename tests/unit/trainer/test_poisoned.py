@@ -31,10 +31,10 @@ def test_the_items_at_fault_are_named(bad: set[int], kind: str) -> None:
         if bad.intersection(some):
             raise ERRORS[kind]()
 
-    found = find_poisoned(items, ready)
-    names: set[Any] = {item for item, _ in found}
+    culprits = find_poisoned(items, ready)
+    names: set[Any] = {item for item, _ in culprits}
     assert names == bad
-    assert all(kind in reason for _, reason in found)
+    assert all(kind in reason for _, reason in culprits)
 
 
 def test_a_batch_that_no_item_is_at_fault_for_blames_nobody() -> None:
@@ -60,10 +60,10 @@ async def test_a_poisoned_experience_is_dropped_by_name_and_the_others_are_train
     if stage == "admission":
         decided = admission._decide
 
-        def decide(one: Any, *rest: Any) -> Any:
-            if one.experience_id == victim:
+        def decide(event: Any, *rest: Any) -> Any:
+            if event.experience_id == victim:
                 raise ERRORS[kind]()
-            return decided(one, *rest)
+            return decided(event, *rest)
 
         monkeypatch.setattr(admission, "_decide", decide)
     else:
@@ -76,10 +76,12 @@ async def test_a_poisoned_experience_is_dropped_by_name_and_the_others_are_train
         monkeypatch.setattr(lineage, "prepare", planted)
     world.bus.produce(*experiences)
     await world.run(settings)
-    fates = {name: fate for (name, _), fate in world.bus.fates.items()}
+    fates = {name: outcome for (name, _), outcome in world.bus.fates.items()}
     assert fates[victim] == "invalid"
-    others = [fates.get(one.experience_id) for one in experiences if one.experience_id != victim]
-    assert others.count("trained") >= 4
-    assert set(others) <= {"trained", None}, "what waits for a batch has no outcome yet"
+    other_fates = [fates.get(sound.experience_id) for sound in experiences if sound.experience_id != victim]
+    assert other_fates.count("trained") >= 4
+    assert set(other_fates) <= {"trained", None}, "what waits for a batch has no outcome yet"
     await world.run(settings)
-    assert {name: fate for (name, _), fate in world.bus.fates.items()}[victim] == "invalid", "also after a restart"
+    assert {name: outcome for (name, _), outcome in world.bus.fates.items()}[victim] == "invalid", (
+        "also after a restart"
+    )

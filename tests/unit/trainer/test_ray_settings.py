@@ -47,15 +47,15 @@ def test_reading_settings_loads_neither_ray_nor_torch() -> None:
         "complete(TrainerSettings).model_validate({'base': 'x', 'backend': 'ray', 'ray': {'ranks': 4}});"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 def test_a_setting_error_crosses_processes_with_its_name_and_its_sentence() -> None:
     error = SettingError("trainer.ray.ranks", 3, "too many")
-    found = pickle.loads(pickle.dumps(error))
-    assert isinstance(found, SettingError)
-    assert (str(found), found.name) == (str(error), "trainer.ray.ranks")
+    restored = pickle.loads(pickle.dumps(error))
+    assert isinstance(restored, SettingError)
+    assert (str(restored), restored.name) == (str(error), "trainer.ray.ranks")
 
 
 def test_the_network_of_an_address_is_found() -> None:

@@ -42,21 +42,21 @@ def recorded(world: World) -> list[Marked]:
     """The experiences in the order in which the accounts say that they were read, with the batches that were cut."""
     logs = {(r.partition, r.offset): Experience.from_json(r.value or b"") for r in world.bus.records}
     at: dict[int, int] = {}
-    found: list[Marked] = []
+    marked: list[Marked] = []
 
     def take(reads: tuple[Read, ...]) -> None:
         for read in reads:
-            found.extend((logs[read.partition, n], ()) for n in range(at.get(read.partition, 0), read.until))
+            marked.extend((logs[read.partition, n], ()) for n in range(at.get(read.partition, 0), read.until))
             at[read.partition] = read.until
 
     for account in world.bus.accounts:
         for batch in account.batches:
             take(batch.read)
-            found[-1] = (found[-1][0], (*found[-1][1], batch.experiences))
+            marked[-1] = (marked[-1][0], (*marked[-1][1], batch.experiences))
         take(account.read)
     rest = [event for (partition, n), event in logs.items() if n >= at.get(partition, 0)]
     assert len(rest) <= 2, "only what has moved nothing yet is in no account"
-    return [*found, *((event, ()) for event in rest)]
+    return [*marked, *((event, ()) for event in rest)]
 
 
 def copied(stream: list[Marked]) -> Bus:
@@ -100,8 +100,8 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
     batches = [(batch.digest, batch.experiences) for account in original.accounts for batch in account.batches]
     assert [(batch.digest, batch.experiences) for batch in foretold.batches] == batches
     fates = world.bus.fates
-    assert {name for name, fate in fates.items() if fate == "trained"} == {
-        name for name, fate in original.fates.items() if fate == "trained"
+    assert {name for name, outcome in fates.items() if outcome == "trained"} == {
+        name for name, outcome in original.fates.items() if outcome == "trained"
     }
     if kind == "reinforce++":  # how long a single run waited for its group is not recorded
         assert fates == original.fates
@@ -167,10 +167,10 @@ async def test_a_step_without_advantages_makes_no_version_after_others_either(
     base = world.bus.checkpoints[0].version
     for group, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.5, 0.5), (0.0, 1.0), (0.0, 1.0)]):
         numbers = (2 * group, 2 * group + 1)
-        made = [experience(n, base, r, task=f"t{group}", run=str(n)) for n, r in zip(numbers, rewards, strict=True)]
-        world.bus.produce(*made)
+        events = [experience(n, base, r, task=f"t{group}", run=str(n)) for n, r in zip(numbers, rewards, strict=True)]
+        world.bus.produce(*events)
         await world.run(settings)
-    assert [one.step for one in world.bus.checkpoints] == [0, 1, 2]
+    assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1, 2]
     assert list(world.bus.fates.values()) == ["trained"] * 8 + ["stale"] * 2
     dry_run = DryRun(make(**rules, **AGAIN, cut="recorded"), world.blobs)
     for batch in recorded_batches(world.bus.accounts) if recorded_facts else ():
@@ -195,8 +195,8 @@ async def test_a_plan_takes_from_the_record_what_only_weights_decide(
         number = next(calls)
         if number == 1:  # the second batch; 2 and 3 are its halves in the search for a row at fault
             raise NotFinite
-        taken = train(*args, **more)
-        return replace(taken, measured={**taken.measured, "entropy": 0.1 if number in (0, 4) else 0.9})
+        result = train(*args, **more)
+        return replace(result, measured={**result.measured, "entropy": 0.1 if number in (0, 4) else 0.9})
 
     monkeypatch.setattr(learners, "train", measured)
     for begin in range(0, 20, 4):

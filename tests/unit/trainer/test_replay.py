@@ -28,14 +28,14 @@ def stream(version: str) -> list[Experience]:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of every batch that is trained, in order."""
-    found: list[str] = []
+    batch_digests: list[str] = []
 
     def noting(policy: Any, optimizer: Any, batch: Any, *rest: Any, **more: Any) -> Any:
-        found.append(batch.digest())
+        batch_digests.append(batch.digest())
         return train(policy, optimizer, batch, *rest, **more)
 
     monkeypatch.setattr(learners, "train", noting)
-    return found
+    return batch_digests
 
 
 async def batches(folder: Path, settings: Any, digests: list[str], per_poll: int, restart: bool = False) -> list[str]:
@@ -87,8 +87,10 @@ async def test_a_replay_into_a_new_lineage_repeats_batches_and_weights(
     assert world.bus.fates == fates
     assert live.lineage is not None
     assert again.lineage is not None
-    theirs = policy_of(again.lineage).tensors()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in policy_of(live.lineage).tensors().items())
+    replayed_tensors = policy_of(again.lineage).tensors()
+    assert all(
+        torch.equal(tensor, replayed_tensors[name]) for name, tensor in policy_of(live.lineage).tensors().items()
+    )
 
 
 async def test_without_being_told_a_new_lineage_knows_no_versions_of_another(tmp_path: Path, make: Make) -> None:

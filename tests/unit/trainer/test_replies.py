@@ -24,29 +24,29 @@ def reader(base: Path, earlier_max: int = 0) -> ReplyReader:
 def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
     encode = encoder(base)
     parts = [encode(ASKED + OPENING), encode(f"B{END}"), encode(between), encode(last)]
-    starts = [sum(map(len, parts[:place])) for place in (1, 3)]
+    starts = [sum(map(len, parts[:part_index])) for part_index in (1, 3)]
     spans = [
         Span(start=start, logprobs=(-1.0,) * len(part), turn_id=f"turn-{start}", version=VERSION)
         for start, part in zip(starts, (parts[1], parts[3]), strict=True)
     ]
-    return Branch(token_ids=tuple(one for part in parts for one in part), spans=tuple(spans))
+    return Branch(token_ids=tuple(token_id for part in parts for token_id in part), spans=tuple(spans))
 
 
 @pytest.mark.parametrize("text", ["No, it is K.", "Nein: «7», 日本\n\nsecond line"])
 def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(base: Path, text: str) -> None:
     branch = branch_of(base, f"\n{said(text)}{OPENING}")
-    found = reader(base).read(branch, branch.spans[0])
-    assert found is not None
-    assert found.prompt + found.reply == encoder(base)(ASKED + said(text) + OPENING)
-    assert found.next_span == branch.spans[1]
-    assert branch.token_ids[branch.spans[1].start - len(found.reply) : branch.spans[1].start] == found.reply
+    reply = reader(base).read(branch, branch.spans[0])
+    assert reply is not None
+    assert reply.prompt + reply.reply == encoder(base)(ASKED + said(text) + OPENING)
+    assert reply.next_span == branch.spans[1]
+    assert branch.token_ids[branch.spans[1].start - len(reply.reply) : branch.spans[1].start] == reply.reply
 
 
 def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
     branch = branch_of(base, f"{END}\n{said('No.')}{OPENING}")
-    found = reader(base).read(branch, branch.spans[0])
-    assert found is not None
-    assert found.prompt + found.reply == encoder(base)(ASKED + said("No.") + OPENING)
+    reply = reader(base).read(branch, branch.spans[0])
+    assert reply is not None
+    assert reply.prompt + reply.reply == encoder(base)(ASKED + said("No.") + OPENING)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_answers_of_the_run_before_a_contradicted_one(base: Path, earlier_max: i
         encoder(base), 1, VERSION, first="F", second="K", reply="No.", reward=0.0, calls=calls
     ).branch  # fmt: skip
     assert run is not None
-    found = reader(base, earlier_max).earlier(run, run.spans[3])
-    assert list(found) == [run.spans[place] for place in expected]
+    answers = reader(base, earlier_max).earlier(run, run.spans[3])
+    assert list(answers) == [run.spans[part_index] for part_index in expected]
 
 
 def test_answers_before_the_user_spoke_last_belong_to_what_was_asked_then(base: Path) -> None:
@@ -101,22 +101,22 @@ def test_the_last_answer_has_no_reply(base: Path) -> None:
 def test_the_turn_s_reward_says_what_an_answer_is(
     base: Path, reward: float | None, expected: list[tuple[str, float]]
 ) -> None:
-    told = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=reward)
-    found = list(reader(base).examples(told))
-    assert [(one.part, one.value) for one in found] == expected
+    dialogue = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=reward)
+    examples = list(reader(base).examples(dialogue))
+    assert [(item.part, item.value) for item in examples] == expected
     if expected and expected[0][1]:
         prompt = encoder(base)(ASKED + said("No.") + OPENING)
-        assert found[0].length_max == len(prompt) + 2, "the answer itself stands once in it, at the end"
-    assert list(reader(base).examples(told.model_copy(update={"origin": "written"}))) == []
+        assert examples[0].length_max == len(prompt) + 2, "the answer itself stands once in it, at the end"
+    assert list(reader(base).examples(dialogue.model_copy(update={"origin": "written"}))) == []
 
 
 def test_a_call_that_a_tool_answered_is_no_accepted_answer(base: Path) -> None:
     """Calls that worked have good rewards, and would outnumber what users thanked for in the guard set."""
     branch = branch_of(base, f"\n{said('<tool_response>42</tool_response>')}{OPENING}")
-    told = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
+    dialogue = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
     rewards = tuple(TurnReward(turn_id=span.turn_id, value=1.0) for span in branch.spans)
-    both = told.model_copy(update={"branch": branch, "turn_rewards": rewards})
-    assert [one.part for one in reader(base).examples(both)] == [f"accepted/{branch.spans[1].turn_id}/0"]
+    both = dialogue.model_copy(update={"branch": branch, "turn_rewards": rewards})
+    assert [example.part for example in reader(base).examples(both)] == [f"accepted/{branch.spans[1].turn_id}/0"]
 
 
 def test_a_template_that_hides_where_messages_begin_is_refused(base: Path, tmp_path: Path) -> None:

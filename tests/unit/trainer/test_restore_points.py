@@ -107,12 +107,12 @@ async def test_state_that_stores_whole_weights_is_continued(
 
 
 @pytest.mark.parametrize("points", [3, 12])
-@pytest.mark.parametrize("room", [1, 5, 8])
+@pytest.mark.parametrize("bytes_max", [1, 5, 8])
 async def test_restore_points_keep_to_their_bytes_and_the_needed_ones_stay(
-    world: World, make: Make, points: int, room: int
+    world: World, make: Make, points: int, bytes_max: int
 ) -> None:
     size = sum_bytes([(await trained(world, make)).present])
-    memory: dict[str, Any] = {"restore_points": points, "restore_points_bytes": room * size}
+    memory: dict[str, Any] = {"restore_points": points, "restore_points_bytes": bytes_max * size}
     version = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(200, 240)))
     saved = saved_of(await world.run(make(memory=memory, max_staleness=40)))
@@ -120,8 +120,8 @@ async def test_restore_points_keep_to_their_bytes_and_the_needed_ones_stay(
     kept = saved.restore_points
     assert kept.keys() >= needed
     assert len(kept) <= max(points, len(needed))
-    assert kept.keys() == needed or sum_bytes([saved.present, *kept.values()]) <= room * size
-    assert len(kept) == min(points, max(len(needed), room)) or room == 1 or points == 12
+    assert kept.keys() == needed or sum_bytes([saved.present, *kept.values()]) <= bytes_max * size
+    assert len(kept) == min(points, max(len(needed), bytes_max)) or bytes_max == 1 or points == 12
     newest = [published.version for published in saved.versions if published.version in kept]
     assert newest[-1] == saved.head
     assert stored(world) >= set(saved.blobs())

@@ -38,10 +38,10 @@ def test_one_stray_reward_costs_at_most_a_tenth_of_the_speed(label: str, stray: 
     assert strays.pushed_down(label, stray, seed) == 0
 
 
-@pytest.mark.parametrize("place", [0, 2, 9, 40])
+@pytest.mark.parametrize("index", [0, 2, 9, 40])
 @pytest.mark.parametrize("share", [0.1, 0.9])
-def test_a_stray_at_the_beginning_is_bounded(place: int, share: float) -> None:
-    assert speed_lost("reinforce++", 1e4, 2, share, place) <= strays.LOSS_MAX
+def test_a_stray_at_the_beginning_is_bounded(index: int, share: float) -> None:
+    assert speed_lost("reinforce++", 1e4, 2, share, index) <= strays.LOSS_MAX
 
 
 def test_a_stray_among_rare_rewards_is_bounded() -> None:
@@ -84,8 +84,8 @@ def test_a_tenant_has_units_of_its_own() -> None:
     ranges = RewardRanges()
     for number in range(40):
         hundreds = event(2 * number + 1, Run(1, 100.0 * (number % 2))).model_copy(update={"tenant": "acme"})
-        ones = event(2 * number, Run(0, float(number % 2)))
-        ranges = ranges.absorb([("a", ones), (f"b{number}", hundreds)], LIMITS)
+        tenant_event = event(2 * number, Run(0, float(number % 2)))
+        ranges = ranges.absorb([("a", tenant_event), (f"b{number}", hundreds)], LIMITS)
     assert ranges.strays == ()
     assert ranges.bound(event(200, Run(0, 100.0)), LIMITS).reward == 1.0
     of_acme = event(201, Run(0, 100.0)).model_copy(update={"tenant": "acme"})
@@ -95,9 +95,9 @@ def test_a_tenant_has_units_of_its_own() -> None:
 def test_a_source_of_the_default_tenant_that_is_named_like_another_tenants_has_units_of_its_own() -> None:
     ranges = RewardRanges()
     for number in range(40):
-        ones = event(2 * number, Run(0, float(number % 2))).model_copy(update={"tenant": "acme"})
+        tenant_event = event(2 * number, Run(0, float(number % 2))).model_copy(update={"tenant": "acme"})
         hundreds = event(2 * number + 1, Run(1, 100.0 * (number % 2), "acme/feedback"))
-        ranges = ranges.absorb([(f"a{number}", ones), (f"b{number}", hundreds)], LIMITS)
+        ranges = ranges.absorb([(f"a{number}", tenant_event), (f"b{number}", hundreds)], LIMITS)
     stray = event(200, Run(0, 100.0)).model_copy(update={"tenant": "acme"})
     assert ranges.bound(stray, LIMITS).reward == 1.0
 
@@ -105,9 +105,9 @@ def test_a_source_of_the_default_tenant_that_is_named_like_another_tenants_has_u
 def test_only_the_stray_part_of_a_reward_is_winsorised() -> None:
     ranges = RewardRanges(sources={"feedback": range_of([0.0, 1.0] * 20), "judge:r": range_of([0.25, 0.75] * 20)})
     parts = (RewardPart(source="feedback", value=1e6, weight=0.5), RewardPart(source="judge:r", value=0.75, weight=0.5))
-    found = ranges.bound(event(1, Run(0, 1.0)).model_copy(update={"parts": parts, "reward": 500000.375}), LIMITS)
-    assert [part.value for part in found.parts] == [1.0, 0.75]
-    assert found.reward == 0.875
+    experience = ranges.bound(event(1, Run(0, 1.0)).model_copy(update={"parts": parts, "reward": 500000.375}), LIMITS)
+    assert [part.value for part in experience.parts] == [1.0, 0.75]
+    assert experience.reward == 0.875
 
 
 def test_a_revision_to_a_stray_value_is_named_and_trains_no_more_than_the_usual_value() -> None:

@@ -35,8 +35,8 @@ def test_a_small_step_is_in_the_version_on_average(dtype: torch.dtype, step: flo
     """To the nearest value almost none of it would be."""
     base = weights(dtype)
     moved = base + step
-    found = round_stochastically(moved, dtype, "w").float() - base
-    assert float(found.mean()) == pytest.approx(step, rel=0.15)
+    change = round_stochastically(moved, dtype, "w").float() - base
+    assert float(change.mean()) == pytest.approx(step, rel=0.15)
     if dtype is torch.bfloat16 and abs(step) < 1e-5:
         assert abs(float((moved.to(dtype).float() - base).mean())) < 0.5 * abs(step)
 
@@ -53,11 +53,11 @@ def test_a_weight_that_goes_up_goes_up_once(dtype: torch.dtype) -> None:
 
 def test_the_result_is_a_neighbour_and_depends_on_nothing_but_the_place() -> None:
     exact = 0.02 * torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    found = round_stochastically(exact, torch.bfloat16, "w")
+    rounded = round_stochastically(exact, torch.bfloat16, "w")
     nearest = exact.to(torch.bfloat16)
-    assert (found.view(torch.int16) - nearest.view(torch.int16)).abs().max() == 1
-    assert torch.equal(found, round_stochastically(exact.clone(), torch.bfloat16, "w"))
-    assert not torch.equal(found, round_stochastically(exact, torch.bfloat16, "other")), "tensors draw for themselves"
+    assert (rounded.view(torch.int16) - nearest.view(torch.int16)).abs().max() == 1
+    assert torch.equal(rounded, round_stochastically(exact.clone(), torch.bfloat16, "w"))
+    assert not torch.equal(rounded, round_stochastically(exact, torch.bfloat16, "other")), "tensors draw for themselves"
     assert torch.equal(round_stochastically(exact, torch.float32, "w"), exact)
 
 

@@ -20,20 +20,20 @@ GB = 1_000_000_000
 
 def test_what_a_token_costs_does_not_depend_on_the_sequence(base: Path) -> None:
     """Nothing that a pass keeps grows with the square of a sequence, so one of 48 tokens tells about a long one."""
-    ours = open_policy(base)
-    short, _, _, long = (sequence_bound.token_bytes(ours, row, recomputed=False) for row in rows())
+    policy = open_policy(base)
+    short, _, _, long = (sequence_bound.token_bytes(policy, row, recomputed=False) for row in rows())
     assert 0.9 < long / short < 1.1
     assert long > 0
 
 
 def test_recomputed_layers_keep_less(tmp_path: Path) -> None:
     tiny_model.build(tmp_path, layers=8)
-    ours, row = open_policy(tmp_path, gradient_checkpointing=True), rows()[3]
+    policy, row = open_policy(tmp_path, gradient_checkpointing=True), rows()[3]
     assert (
-        sequence_bound.token_bytes(ours, row, recomputed=True)
-        < sequence_bound.token_bytes(ours, row, recomputed=False) / 1.5
+        sequence_bound.token_bytes(policy, row, recomputed=True)
+        < sequence_bound.token_bytes(policy, row, recomputed=False) / 1.5
     )
-    assert ours.model.training, "it is put back"
+    assert policy.model.training, "it is put back"
 
 
 def test_tokens_are_what_is_left_of_the_memory() -> None:
@@ -82,6 +82,6 @@ def test_auto_is_what_the_device_multiplies(base: Path, monkeypatch: pytest.Monk
     with capture_logs() as logs:
         assert devices.resolve_types(ComputeSettings(dtype="bfloat16"), cpu).dtype == "bfloat16"
     assert [line["event"] for line in logs] == ([] if able else ["bfloat16_is_slow"])
-    exact, found = open_policy(base), open_policy(base, dtype="auto")
-    pair = [each.logprobs(each.collate(rows()))[0] for each in (exact, found)]
+    exact, automatic = open_policy(base), open_policy(base, dtype="auto")
+    pair = [each.logprobs(each.collate(rows()))[0] for each in (exact, automatic)]
     assert torch.equal(*pair) != able

@@ -23,41 +23,41 @@ def recording(count: int) -> list[Experience]:
     return [experience(n, FOREIGN[n % 3], reward=float(n % 2), task="t") for n in range(count)]
 
 
-def trained(folder: Path, settings: TrainerSettings, given: Iterable[Experience]) -> ShortRun:
+def trained(folder: Path, settings: TrainerSettings, events: Iterable[Experience]) -> ShortRun:
     training = ShortTraining(settings, BlobStore((folder / "blobs").as_uri()))
-    for one in given:
-        training.add(one)
+    for event in events:
+        training.add(event)
     return training.end()
 
 
-def weights(folder: Path, one: Checkpoint) -> object:
-    return weight_digests(files.read_manifest(BlobStore((folder / "blobs").as_uri()), one.manifest))
+def weights(folder: Path, checkpoint: Checkpoint) -> object:
+    return weight_digests(files.read_manifest(BlobStore((folder / "blobs").as_uri()), checkpoint.manifest))
 
 
 def test_everything_is_trained_however_old_and_what_is_left_over_too(tmp_path: Path, make: Make) -> None:
-    found = trained(tmp_path, make(max_staleness=0), recording(10))
-    assert (found.trained, found.dropped, found.steps) == (10, {}, 3), "batches of 4, 4 and 2"
-    assert found.last.version != found.base.version
-    assert weights(tmp_path, found.last) != weights(tmp_path, found.base)
+    run = trained(tmp_path, make(max_staleness=0), recording(10))
+    assert (run.trained, run.dropped, run.steps) == (10, {}, 3), "batches of 4, 4 and 2"
+    assert run.last.version != run.base.version
+    assert weights(tmp_path, run.last) != weights(tmp_path, run.base)
 
 
 def test_the_same_recording_gives_the_same_weights_and_other_rewards_give_others(tmp_path: Path, make: Make) -> None:
-    given = recording(8)
-    turned = [one.model_copy(update={"reward": 1.0 - (one.reward or 0.0)}) for one in given]
+    events = recording(8)
+    turned = [experience.model_copy(update={"reward": 1.0 - (experience.reward or 0.0)}) for experience in events]
     once, again, flipped = (
         weights(tmp_path, trained(tmp_path, make(lineage=name), some).last)
-        for name, some in (("once", given), ("again", given), ("flipped", turned))
+        for name, some in (("once", events), ("again", events), ("flipped", turned))
     )
     assert once == again
     assert once != flipped
 
 
 def test_a_learning_rate_that_moves_nothing_ends_with_the_weights_of_the_base(tmp_path: Path, make: Make) -> None:
-    found = trained(tmp_path, make(optimizer={"learning_rate": 1e-300}), recording(8))
-    assert (found.steps, found.trained) == (2, 8)
-    assert weights(tmp_path, found.last) == weights(tmp_path, found.base)
+    run = trained(tmp_path, make(optimizer={"learning_rate": 1e-300}), recording(8))
+    assert (run.steps, run.trained) == (2, 8)
+    assert weights(tmp_path, run.last) == weights(tmp_path, run.base)
 
 
 def test_nothing_to_train_is_the_base(tmp_path: Path, make: Make) -> None:
-    found = trained(tmp_path, make(), [experience(1, FOREIGN[0], model="other")])
-    assert (found.steps, found.trained, found.last) == (0, 0, found.base)
+    run = trained(tmp_path, make(), [experience(1, FOREIGN[0], model="other")])
+    assert (run.steps, run.trained, run.last) == (0, 0, run.base)

@@ -46,8 +46,8 @@ async def test_answers_meet_across_experiences_and_the_rest_says_why_not(
     await world.run(settings)
     world.bus.produce(*compared(world.bus.checkpoints[0].version))
     await world.run(settings, wait_s=6)
-    said = {one.experience_id: one.detail or one.dropped for one in world.bus.verdicts}
-    assert said == {
+    reasons = {verdict.experience_id: verdict.detail or verdict.dropped for verdict in world.bus.verdicts}
+    assert reasons == {
         "e1": None, "e2": None, "e3": None, "e4": None, "e6": None, "e5": "unpaired", "e7": "no_signal"
     }  # fmt: skip
     assert world.bus.checkpoints[-1].step > 0, "and a version was made of them"
@@ -61,7 +61,13 @@ async def test_a_restart_between_two_answers_loses_neither(tmp_path: Path, make:
         world.bus.produce(event)
         await world.run(settings)
     await world.run(settings, wait_s=31)
-    assert {name for (name, _), fate in world.bus.fates.items() if fate == "trained"} == {"e1", "e2", "e3", "e4", "e6"}
+    assert {name for (name, _), outcome in world.bus.fates.items() if outcome == "trained"} == {
+        "e1",
+        "e2",
+        "e3",
+        "e4",
+        "e6",
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "mix"])
@@ -78,13 +84,13 @@ async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, a
     events += [told(1, version, revision=1), told(3, version, edits=(edit("Monday", turn(3)),), revision=1)]
     world.bus.produce(*events)
     await world.run(settings)
-    found = [one.digest for account in world.bus.accounts for one in account.batches]
+    digests = [batch.digest for account in world.bus.accounts for batch in account.batches]
     dry = DryRun(settings, world.blobs)
     dry._state.history = lineage.state.history
     for event in events:
         dry.add(event)
-    assert len(found) >= 2
-    assert [one.digest for one in dry.end().batches] == found
+    assert len(digests) >= 2
+    assert [batch.digest for batch in dry.end().batches] == digests
 
 
 async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make) -> None:
@@ -116,8 +122,8 @@ async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, mak
     version = world.bus.checkpoints[0].version
 
     def run(number: int, task: str, sides: tuple[PreferenceSide, ...]) -> Experience:
-        said: dict[str, Any] = {"preferences": sides} if algorithm == "dpo" else {"reward": float(number % 2)}
-        return told(number, version, task=task, run=str(number), **said)
+        feedback: dict[str, Any] = {"preferences": sides} if algorithm == "dpo" else {"reward": float(number % 2)}
+        return told(number, version, task=task, run=str(number), **feedback)
 
     world.bus.produce(*(run(n, f"t{n}", (side(f"p{n}", "chosen", turn(n)),)) for n in range(9)))
     world.bus.produce(run(20, "t", (side("q", "chosen", turn(20)),)), run(21, "t", (side("q", "rejected", turn(21)),)))
@@ -152,7 +158,10 @@ async def test_several_updates_remember_the_slope_of_the_first(tmp_path: Path, m
     assert trainer.lineage is not None
     entry = trainer.lineage.state.window.get("e3")
     assert entry is not None
-    factor, (batch,) = world.reporter.steps[0]["token_weight"], {one.token_weight for one in entry.contributions}
+    factor, (batch,) = (
+        world.reporter.steps[0]["token_weight"],
+        {contribution.token_weight for contribution in entry.contributions},
+    )
     tokens = world.reporter.steps[0]["loss_tokens"]
     assert batch == pytest.approx(factor * 0.1 * tokens / 2, rel=1e-5), "beta, at the base, and a mean over two answers"
 
@@ -167,8 +176,8 @@ async def test_a_revised_edit_takes_the_old_tokens_back(tmp_path: Path, make: Ma
     assert trainer.lineage is not None
     entry = trainer.lineage.state.window.get("e3")
     assert entry is not None
-    assert [one.advantage for one in entry.contributions] == [1.0, 1.0, -1.0]
-    old, new, back = (one.what for one in entry.contributions)
+    assert [contribution.advantage for contribution in entry.contributions] == [1.0, 1.0, -1.0]
+    old, new, back = (contribution.what for contribution in entry.contributions)
     assert old is not None
     assert new is not None
     assert back is not None
@@ -191,7 +200,7 @@ async def test_written_tokens_are_refused_where_logprobs_are_needed(tmp_path: Pa
     await world.run(settings)
     world.bus.produce(told(1, world.bus.checkpoints[0].version, origin="written", reward=1.0))
     await world.run(settings)
-    assert [(one.dropped, one.detail) for one in world.bus.verdicts] == [("invalid", "written")]
+    assert [(verdict.dropped, verdict.detail) for verdict in world.bus.verdicts] == [("invalid", "written")]
 
 
 async def test_equal_groups_make_room_for_others(tmp_path: Path, make: Make) -> None:
@@ -203,8 +212,8 @@ async def test_equal_groups_make_room_for_others(tmp_path: Path, make: Make) -> 
     ]
     world.bus.produce(*runs)
     await world.run(settings, wait_s=31)
-    said = {one.experience_id: one.detail or one.dropped for one in world.bus.verdicts}
-    assert said == {"e0": "equal_rewards", "e1": "equal_rewards", "e2": None, "e3": None}
+    reasons = {verdict.experience_id: verdict.detail or verdict.dropped for verdict in world.bus.verdicts}
+    assert reasons == {"e0": "equal_rewards", "e1": "equal_rewards", "e2": None, "e3": None}
 
 
 async def test_turns_have_advantages_of_their_own_and_a_revision_of_one_turn_is_credited_to_it(

@@ -48,5 +48,5 @@ async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, 
     assert expected["steps"] >= 2
     assert list(world.bus.fates.values()).count("trained") >= 4
     for at in range(1, points + 1, stride):
-        found, _, _ = await tell(tmp_path / f"{at}", settings, told_story, at)
-        assert found == expected, f"died at point {at}"
+        result, _, _ = await tell(tmp_path / f"{at}", settings, told_story, at)
+        assert result == expected, f"died at point {at}"

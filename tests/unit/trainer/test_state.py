@@ -70,10 +70,10 @@ def measured(metric: str, **labels: str) -> float:
 
 def test_what_waits_is_gauged_to_the_token() -> None:
     state = ledger_on(chain(0))
-    found: list[tuple[float, float]] = []
+    gauges: list[tuple[float, float]] = []
 
     def note() -> None:
-        found.append((measured("waiting_experiences"), measured("waiting_tokens")))
+        gauges.append((measured("waiting_experiences"), measured("waiting_tokens")))
 
     state.admit(experience(1, name(0), length=40), (0, 0), START)
     note()
@@ -85,7 +85,7 @@ def test_what_waits_is_gauged_to_the_token() -> None:
     for _ in range(2):  # what does not wait changes nothing
         state.drop(late, "stale")
         note()
-    assert found == [(1, 40), (1, 20), (2, 50), (1, 30), (1, 30)]
+    assert gauges == [(1, 40), (1, 20), (2, 50), (1, 30), (1, 30)]
 
 
 def test_what_became_of_revisions_is_counted() -> None:
@@ -145,12 +145,12 @@ def test_what_a_save_that_failed_reports_comes_before_what_was_said_since() -> N
     state.drop(first, "stale")
     state.drop(second, "stale")
     reported = state.take_report()
-    assert [one.experience_id for one in reported.outcomes] == ["e0", "e1"]
+    assert [outcome.experience_id for outcome in reported.outcomes] == ["e0", "e1"]
     state.drop(third, "stale")
     state.drop(last, "stale")
-    assert [one.experience_id for one in state.outcomes] == ["e2", "e3"]
+    assert [outcome.experience_id for outcome in state.outcomes] == ["e2", "e3"]
     state.put_back(reported)
-    assert [one.experience_id for one in state.outcomes] == ["e0", "e1", "e2", "e3"]
+    assert [outcome.experience_id for outcome in state.outcomes] == ["e0", "e1", "e2", "e3"]
 
 
 def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
@@ -195,12 +195,12 @@ class Life:
 
     def run(self, turns: int) -> None:
         for turn in range(turns):
-            what = self.draw.random()
-            if what < 0.75:
+            choice = self.draw.random()
+            if choice < 0.75:
                 self.arrive(turn)
-            elif what < 0.9:
+            elif choice < 0.9:
                 step(self.state)
-            elif what < 0.95 or not self.refusals:
+            elif choice < 0.95 or not self.refusals:
                 self.publish()
             else:
                 target = self.draw.choice(self.state.history.versions[-3:]).version
@@ -258,9 +258,9 @@ def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
         for name_, revision in last.items():
             entry = life.state.window.get(name_)
             assert entry is not None
-            held = math.fsum(contribution.advantage for contribution in entry.contributions)
-            wanted = entry.advantage_of(life.sent[name_, revision], LIMITS.advantage_max)
-            assert held == pytest.approx(wanted, abs=2e-3), f"seed {seed}: {name_}"
+            held_advantage = math.fsum(contribution.advantage for contribution in entry.contributions)
+            expected_advantage = entry.advantage_of(life.sent[name_, revision], LIMITS.advantage_max)
+            assert held_advantage == pytest.approx(expected_advantage, abs=2e-3), f"seed {seed}: {name_}"
 
 
 @pytest.mark.parametrize(("outcomes", "undone", "restored"), [(0, 65_537, 0), (65_537, 140_000, 1), (3, 0, 131_073)])

@@ -31,16 +31,19 @@ def word(revision: int, reward: float | None, which: Literal["chosen", "rejected
     return told(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 
-def waits(state: LineageState, one: Experience) -> WaitingExperience:
-    state.admit(one, (0, one.revision), START)
+def waits(state: LineageState, event: Experience) -> WaitingExperience:
+    state.admit(event, (0, event.revision), START)
     return state.waiting[-1]
 
 
 def train(
-    state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, anew: bool = False
+    state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, reappraised: bool = False
 ) -> None:
     """With the value as the baseline, too."""
-    trained = [TrainedExperience(item, value, value, 2.0, example=one, reappraised=anew) for one, value in values]
+    trained = [
+        TrainedExperience(item, value, value, 2.0, example=example, reappraised=reappraised)
+        for example, value in values
+    ]
     state.record_step(trained, Baselines(), 0.5)
 
 
@@ -49,8 +52,8 @@ def state() -> LineageState:
     return LineageState(chain(0), replace(LIMITS, signals=PAIR), MemorySettings())
 
 
-def parts(found: Sequence[Example]) -> list[str]:
-    return [one.part for one in found]
+def parts(examples: Sequence[Example]) -> list[str]:
+    return [item.part for item in examples]
 
 
 def test_where_rewards_alone_are_trained_a_later_word_is_a_correction() -> None:
@@ -72,7 +75,7 @@ def test_what_was_never_trained_corrects_nothing(state: LineageState) -> None:
 def test_a_reward_that_comes_after_its_answer_was_trained_is_compared_for_the_first_time(state: LineageState) -> None:
     train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
     late = waits(state, word(1, 1.0))
-    assert parts([one.example for one in state.pending_updates(late)]) == [""]
+    assert parts([update.example for update in state.pending_updates(late)]) == [""]
     assert not state.is_correction(late)
 
 
@@ -94,7 +97,7 @@ def test_an_answer_waits_for_the_other_one_and_the_branch_for_none(state: Lineag
 def test_an_answer_that_was_trained_is_corrected_and_waits_for_none(state: LineageState) -> None:
     train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
     turned = waits(state, word(1, None, "rejected"))
-    assert [(one.example.part, one.advantage) for one in state.pending_updates(turned)] == [(PART, -2.0)]
+    assert [(update.example.part, update.advantage) for update in state.pending_updates(turned)] == [(PART, -2.0)]
     assert state.open_answers(turned) == ()
     assert state.has_corrections(turned)
 
@@ -107,11 +110,11 @@ def trained(state: LineageState) -> Entry:
 
 def test_baselines_are_of_the_first_training_of_the_branch_unless_it_is_trained_anew(state: LineageState) -> None:
     terms = []
-    for revision, one, value, anew in (
+    for revision, example, value, reappraised in (
         (0, Example(PART, 1.0), 1.0, False), (1, BRANCH, 5.0, False), (2, BRANCH, 7.0, False),
         (3, Example(PART, 1.0), 8.0, False), (4, BRANCH, 9.0, True),
     ):  # fmt: skip
-        train(state, waits(state, word(revision, float(revision))), [(one, value)], anew=anew)
+        train(state, waits(state, word(revision, float(revision))), [(example, value)], reappraised=reappraised)
         terms.append((trained(state).baseline, trained(state).scale))
     assert terms == [(0.0, 1.0), (5.0, 2.0), (5.0, 2.0), (5.0, 2.0), (9.0, 2.0)]
 
@@ -122,7 +125,7 @@ def test_what_a_token_counted_is_remembered_and_a_correction_counts_the_same(sta
     state.record_step(
         [usual, replace(usual, example=Example(PART), factor=4.0), replace(usual, token_weight=3.0)], Baselines(), 0.5
     )
-    assert [one.token_weight for one in trained(state).contributions] == [0.5, 2.0, 3.0]
+    assert [contribution.token_weight for contribution in trained(state).contributions] == [0.5, 2.0, 3.0]
     assert (usual.correction, usual.reappraised) == (False, False)
 
 
@@ -130,8 +133,8 @@ def test_a_row_and_a_contribution_name_the_answer() -> None:
     branch = TrainedExperience(WaitingExperience(experience=word(0, 1.0), since_ms=0), 1.0, 0.0, 1.0)
     answer = replace(branch, example=Example(PART, 1.0, "pair", turn(1), 1, (7, 8)))
     spans = replace(branch, turns=(0.5, -0.5))
-    assert [one.name for one in (branch, answer, spans)] == ["e1", f"e1#{PART}", "e1"]
-    assert [one.contribution_detail for one in (branch, answer, spans)] == [
+    assert [record.name for record in (branch, answer, spans)] == ["e1", f"e1#{PART}", "e1"]
+    assert [record.contribution_detail for record in (branch, answer, spans)] == [
         None,
         ContributionDetail(part=PART, turn_id=turn(1), choice=1, tokens=(7, 8)),
         ContributionDetail(turns=(0.5, -0.5)),

@@ -70,9 +70,9 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 def test_pitfall_10_the_cut_into_passes_changes_nothing(base: Path) -> None:
     batch = batch_of(1.0, -0.5, 2.0, 0.3, -1.0)
-    whole = gradients(base, batch)
-    assert_equal(whole, gradients(base, batch, pack_tokens=30))
-    assert_equal(whole, gradients(base, batch, pack_tokens=1))
+    single_pass = gradients(base, batch)
+    assert_equal(single_pass, gradients(base, batch, pack_tokens=30))
+    assert_equal(single_pass, gradients(base, batch, pack_tokens=1))
 
 
 def test_the_gradient_is_that_of_the_textbook(base: Path) -> None:
@@ -105,10 +105,10 @@ def test_pitfall_9_cutting_a_run_into_branches_changes_neither_tokens_nor_loss(b
         return Row.of(event.model_copy(update={"branch": Branch(token_ids=token_ids, spans=spans)}), 1.5, V)
 
     other = Row.of(experience(2, V), -1.0, V)
-    whole = Batch((row(first, second, weight=1.0), other))
+    single_pass = Batch((row(first, second, weight=1.0), other))
     split = Batch((row(first, weight=0.5), row(second, weight=0.5), other))
-    assert whole.loss_tokens == split.loss_tokens
-    assert_equal(gradients(base, whole), gradients(base, split))
+    assert single_pass.loss_tokens == split.loss_tokens
+    assert_equal(gradients(base, single_pass), gradients(base, split))
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -140,11 +140,11 @@ def test_a_gradient_of_each_chunk_is_that_of_the_whole(
 
     (expected, theirs), how = of("to compare"), head.CHUNK_BYTES
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * open_policy(base).vocabulary)
-    found, ours = of(None)
+    chunk_gradients, chunk_measures = of(None)
     assert how != head.CHUNK_BYTES
-    assert_equal(found, expected)
+    assert_equal(chunk_gradients, expected)
     for name in theirs.keys() - {"step_seconds", "tokens_per_second"}:
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+        assert chunk_measures[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_zero_advantage_changes_nothing(base: Path) -> None:
@@ -172,17 +172,17 @@ def test_p9_the_step_itself_repeats_bit_for_bit_on_the_cpu(base: Path, rank: int
 
 def test_several_updates_are_held_by_the_clip(base: Path) -> None:
     batch = batch_of(1.0, -1.0)
-    _, one = step(base, batch, learning_rate=1e-3, updates_per_step=1)
-    held, several = step(base, batch, learning_rate=1e-3, updates_per_step=8)
+    _, first_result = step(base, batch, learning_rate=1e-3, updates_per_step=1)
+    clipped, several = step(base, batch, learning_rate=1e-3, updates_per_step=8)
     free, _ = step(base, batch, learning_rate=1e-3, updates_per_step=8, clip_low=0.99, clip_high=1e9)
-    assert one["clip_fraction"] == 0.0
+    assert first_result["clip_fraction"] == 0.0
     assert several["clip_fraction"] > 0.2
 
     def moved(policy: Policy) -> float:
         now = policy.logprobs(policy.collate([batch.rows[0]]))[0].detach()
         return float((now - one_by_one(base, batch.rows[0])).mean())
 
-    assert 0 < moved(held) < moved(free)
+    assert 0 < moved(clipped) < moved(free)
 
 
 def test_the_divergence_from_the_base_holds_the_weights_back(base: Path) -> None:
@@ -210,12 +210,12 @@ def test_an_adapter_is_its_own_reference(base: Path) -> None:
 
 def true_logprobs(base: Path, rows: Sequence[Row]) -> list[Row]:
     """The same rows as if this very model had sampled them."""
-    found = []
+    logprobs = []
     for row in rows:
         behaviour = np.zeros_like(row.behaviour_T)
         behaviour[row.loss_mask_T] = one_by_one(base, row).numpy()
-        found.append(Row(**{**row.__dict__, "behaviour_T": behaviour}))
-    return found
+        logprobs.append(Row(**{**row.__dict__, "behaviour_T": behaviour}))
+    return logprobs
 
 
 def test_pitfall_6_engine_and_trainer_agree_on_their_own_samples(base: Path) -> None:
@@ -259,8 +259,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(base: Path) -> None:
         train(policy, optimizer, broken, LossSettings(), 4096, threading.Event())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.tensors().items())
     assert optimizer.updates == 0
-    taken = train(policy, optimizer, batch_of(1.0), LossSettings(), 4096, threading.Event())
-    assert taken.measured["gradient_norm"] > 0
+    result = train(policy, optimizer, batch_of(1.0), LossSettings(), 4096, threading.Event())
+    assert result.measured["gradient_norm"] > 0
 
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
@@ -278,12 +278,12 @@ def test_the_device_is_waited_for_once_an_update(
     batch = batch_of(1.0, -0.5, 2.0, 0.3)
 
     def counting(name: str) -> Any:
-        own = getattr(Tensor, name)
+        original = getattr(Tensor, name)
 
         def read(tensor: Tensor, *args: Any) -> Any:
             if tensor.requires_grad or tensor.numel() != len(batch.rows):  # not the batch's own numbers, on the host
                 reads.append(name)
-            return own(tensor, *args)
+            return original(tensor, *args)
 
         return read
 

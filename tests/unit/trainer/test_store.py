@@ -38,9 +38,9 @@ def saved_of(trainer: object) -> Saved:
 
 
 def pointer_of(world: World) -> Pointer:
-    found = Records(world.blobs, POINTER).newest()
-    assert found is not None
-    return Pointer.model_validate_json(found.data)
+    newest = Records(world.blobs, POINTER).newest()
+    assert newest is not None
+    return Pointer.model_validate_json(newest.data)
 
 
 def path_of(world: World, ref: BlobRef) -> Path:
@@ -58,9 +58,9 @@ def state_ref(world: World) -> BlobRef:
 def replace_pointer(world: World, content: bytes) -> None:
     """As somebody might who is not one of us."""
     records = Records(world.blobs, POINTER)
-    found = records.newest()
-    assert found is not None
-    assert records.append(found.number, content)
+    newest = records.newest()
+    assert newest is not None
+    assert records.append(newest.number, content)
 
 
 def replace_state(world: World, content: bytes) -> None:
@@ -192,9 +192,9 @@ class Late:
 async def test_two_lineages_share_a_store(world: World, make: Make) -> None:
     mine = await trained(world, make)
     world.bus = Bus()
-    theirs = saved_of(await world.run(make(lineage="other")))
-    assert theirs.steps == 0
-    assert not set(mine.blobs()) & set(theirs.blobs())
+    other_state = saved_of(await world.run(make(lineage="other")))
+    assert other_state.steps == 0
+    assert not set(mine.blobs()) & set(other_state.blobs())
     assert LineageStore(world.blobs, "main").read() == mine
 
 

@@ -37,12 +37,12 @@ class Threads:
         self._barrier = threading.Barrier(count, timeout=60)
         self._brought: list[Any] = [None] * count
 
-    def exchange(self, number: int, thing: Any) -> list[Any]:
-        self._brought[number] = thing
+    def exchange(self, number: int, value: Any) -> list[Any]:
+        self._brought[number] = value
         self._barrier.wait()
-        found = list(self._brought)
+        values = list(self._brought)
         self._barrier.wait()
-        return found
+        return values
 
 
 class Member:
@@ -58,14 +58,16 @@ class Member:
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         hands = pass_assignment.deal(packs, lengths, self.threads.count)
-        own = [packs[index] for index in hands[self.number]]
-        return own + [[]] * (max(map(len, hands)) - len(own) if self.equal else 0)
+        own_packs = [packs[index] for index in hands[self.number]]
+        return own_packs + [[]] * (max(map(len, hands)) - len(own_packs) if self.equal else 0)
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        own = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        every = self.threads.exchange(self.number, own)
+        own_gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        every = self.threads.exchange(self.number, own_gradients)
         for name in {name for gradients in every for name in gradients}:
-            parameters[name].grad = torch.stack([one[name] for one in every if name in one]).sum(0)
+            parameters[name].grad = torch.stack(
+                [member_gradients[name] for member_gradients in every if name in member_gradients]
+            ).sum(0)
 
     def together(self, measures: Measures) -> Measures:
         return _merge(self.threads.exchange(self.number, measures))
@@ -98,11 +100,11 @@ def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
 
 
 def play(learner: TorchLearner, settings: TrainerSettings, team: Team) -> list[StepResult]:
-    found = []
+    outcomes = []
     for batch in batches():
         tokens = settings.compute.pack_tokens
-        found.append(train(learner.policy, learner.optimizer, batch, settings.loss, tokens, GOING_ON, team=team))
-    return found
+        outcomes.append(train(learner.policy, learner.optimizer, batch, settings.loss, tokens, GOING_ON, team=team))
+    return outcomes
 
 
 def of_members(
@@ -112,16 +114,16 @@ def of_members(
     learners = [open_learner(base, settings, Policy) for _ in range(count)]
 
     def one(number: int) -> tuple[dict[str, torch.Tensor], list[StepResult]]:
-        taken = play(learners[number], settings, make(threads, number))
-        return learners[number].policy.tensors(), taken
+        results = play(learners[number], settings, make(threads, number))
+        return learners[number].policy.tensors(), results
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, range(count)))
 
 
-def apart(ours: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    assert ours.keys() == other.keys()
-    return max(float((ours[name] - other[name]).abs().max()) for name in ours)
+def apart(weights: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert weights.keys() == other.keys()
+    return max(float((weights[name] - other[name]).abs().max()) for name in weights)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,14 +140,16 @@ def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equ
     settings = settings_of(base, **CASES[name])
     alone = open_learner(base, settings, Policy)
     expected = _alone(alone, settings)
-    found = of_members(base, settings, lambda threads, number: Member(threads, number, equal=equal), 3)
-    for weights, taken in found:
+    results = of_members(base, settings, lambda threads, number: Member(threads, number, equal=equal), 3)
+    for weights, member_results in results:
         assert apart(weights, alone.policy.tensors()) < _SAME
-        for ours, theirs in zip(taken, expected, strict=True):
-            assert ours.left_out == theirs.left_out
-            for measure in theirs.measured.keys() - {"step_seconds", "tokens_per_second"}:
-                assert ours.measured[measure] == pytest.approx(theirs.measured[measure], rel=1e-4, abs=1e-5), measure
-    assert apart(found[0][0], found[1][0]) == 0.0, "every member has the same weights"
+        for result, expected_result in zip(member_results, expected, strict=True):
+            assert result.left_out == expected_result.left_out
+            for measure in expected_result.measured.keys() - {"step_seconds", "tokens_per_second"}:
+                assert result.measured[measure] == pytest.approx(
+                    expected_result.measured[measure], rel=1e-4, abs=1e-5
+                ), measure
+    assert apart(results[0][0], results[1][0]) == 0.0, "every member has the same weights"
 
 
 def _alone(learner: TorchLearner, settings: TrainerSettings) -> list[StepResult]:
@@ -158,8 +162,8 @@ def test_members_that_do_not_add_up_are_noticed(base: Path) -> None:
     settings = settings_of(base)
     alone = open_learner(base, settings, Policy)
     _alone(alone, settings)
-    found = of_members(base, settings, EachForItself, 2)
-    assert apart(found[0][0], alone.policy.tensors()) > 100 * _SAME
+    results = of_members(base, settings, EachForItself, 2)
+    assert apart(results[0][0], alone.policy.tensors()) > 100 * _SAME
 
 
 def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:

@@ -23,10 +23,10 @@ def drawn(several: int, heads: int, shared: int, length: int, dtype: torch.dtype
     return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def expected(q: Any, k: Any, v: Any, asked: dict[str, Any], scale: float | None = None) -> torch.Tensor:
-    (whole,) = blocks.of(q.shape[2], asked) if asked is CAUSAL else (None,)
+def expected(q: Any, k: Any, v: Any, mask_args: dict[str, Any], scale: float | None = None) -> torch.Tensor:
+    (block,) = blocks.of(q.shape[2], mask_args) if mask_args is CAUSAL else (None,)
     at = torch.arange(q.shape[2])
-    seen = (at[None] <= at[:, None]) if whole else (at[None] <= at[:, None]) & (at[:, None] - at[None] < 40)
+    seen = (at[None] <= at[:, None]) if block else (at[None] <= at[:, None]) & (at[:, None] - at[None] < 40)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 
@@ -40,31 +40,36 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("asked", [CAUSAL, WINDOW], ids=["causal", "window"])
+@pytest.mark.parametrize("mask_args", [CAUSAL, WINDOW], ids=["causal", "window"])
 @pytest.mark.parametrize("length", [1, 31, 300])
 @pytest.mark.parametrize(("heads", "shared"), [(6, 6), (6, 2), (6, 1)])
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_answers_and_gradients_do_not_depend_on_tiles(
-    asked: dict[str, Any], length: int, heads: int, shared: int, scale: float | None
+    mask_args: dict[str, Any], length: int, heads: int, shared: int, scale: float | None
 ) -> None:
     q, k, v = given = drawn(3, heads, shared, length)
     weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, wanted = tiles.attend(q, k, v, blocks.of(length, asked), scale), expected(q, k, v, asked, scale)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
-    ours, theirs = (torch.autograd.grad((answer * weights).sum(), given) for answer in (found, wanted))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+    output, expected_output = (
+        tiles.attend(q, k, v, blocks.of(length, mask_args), scale),
+        expected(q, k, v, mask_args, scale),
+    )
+    torch.testing.assert_close(output, expected_output, atol=1e-12, rtol=1e-12)
+    tile_gradients, expected_gradients = (
+        torch.autograd.grad((answer * weights).sum(), given) for answer in (output, expected_output)
+    )
+    for tile_gradient, other in zip(tile_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(tile_gradient, other, atol=1e-11, rtol=1e-11)
 
 
 def test_no_tile_is_larger_than_asked(tile: int) -> None:
     for length, groups in ((1, 1), (17, 4), (900, 1), (900, 8)):
-        for asked in (CAUSAL, WINDOW):
-            cut = tuple(tiles._finer(blocks.of(length, asked), groups))
-            assert [at for one in cut for at in range(one.start, one.stop)] == [*range(length)], "each query once"
-            for one in cut:
-                columns = one.last - one.first
-                assert one.queries * groups * columns <= max(tile, max(tiles.ROWS_MIN, groups) * columns)
-                assert one.queries * groups <= max(tiles.ROWS, groups)
+        for mask_args in (CAUSAL, WINDOW):
+            cut = tuple(tiles._finer(blocks.of(length, mask_args), groups))
+            assert [at for block in cut for at in range(block.start, block.stop)] == [*range(length)], "each query once"
+            for block in cut:
+                columns = block.last - block.first
+                assert block.queries * groups * columns <= max(tile, max(tiles.ROWS_MIN, groups) * columns)
+                assert block.queries * groups <= max(tiles.ROWS, groups)
     assert tile
 
 
@@ -74,28 +79,28 @@ def test_scores_of_any_size_are_as_near_as_with_the_kernel_of_torch(size: float)
     # One channel that is the same for all keys moves all scores, and no share.
     q = torch.cat([q * size, q.new_full((1, 2, 64, 1), 300.0)], -1)
     k = torch.cat([k, k.new_ones((1, 2, 64, 1))], -1)
-    wanted = expected(q.double(), k.double(), v.double(), CAUSAL)
-    ours, theirs = (
-        float((found - wanted).abs().max())
-        for found in (tiles.attend(q, k, v, blocks.of(64, CAUSAL), None), expected(q, k, v, CAUSAL))
+    expected_output = expected(q.double(), k.double(), v.double(), CAUSAL)
+    tile_error, torch_error = (
+        float((output - expected_output).abs().max())
+        for output in (tiles.attend(q, k, v, blocks.of(64, CAUSAL), None), expected(q, k, v, CAUSAL))
     )
-    assert ours <= 4 * theirs + 1e-6
+    assert tile_error <= 4 * torch_error + 1e-6
 
 
 def test_threads_do_not_share_a_room() -> None:
     """Each computes on its own numbers while others do, again and again."""
-    given = [drawn(2, 4, 2, length) for length in (150, 151, 152, 153)]
-    wanted = [expected(q, k, v, CAUSAL) for q, k, v in given]
+    inputs = [drawn(2, 4, 2, length) for length in (150, 151, 152, 153)]
+    expected_output = [expected(q, k, v, CAUSAL) for q, k, v in inputs]
     wrong: list[int] = []
 
     def compute(number: int) -> None:
-        q, k, v = given[number]
+        q, k, v = inputs[number]
         for _ in range(20):
-            found = tiles.attend(q, k, v, blocks.of(150 + number, CAUSAL), None)
-            if not torch.allclose(found, wanted[number], atol=1e-12):
+            output = tiles.attend(q, k, v, blocks.of(150 + number, CAUSAL), None)
+            if not torch.allclose(output, expected_output[number], atol=1e-12):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=compute, args=(number,)) for number in range(len(given))]
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(len(inputs))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -112,12 +117,12 @@ def test_half_types_and_autocast_are_left_to_torch() -> None:
 
 def planted_off_by_one(cut: tuple[Block, ...]) -> tuple[Block, ...]:
     """Each query sees the key after its own too."""
-    return tuple(Block(one.start, one.stop, one.first + 1, one.last + 1, one.mask) for one in cut)
+    return tuple(Block(block.start, block.stop, block.first + 1, block.last + 1, block.mask) for block in cut)
 
 
 def test_a_shifted_block_is_noticed() -> None:
     q, k, v = drawn(1, 2, 2, 40)
     k2, v2 = (torch.cat([tensor, tensor[:, :, :1]], 2) for tensor in (k, v))
     cut = planted_off_by_one(blocks.of(40, CAUSAL))
-    found = tiles.attend(q, k2, v2, cut, None)
-    assert not torch.allclose(found, expected(q, k, v, CAUSAL), atol=1e-3)
+    output = tiles.attend(q, k2, v2, cut, None)
+    assert not torch.allclose(output, expected(q, k, v, CAUSAL), atol=1e-3)

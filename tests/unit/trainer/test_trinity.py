@@ -40,14 +40,14 @@ def learners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrinityLearner]]:
     opened: list[TrinityLearner] = []
     was = TrinityLearner.__init__
 
-    def remember(self: TrinityLearner, *given: Any) -> None:
-        was(self, *given)
+    def remember(self: TrinityLearner, *arguments: Any) -> None:
+        was(self, *arguments)
         opened.append(self)
 
     monkeypatch.setattr(TrinityLearner, "__init__", remember)
     yield opened
-    for one in opened:
-        one.close()
+    for opened_learner in opened:
+        opened_learner.close()
 
 
 def settings_of(base: Path, folder: Path, **more: Any) -> TrainerSettings:
@@ -103,9 +103,9 @@ async def _survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Any:
 def lessons(world: World, folder: Path) -> list[Any]:
     """The batches that the lineage's weights hold, by the checkpoint that they came from."""
     store = LineageStore(world.blobs, "main")
-    found = store.read()
-    assert found is not None
-    about = json.loads(store.get(found.present.optimizer).splitlines()[1])
+    reply = store.read()
+    assert reply is not None
+    about = json.loads(store.get(reply.present.optimizer).splitlines()[1])
     (path,) = (folder / "kept" / about["weights"]).glob("global_step_*/actor/optimizer.json")
     return list(json.loads(path.read_text())["lessons"])
 
@@ -116,11 +116,11 @@ def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
     def burning(owner: Any, name: str) -> None:
         was: Callable[..., Any] = getattr(owner, name)
 
-        def burn(*given: Any, **more: Any) -> Any:
+        def burn(*arguments: Any, **more: Any) -> Any:
             fuse()
-            found = was(*given, **more)
+            result = was(*arguments, **more)
             fuse()
-            return found
+            return result
 
         monkeypatch.setattr(owner, name, burn)
 
@@ -132,9 +132,9 @@ def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _calm(folder: Path, base: Path) -> tuple[dict[str, Any], list[Any]]:
-    world, held = await live(folder, settings_of(base, folder / "trinity"), Fuse(None))
-    assert len(held) == _STEPS == len(set(held))
-    return result(world), held
+    world, trained = await live(folder, settings_of(base, folder / "trinity"), Fuse(None))
+    assert len(trained) == _STEPS == len(set(trained))
+    return result(world), trained
 
 
 @pytest.mark.timeout(900)
@@ -144,7 +144,7 @@ async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
 ) -> None:
     fuse = Fuse(None)
     fragile(fuse, monkeypatch)
-    expected, held = await _calm(tmp_path / "calm", base)
+    expected, trained = await _calm(tmp_path / "calm", base)
     points = fuse.points
     assert points > 40
     for at in range(1, points + 1, stride):
@@ -158,7 +158,7 @@ async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
         await _survive(world, fuse_world, fuse)
         fuse.at = None
         assert result(world) == expected, f"died at point {at}"
-        assert lessons(world, folder / "trinity" / "main") == held, f"died at point {at}"
+        assert lessons(world, folder / "trinity" / "main") == trained, f"died at point {at}"
 
 
 @pytest.mark.parametrize("point", stand_in.POINTS)
@@ -166,23 +166,23 @@ async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
 async def test_a_trinity_that_dies_anywhere_trains_each_batch_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: list[TrinityLearner], point: str
 ) -> None:
-    expected, held = await _calm(tmp_path / "calm", base)
+    expected, trained = await _calm(tmp_path / "calm", base)
     monkeypatch.setenv("STAND_IN_DIES", point)
     monkeypatch.setenv("STAND_IN_DIED", str(tmp_path / "died"))
     world, found = await live(tmp_path / "other", settings_of(base, tmp_path / "other" / "trinity"), Fuse(None))
     assert (tmp_path / "died").exists(), "nothing died"
     assert result(world) == expected
-    assert found == held
+    assert found == trained
 
 
 def test_a_finished_step_is_taken_over_and_not_taken_again(
     base: Path, tmp_path: Path, learners: list[TrinityLearner]
 ) -> None:
     settings = settings_of(base, tmp_path)
-    ours = TrinityLearner.open(base, settings)
-    before = ours.freeze()
-    ours.step(batch(0), GOING_ON)
-    after = ours.freeze()
+    trinity_learner = TrinityLearner.open(base, settings)
+    before = trinity_learner.freeze()
+    trinity_learner.step(batch(0), GOING_ON)
+    after = trinity_learner.freeze()
     later = TrinityLearner.open(base, settings)
     later.thaw(before, with_random=True)
     later.step(batch(0), GOING_ON)
@@ -200,20 +200,20 @@ def test_a_trinity_that_never_takes_a_step_is_a_loss_with_its_last_words(
 ) -> None:
     words = [sys.executable, "-c", "print('no GPU here')"]
     settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words, "attempts": 2})
-    ours = TrinityLearner.open(base, settings)
-    before = ours.freeze()
+    trinity_learner = TrinityLearner.open(base, settings)
+    before = trinity_learner.freeze()
     with pytest.raises(LearnerLost, match=r"2 jobs[\s\S]*no GPU here"):
-        ours.step(batch(0), GOING_ON)
-    assert ours.failure is not None
-    assert ours.freeze() == before
+        trinity_learner.step(batch(0), GOING_ON)
+    assert trinity_learner.failure is not None
+    assert trinity_learner.freeze() == before
 
 
 def test_where_the_optimizer_is_gone_the_weights_are_not(
     base: Path, tmp_path: Path, learners: list[TrinityLearner]
 ) -> None:
-    ours = TrinityLearner.open(base, settings_of(base, tmp_path / "one"))
-    ours.step(batch(0), GOING_ON)
-    frozen = ours.freeze()
+    trinity_learner = TrinityLearner.open(base, settings_of(base, tmp_path / "one"))
+    trinity_learner.step(batch(0), GOING_ON)
+    frozen = trinity_learner.freeze()
     elsewhere = TrinityLearner.open(base, settings_of(base, tmp_path / "two"))
     elsewhere.thaw(frozen, with_random=True)
     assert elsewhere.freeze().weights == frozen.weights

@@ -54,28 +54,30 @@ def test_every_token_mask_and_logprob_arrives_as_it_was_sampled(batch: Batch, id
     handed, out = rows_of(batch, 1.0, len(batch.rows) + idle, 7)
     assert not out
     assert len(handed) == len(batch.rows) + idle
-    for ours, sent in zip(batch.rows, handed, strict=False):
-        found = read(sent)
-        tensors, prompt = found["tensors"], found["prompt_length"]
-        assert tensors["tokens"].tobytes() == ours.token_ids_T.astype("<i4").tobytes()
-        assert not ours.loss_mask_T[:prompt].any()
-        assert tensors["action_mask"].tobytes() == ours.loss_mask_T[prompt:].tobytes()
-        assert tensors["logprobs"].tobytes() == ours.behaviour_T[prompt:].astype("<f4").tobytes()
-        assert len(tensors["advantages"]) == len(tensors["returns"]) == len(ours.token_ids_T) - prompt
-        assert found["info"] == {"model_version": 7}
-        assert found["eid"]["task"] == ours.experience_id
+    for row, sent in zip(batch.rows, handed, strict=False):
+        reply = read(sent)
+        tensors, prompt = reply["tensors"], reply["prompt_length"]
+        assert tensors["tokens"].tobytes() == row.token_ids_T.astype("<i4").tobytes()
+        assert not row.loss_mask_T[:prompt].any()
+        assert tensors["action_mask"].tobytes() == row.loss_mask_T[prompt:].tobytes()
+        assert tensors["logprobs"].tobytes() == row.behaviour_T[prompt:].astype("<f4").tobytes()
+        assert len(tensors["advantages"]) == len(tensors["returns"]) == len(row.token_ids_T) - prompt
+        assert reply["info"] == {"model_version": 7}
+        assert reply["eid"]["task"] == row.experience_id
 
 
 @given(batches(), st.integers(0, 3))
 def test_a_mean_over_trinitys_tokens_weighs_each_as_we_do(batch: Batch, idle: int) -> None:
     """The oracle is the definition: the gradient of a token is its row's weight times the advantage."""
     handed, _ = rows_of(batch, 1.0, len(batch.rows) + idle, 0)
-    tokens = sum(int(read(one)["tensors"]["action_mask"].sum()) for one in handed)
-    for ours, sent in zip(batch.rows, handed, strict=False):
+    tokens = sum(int(read(trinity_row)["tensors"]["action_mask"].sum()) for trinity_row in handed)
+    for row, sent in zip(batch.rows, handed, strict=False):
         advantages = read(sent)["tensors"]["advantages"]
-        wanted = float(ours.advantage) * batch.weighted(ours).token_weight
-        trained = ours.loss_mask_T[read(sent)["prompt_length"] :]
-        assert advantages[trained] / tokens == pytest.approx(np.full(trained.sum(), wanted), rel=1e-5, abs=1e-9)
+        expected_gradient = float(row.advantage) * batch.weighted(row).token_weight
+        trained = row.loss_mask_T[read(sent)["prompt_length"] :]
+        assert advantages[trained] / tokens == pytest.approx(
+            np.full(trained.sum(), expected_gradient), rel=1e-5, abs=1e-9
+        )
         assert not advantages[~trained].any()
     for sent in handed[len(batch.rows) :]:
         assert not read(sent)["tensors"]["advantages"].any(), "what fills a batch up teaches nothing"
@@ -85,14 +87,18 @@ def test_a_batch_by_hand() -> None:
     """Two rows of two trained tokens, a whole batch of two, and one to fill: 1/4 a token becomes 5/4 of five."""
     batch = Batch((row(0, 2.0, length=4, prompt=2), row(1, -1.0, length=4, prompt=2)))
     handed, _ = rows_of(batch, 1.0, 3, 0)
-    assert [read(one)["tensors"]["advantages"].tolist() for one in handed] == [[2.5, 2.5], [-1.25, -1.25], [0.0]]
+    assert [read(trinity_row)["tensors"]["advantages"].tolist() for trinity_row in handed] == [
+        [2.5, 2.5],
+        [-1.25, -1.25],
+        [0.0],
+    ]
 
 
 def test_what_was_sampled_at_another_temperature_has_no_part() -> None:
     batch = Batch((row(0, 1.0), row(1, 1.0, temperature=0.7)))
     handed, out = rows_of(batch, 1.0, 2, 0)
     assert out == {"e1"}
-    assert [one.task_id for one in handed] == ["e0", "headrace-idle"]
+    assert [trinity_row.task_id for trinity_row in handed] == ["e0", "headrace-idle"]
     assert rows_of(batch, 1.3, 2, 0)[0] == []
 
 
@@ -123,11 +129,11 @@ def test_a_batch_is_handed_over_whole_and_once(tmp_path: Path) -> None:
     assert buffer.hand_over(rows)
     assert not buffer.hand_over(rows), "the second time nothing is done"
     with sqlite3.connect(tmp_path / "b.db") as connection:
-        kept = connection.execute(
+        stored = connection.execute(
             "select m.task_id, m.run_id, m.msg_id, m.model_version, m.consumed, b.experience_bytes "
             "from experiences_j1 m join experiences_j1_blob b on b.id = m.id order by m.id"
         ).fetchall()
-    assert kept == [(one.task_id, 0, one.msg_id, 4, 0, one.experience_bytes) for one in rows]
+    assert stored == [(sent_row.task_id, 0, sent_row.msg_id, 4, 0, sent_row.experience_bytes) for sent_row in rows]
 
 
 def test_a_hand_over_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:

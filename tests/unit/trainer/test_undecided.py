@@ -50,8 +50,8 @@ def begun(world: World, make: Make, base: Path, count: int, batch: int = BATCH, 
 
 
 def more(lineage: Lineage, base: Path, start: int, stop: int) -> None:
-    for place, event in enumerate(said(base, lineage.state.history.head)[start:stop], start):
-        lineage.state.admit(event, (0, place), START)
+    for index, event in enumerate(said(base, lineage.state.history.head)[start:stop], start):
+        lineage.state.admit(event, (0, index), START)
 
 
 def said(base: Path, version: str) -> Sequence[Experience]:
@@ -98,9 +98,9 @@ def test_planted_runs_that_are_measured_twice_would_be_seen(
     sound = teaching.HindsightTeacher.blocks
 
     def twice(self: Any, rows: Any) -> list[ReplyBlock]:
-        found = sound(self, rows)
-        self.gap = self.gap.plus(found)
-        return found
+        blocks = sound(self, rows)
+        self.gap = self.gap.plus(blocks)
+        return blocks
 
     monkeypatch.setattr(teaching.HindsightTeacher, "blocks", twice)
     lineage = begun(World(tmp_path), make, base, BATCH)
@@ -160,7 +160,7 @@ async def test_a_job_that_was_never_decided_fails(tmp_path: Path, make: Make, ba
     for cut in ("rules", "recorded"):
         again = settings.model_copy(update={"until_end": True, "cut": cut, "lineage": cut, "replays": "main"})
         if cut == "recorded":
-            world.bus = copied([(one, (BATCH,) if n == 7 else ()) for n, one in enumerate(_experiences(world))])
+            world.bus = copied([(record, (BATCH,) if n == 7 else ()) for n, record in enumerate(_experiences(world))])
             again = again.model_copy(update={"topic": "copy"})
         with pytest.raises(TrainingStopped, match=r"has stopped training: the gap"):
             await world.run(again)

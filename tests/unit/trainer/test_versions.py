@@ -45,8 +45,8 @@ def answers(model: Any, fingerprint: Fingerprint) -> torch.Tensor:
     token_ids = torch.tensor(fingerprint.token_ids)
     with torch.no_grad():
         logprobs_TV = model(token_ids[None]).logits[0, :-1].float().log_softmax(-1)
-    found: torch.Tensor = logprobs_TV.gather(-1, token_ids[1:, None])[:, 0]
-    return found
+    chosen: torch.Tensor = logprobs_TV.gather(-1, token_ids[1:, None])[:, 0]
+    return chosen
 
 
 def learner(base: Path, rank: int = 0) -> TorchLearner:
@@ -56,14 +56,14 @@ def learner(base: Path, rank: int = 0) -> TorchLearner:
     return TorchLearner(policy, Optimizer(policy.parameters, chosen), settings, version_files.dtype_of(base))
 
 
-def publish_base(blobs: BlobStore, base: Path, ours: TorchLearner) -> tuple[Manifest, BlobRef]:
-    return versions.publish_base(blobs, versions.base_files(blobs, base), ours, name="m", lineage="main")
+def publish_base(blobs: BlobStore, base: Path, learner: TorchLearner) -> tuple[Manifest, BlobRef]:
+    return versions.publish_base(blobs, versions.base_files(blobs, base), learner, name="m", lineage="main")
 
 
-def publish(blobs: BlobStore, ours: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
-    kind = ours.abilities.kind
+def publish(blobs: BlobStore, learner: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
+    kind = learner.abilities.kind
     with tempfile.TemporaryDirectory() as folder:
-        answers = ours.write(Path(folder), first.version)
+        answers = learner.write(Path(folder), first.version)
         return versions.publish(
             blobs, Path(folder), answers, first=first, lineage="main", step=1, parent=first.version, kind=kind
         )
@@ -71,10 +71,10 @@ def publish(blobs: BlobStore, ours: TorchLearner, first: Manifest) -> tuple[Mani
 
 @pytest.mark.parametrize("rank", [0, 4])
 async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_path: Path, rank: int) -> None:
-    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base, rank)
-    first, first_ref = publish_base(blobs, base, ours)
-    disturb(ours.policy)
-    manifest, ref = publish(blobs, ours, first)
+    blobs, trained = BlobStore((tmp_path / "blobs").as_uri()), learner(base, rank)
+    first, first_ref = publish_base(blobs, base, trained)
+    disturb(trained.policy)
+    manifest, ref = publish(blobs, trained, first)
     cache = VersionCache(blobs, tmp_path / "cache")
     _, first_folder = await cache.fetch(first_ref)
     _, folder = await cache.fetch(ref)
@@ -95,32 +95,32 @@ async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_pa
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_equal_weights_make_equal_versions_and_no_path_gets_in(base: Path, tmp_path: Path, rank: int) -> None:
-    blobs, found = BlobStore(tmp_path.as_uri()), []
+    blobs, versions = BlobStore(tmp_path.as_uri()), []
     for _ in range(2):
-        ours = learner(base, rank)
-        first, _ = publish_base(blobs, base, ours)
-        disturb(ours.policy)
-        manifest, _ = publish(blobs, ours, first)
-        found.append(manifest.version)
+        trained = learner(base, rank)
+        first, _ = publish_base(blobs, base, trained)
+        disturb(trained.policy)
+        manifest, _ = publish(blobs, trained, first)
+        versions.append(manifest.version)
         for file in manifest.files:
             assert str(base).encode() not in blobs.get(file.blob), file.path
-    assert found[0] == found[1]
+    assert versions[0] == versions[1]
 
 
 def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
     """Trained in float32, published in bfloat16 when the base is; the fingerprint is of the rounded weights."""
     base = tiny_model.build(tmp_path / "base", layers=1)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
-    first, _ = publish_base(blobs, base, ours)
-    disturb(ours.policy)
-    manifest, _ = publish(blobs, ours, first)
+    blobs, trained = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
+    first, _ = publish_base(blobs, base, trained)
+    disturb(trained.policy)
+    manifest, _ = publish(blobs, trained, first)
     (weights,) = (file for file in manifest.files if file.path.endswith(".safetensors"))
     (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
     there = load_file(tmp_path / "w.safetensors")
     assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16}
-    versions.load(blobs, manifest, ours)
-    assert ours.policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
+    versions.load(blobs, manifest, trained)
+    assert trained.policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
 
 
 def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None
     (base / "model.safetensors").unlink()
     model.save_pretrained(base, max_shard_size="40KB")
     assert len(list(base.glob("*.safetensors"))) > 1
-    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
-    first, _ = publish_base(blobs, base, ours)
-    disturb(ours.policy)
-    manifest, _ = publish(blobs, ours, first)
+    blobs, trained = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
+    first, _ = publish_base(blobs, base, trained)
+    disturb(trained.policy)
+    manifest, _ = publish(blobs, trained, first)
     assert [file.path for file in manifest.files if "safetensors" in file.path] == ["model.safetensors"]
-    mine = ours.policy.tensors()
+    mine = trained.policy.tensors()
     again = learner(base)
     versions.load(blobs, manifest, again)
     assert "lm_head.weight" in mine
@@ -145,14 +145,14 @@ def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, rank: int) -> None:
-    blobs, ours = BlobStore(tmp_path.as_uri()), learner(base, rank)
-    first, _ = publish_base(blobs, base, ours)
-    disturb(ours.policy, 1)
-    manifest, _ = publish(blobs, ours, first)
-    then = ours.policy.tensors()
-    disturb(ours.policy, 2)
-    versions.load(blobs, manifest, ours)
-    assert all(torch.equal(tensor, then[name]) for name, tensor in ours.policy.tensors().items())
+    blobs, trained = BlobStore(tmp_path.as_uri()), learner(base, rank)
+    first, _ = publish_base(blobs, base, trained)
+    disturb(trained.policy, 1)
+    manifest, _ = publish(blobs, trained, first)
+    then = trained.policy.tensors()
+    disturb(trained.policy, 2)
+    versions.load(blobs, manifest, trained)
+    assert all(torch.equal(tensor, then[name]) for name, tensor in trained.policy.tensors().items())
 
 
 @pytest.mark.parametrize("vocabulary", [2, 64, 320, 600, 151_936])

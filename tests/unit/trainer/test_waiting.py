@@ -26,15 +26,15 @@ def waits(number: int, task: str | None = None, run: str | None = None, at_s: fl
 def chosen(
     items: Sequence[WaitingExperience], rules: BatchRules, at_s: float = 0.0, full: bool = False, corrections: str = ""
 ) -> tuple[str, str]:
-    found: Selection = select(
+    selection: Selection = select(
         items,
         rules,
         START + timedelta(seconds=at_s),
         full,
         lambda item: item.experience.experience_id[1] in corrections,
     )
-    batch = "".join(item.experience.experience_id[1:] for item in found.batch)
-    return batch, "".join(item.experience.experience_id[1:] for item in found.singletons)
+    batch = "".join(item.experience.experience_id[1:] for item in selection.batch)
+    return batch, "".join(item.experience.experience_id[1:] for item in selection.singletons)
 
 
 def test_a_full_batch_goes_at_once_in_order_of_arrival() -> None:

@@ -16,11 +16,11 @@ runpy.run_module("headrace_trainer", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
-def test_it_is_set_before_torch_is_loaded_unless_somebody_else_did(given: str | None, expected: str) -> None:
+@pytest.mark.parametrize(("policy", "expected"), [(None, "passive"), ("active", "active")])
+def test_it_is_set_before_torch_is_loaded_unless_somebody_else_did(policy: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    if given is not None:
-        environment["OMP_WAIT_POLICY"] = given
+    if policy is not None:
+        environment["OMP_WAIT_POLICY"] = policy
     command = [sys.executable, "-c", START]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.split() == [expected, "False"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+    assert process.stdout.split() == [expected, "False"]

@@ -51,9 +51,9 @@ def test_the_longest_untouched_leave_by_count_and_by_age(count: int, age_s: floa
     window = Window()
     for number, name in enumerate("abcde"):
         seen(window, name, after_s=number)
-    gone = window.evict(START + timedelta(seconds=4.4), count, timedelta(seconds=age_s), lambda *_: False)
+    evicted = window.evict(START + timedelta(seconds=4.4), count, timedelta(seconds=age_s), lambda *_: False)
     assert "".join(window) == left
-    assert gone == 5 - len(left)
+    assert evicted == 5 - len(left)
 
 
 def test_what_is_needed_stays_and_others_go_in_its_place() -> None:

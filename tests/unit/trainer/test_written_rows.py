@@ -19,13 +19,13 @@ Side = Literal["chosen", "rejected"]
 
 def row(*, reward: float | None = None, side: Side | None = None) -> Experience:
     """As `headrace train` makes them."""
-    found = experience(1, VERSION, 0.0)
-    sides = (PreferenceSide(preference_id="p", side=side, turn_id=found.turn_ids[0]),) if side else ()
+    event = experience(1, VERSION, 0.0)
+    sides = (PreferenceSide(preference_id="p", side=side, turn_id=event.turn_ids[0]),) if side else ()
     why = "no_reward" if reward is None else None
-    return found.model_copy(update={"origin": "written", "reward": reward, "no_reward": why, "preferences": sides})
+    return event.model_copy(update={"origin": "written", "reward": reward, "no_reward": why, "preferences": sides})
 
 
-def values(name: str, one: Experience) -> list[float]:
+def values(name: str, event: Experience) -> list[float]:
     """1 for each example that is made likelier, -1 for each that is made less likely."""
     kind = ALGORITHMS.get(name).advantage
     settings = AdvantageSettings.model_validate({"kind": kind})
@@ -35,12 +35,12 @@ def values(name: str, one: Experience) -> list[float]:
         assert worth is not None
         return worth(reward, settings)
 
-    found: list[Any] = [*examples(one, settings.signals, None if worth is None else of, None)]
-    return [part.value if part.value is not None else of(one.reward or 0.0) for part in found]
+    candidates: list[Any] = [*examples(event, settings.signals, None if worth is None else of, None)]
+    return [part.value if part.value is not None else of(event.reward or 0.0) for part in candidates]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said", "trained"),
+    ("algorithm", "fields", "trained"),
     [
         ("sft", {}, [1.0]),
         ("sft", {"reward": 0.0}, [1.0]),
@@ -60,5 +60,5 @@ def values(name: str, one: Experience) -> list[float]:
         ("on_policy_distill", {}, []),
     ],
 )
-def test_rows_are_trained_as_what_they_say(algorithm: str, said: dict[str, Any], trained: list[float]) -> None:
-    assert values(algorithm, row(**said)) == trained
+def test_rows_are_trained_as_what_they_say(algorithm: str, fields: dict[str, Any], trained: list[float]) -> None:
+    assert values(algorithm, row(**fields)) == trained

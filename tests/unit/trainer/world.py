@@ -122,32 +122,32 @@ class MemorySource:
     async def poll(self, room: int) -> list[Record]:
         await asyncio.sleep(0)
         self.rooms.append(room)
-        found: list[Record] = []
+        records: list[Record] = []
         for record in self._bus.records:
-            place = (record.topic, record.partition)
-            if record.offset < self._next.get(place, 0) or len(found) == self._per_poll:
+            position = (record.topic, record.partition)
+            if record.offset < self._next.get(position, 0) or len(records) == self._per_poll:
                 continue
             if record.topic != ModelEvent.topic:
                 if room == 0:
                     continue
                 room -= 1
-            self._next[place] = record.offset + 1
-            found.append(record)
-        self._empty = 0 if found else self._empty + 1
-        self._clock.offset_s += 0.0 if found else self._wait_s
+            self._next[position] = record.offset + 1
+            records.append(record)
+        self._empty = 0 if records else self._empty + 1
+        self._clock.offset_s += 0.0 if records else self._wait_s
         if self._empty > 2:
             if not self.busy():
                 raise Idle
             await asyncio.sleep(0.001)
-        return found
+        return records
 
     async def at_end(self) -> bool:
         """A bus in memory does not grow while it is read."""
         return all(r.offset < self._next.get((r.topic, r.partition), 0) for r in self._bus.records)
 
-    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        kept = {(r.partition, r.offset): r for r in self._bus.records if r.topic == Experience.topic}
-        return {place: kept[place] for place in places if place in kept}
+    async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        by_position = {(r.partition, r.offset): r for r in self._bus.records if r.topic == Experience.topic}
+        return {position: by_position[position] for position in positions if position in by_position}
 
     async def stop(self) -> None: ...
 
@@ -259,12 +259,12 @@ def experience(
     )
 
 
-def decision(version: str, what: Decision, previous: str | None = None, number: int = 0) -> ModelEvent:
+def decision(version: str, kind: Decision, previous: str | None = None, number: int = 0) -> ModelEvent:
     return ModelEvent(
         time=START,
-        decision_id=f"{what}-{version}-{number}",
+        decision_id=f"{kind}-{version}-{number}",
         model="m",
         version=version,
-        decision=what,
+        decision=kind,
         previous=previous,
     )
