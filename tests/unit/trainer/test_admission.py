@@ -1,4 +1,4 @@
-"""What becomes of an arrival: one row of the table for each way in."""
+"""Decisions about arriving experiences: one row of the table for each case."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class TestReinforcePlusPlus:
 
 
 class Naive:
-    """The same definition over the whole past, one run at a time, with numpy and without decayed sums."""
+    """Oracle: the same definition over the whole past, one run at a time, in numpy and without decayed sums."""
 
     def __init__(self) -> None:
         self.past: list[tuple[str | None, float, int]] = []  # task, reward, batch
@@ -220,11 +220,12 @@ class Naive:
         return scaled
 
     def age(self, peer: tuple[str | None, float, int], now: int, task: str | None) -> int:
-        """Runs that came after `peer`, of the task, or of all when it is empty; those beside it now do not count."""
+        """Return the number of runs after `peer`, of the task, or of all tasks when it is empty, without the present
+        batch."""
         if peer[2] == now:
             return 0
-        place = next(index for index, past_run in enumerate(self.past) if past_run is peer)
-        return sum(1 for t, _, _ in self.past[place + 1 :] if task == "" or t == task)
+        position = next(index for index, past_run in enumerate(self.past) if past_run is peer)
+        return sum(1 for t, _, _ in self.past[position + 1 :] if task == "" or t == task)
 
 
 class TestGroups:

@@ -1,5 +1,4 @@
-"""Algorithms by their names: what each needs, what is refused at the start, and `make test-algorithms` with one
-seed."""
+"""Algorithms by name: the needs of each, refusals at the start, and `make test-algorithms` with one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic learns what is to be expected, and a student comes nearer to its teacher."""
+"""A critic learns the expected reward, and a student approaches its teacher."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, make: Make) -> N
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[Any]]]:
-    """Says -0.5 for each token; and what it was asked."""
+    """Serve an endpoint that returns -0.5 for each token. Yield its address and the requests."""
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):

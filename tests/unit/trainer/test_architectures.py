@@ -1,4 +1,5 @@
-"""Architectures that need something of us stand as docs/models.md says; `make test-architectures` tries all of it."""
+"""Architectures with special code are supported as docs/models.md claims; `make test-architectures` checks all of
+them."""
 
 from __future__ import annotations
 

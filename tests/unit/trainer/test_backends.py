@@ -1,4 +1,4 @@
-"""Back ends by name, what is asked of them at the start, and what becomes of a lineage whose learner dies."""
+"""Back ends by name, their checks at the start, and a lineage whose learner dies."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_the_check_before_a_start_is_the_back_ends(tmp_path: Path, monkeyp
 
 @dataclass
 class Fragile:
-    """Opens learners, and remembers them. The one that is opened first dies as `how` says."""
+    """Opens learners and remembers them. The first one dies as `how` describes."""
 
     how: Callable[[MortalLearner], None] | None
     opened: list[MortalLearner] = field(default_factory=list)

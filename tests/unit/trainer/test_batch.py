@@ -1,4 +1,4 @@
-"""P2 and P9: the batch holds exactly what was sampled, and the same stream makes the same bytes."""
+"""P2 and P9: the batch holds exactly the sampled tokens, and the same stream makes the same bytes."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_p9_equal_rows_have_equal_digests() -> None:
 )
 def test_p9_the_digest_sees_every_field(change: dict[str, Any]) -> None:
     row = Row.of(experience(1, V), 1.0, V)
-    ((name, place),) = change.items()
+    ((name, element),) = change.items()
     value = getattr(row, name)
-    if place is None:
+    if element is None:
         other: Any = np.float32(1.0000001)
     else:
         other = value.copy()
-        other[place] = not other[place] if other.dtype == np.bool_ else other[place] + 1
+        other[element] = not other[element] if other.dtype == np.bool_ else other[element] + 1
     changed = Row(**{**row.__dict__, name: other})
     assert Batch((row,)).digest() != Batch((changed,)).digest()
 

@@ -1,5 +1,4 @@
-"""Steps go on while a save is written (`trainer.save_beside`), and nothing but time tells it from one that is waited
-for."""
+"""Steps during a save (`trainer.save_beside`): only the time differs from a save that is waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _remembering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Pace:
-    """Of the writing of files."""
+    """Delays the writing of files."""
 
     may: threading.Event = field(default_factory=threading.Event)
     waits: threading.Event = field(default_factory=threading.Event)
@@ -120,7 +119,7 @@ async def test_what_comes_of_it_is_the_same(tmp_path: Path, make: Make) -> None:
 
 
 async def with_the_store_away(world: World, settings: TrainerSettings, times: int) -> None:
-    """A lineage with eight experiences to train, whose store then fails so many times."""
+    """Run a lineage with eight experiences, whose store fails `times` times."""
     first = await begun(world, settings)
     assert isinstance(world.blobs, SlowBlobs)
     world.blobs.pace.away = times

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries is attention: answers and gradients, and what is held on the way."""
+"""Attention in blocks of queries equals attention: outputs, gradients, and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASKS: dict[str, tuple[Any, Any]] = {
 HOWS: dict[str, dict[str, Any]] = {"plain": {}, "cap": {"softcap": 2.0}, "aux": {"s_aux": None}}
 
 
-def asked(name: str) -> dict[str, Any]:
+def mask_args_of(name: str) -> dict[str, Any]:
     if name == "causal":
         return {"mask_function": MASKS[name][0]}
     return {"mask_function": MASKS[name][0], "local_size": 5, "allow_is_causal_skip": name != "prefix"}
@@ -45,9 +45,9 @@ def textbook(q: Any, k: Any, v: Any, sees: Any, softcap: float | None = None, s_
     """One sequence after the other, all scores at once, keys copied for each head."""
     groups, start, outputs = q.shape[1] // k.shape[1], 0, []
     for length in LENGTHS:
-        here = slice(start, start + length)
-        keys, values = (tensor[:, :, here].repeat_interleave(groups, 1) for tensor in (k, v))
-        scores = q[:, :, here] @ keys.transpose(2, 3) / q.shape[3] ** 0.5
+        span = slice(start, start + length)
+        keys, values = (tensor[:, :, span].repeat_interleave(groups, 1) for tensor in (k, v))
+        scores = q[:, :, span] @ keys.transpose(2, 3) / q.shape[3] ** 0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(length)
@@ -70,12 +70,12 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
         monkeypatch.setattr(tiles, "takes", lambda _: False)
         how = "plain"
     more = dict(HOWS[how])
-    q, k, v = given = drawn(heads, shared, width)
+    q, k, v = inputs = drawn(heads, shared, width)
     if "s_aux" in more:
         more["s_aux"] = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()
-    leaves = [*given, *([more["s_aux"]] if "s_aux" in more else [])]
+    leaves = [*inputs, *([more["s_aux"]] if "s_aux" in more else [])]
     with attention.sequences(attention.bounds_of(LENGTHS)):
-        seen = attention._mask_object(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **asked(mask))
+        seen = attention._mask_object(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **mask_args_of(mask))
     output, _ = attention.attend(None, q, k, v, seen, **more)
     expected = textbook(q, k, v, MASKS[mask][1], **more)
     # The scores of attention by hand are in float32, as in the models' own code.
@@ -114,7 +114,7 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch, how: di
     length = 1024
     q, k, v = (torch.randn(1, heads, length, 4, requires_grad=True) for heads in (2, 1, 1))
     with Largest() as largest:
-        seen = attention._mask_object(q_length=length, **asked(mask))
+        seen = attention._mask_object(q_length=length, **mask_args_of(mask))
         attention.attend(None, q, k, v, seen, **how)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert largest.elements < length**2 / 10
 
@@ -137,7 +137,7 @@ def test_what_is_plainly_causal_is_not_cut() -> None:
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is asked by name."""
+    """Counts operations by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What is wrong with a base folder is found without torch, in a sentence each."""
+"""The check of a base folder runs without torch and describes each problem in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the registry's decisions do to the weights, and what they leave alone."""
+"""Effects of the registry's decisions on the weights."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def test_weights_that_come_forward_hold_again_what_was_undone(world: World
 
 
 async def test_a_word_that_came_too_late_for_a_refused_version_gets_its_chance(world: World, make: Make) -> None:
-    """It was dropped as stale beside what is undone now, and is fresh for the champion."""
+    """The experience was dropped as stale, but is fresh for the champion after the rollback."""
     settings = make(max_staleness=1)
     await world.run(settings)
     first = world.bus.checkpoints[0].version

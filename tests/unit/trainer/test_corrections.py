@@ -154,7 +154,7 @@ def test_a_correction_with_another_normaliser_is_seen(base: Path, monkeypatch: p
 
 
 async def test_a_correction_comes_with_the_weight_of_its_first_training(world: World, make: Make) -> None:
-    """It was one of four; the correction stands alone in a batch that time has cut."""
+    """The contribution was one of four; the correction is alone in a batch that was cut by time."""
     version = await begin(world, make)
     world.bus.produce(experience(1, version, None, revision=1))
     trainer = await world.run(make(), wait_s=31)

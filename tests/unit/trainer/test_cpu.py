@@ -1,4 +1,4 @@
-"""What a CPU's libraries are asked for, and what they are not believed."""
+"""Options of a CPU's libraries, and the check that products are not rounded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_products_are_exact_with_whatever_makes_them() -> None:
 
 @pytest.mark.parametrize("product", ["bmm", "addmm"])
 def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
-    """As a CPU with units for bfloat16 would, in one of its products."""
+    """A CPU with units for bfloat16 rounds one of its products; `exact` must notice it."""
     original = getattr(torch, product)
 
     def rounded(*tensors: torch.Tensor) -> torch.Tensor:

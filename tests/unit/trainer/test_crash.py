@@ -1,8 +1,8 @@
-"""P4 by brute force: die before and after every durable write and every announcement, and look at what came out.
+"""P4 by brute force: the process dies before and after every durable write and every announcement.
 
-The oracle is the run that nobody disturbed. On the CPU training is deterministic, so the final weights must be the same
-bytes: an experience trained twice, or not at all, would show. `make test` dies at every fifth
-point, `make test-long` at each.
+The oracle is an undisturbed run. On the CPU training is deterministic, so the final weights must be the same bytes: an
+experience that was trained twice, or not at all, would change them. `make test` dies at every fifth point, `make
+test-long` at each.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class FragileBlobs(BlobStore):
     def __init__(self, url: str, fuse: Fuse) -> None:
         super().__init__(url)
         self._burn = fuse
-        self._known: set[str] = set()
+        self._written_digests: set[str] = set()
 
     def put(self, data: bytes) -> BlobRef:
         ref = self.ref(data)
-        if ref.sha256 not in self._known:  # putting it again changes nothing
+        if ref.sha256 not in self._written_digests:  # putting it again changes nothing
             self._burn()
-            self._known.add(ref.sha256)
+            self._written_digests.add(ref.sha256)
         return super().put(data)
 
     def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
         digest, _ = digest_of(path)
-        if digest not in self._known:
+        if digest not in self._written_digests:
             self._burn()
-            self._known.add(digest)
+            self._written_digests.add(digest)
         return super().put_file(path, move=move)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -79,9 +79,9 @@ class FragileBlobs(BlobStore):
         super().remove_area(name)
 
     def delete(self, ref: BlobRef) -> None:
-        if ref.sha256 in self._known:
+        if ref.sha256 in self._written_digests:
             self._burn()
-            self._known.discard(ref.sha256)
+            self._written_digests.discard(ref.sha256)
         super().delete(ref)
 
 
@@ -125,7 +125,8 @@ async def survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Traine
 
 
 def result(world: World) -> dict[str, Any]:
-    """What an observer can know. Versions are named by number: their own names depend on where the blobs lie."""
+    """Return the observable results. Versions are named by number, because their names depend on the place of the
+    blobs."""
     saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
     numbers = {published.version: published.number for published in saved.versions}
@@ -174,7 +175,7 @@ async def test_a_death_at_any_point_changes_nothing(
 
 
 def garbage(world: World) -> int:
-    """Blobs that nothing needs. One is excused: a version that was stored and whose process died before it counted."""
+    """Return unreferenced blobs, except those of a version that was stored just before its process died."""
     newest = Records(world.blobs, "lineages/main").newest()
     assert newest is not None
     pointer = Pointer.model_validate_json(newest.data)
@@ -195,7 +196,7 @@ def areas(blobs: BlobStore) -> list[tuple[int, BlobStore]]:
 
 
 async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Path, make: Make) -> None:
-    """The comparison above can fail: one redelivery that nobody recognises gives other weights."""
+    """The comparison above can fail: one redelivery that is not recognised gives other weights."""
 
     def twice(world: World, version: str) -> None:
         world.bus.produce(experience(2, version, reward=2.0, task="t0").model_copy(update={"experience_id": "again"}))
@@ -239,9 +240,11 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
 async def test_a_death_around_a_refused_version_changes_nothing(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, stride: int, listed: int
 ) -> None:
-    """The registry refuses version 1 while version 2 exists: weights go back to the base, what was read stays read, and
-    what is undone is queued again and trained once more. `listed`: entries that a list of an account takes; a rollback
-    that undoes more is reported in several accounts."""
+    """The registry refuses version 1 while version 2 exists.
+
+    The weights go back to the base, the offsets stay, and undone experiences are queued and trained once more. `listed`
+    is the number of entries in a list of an account; a larger rollback is reported in several accounts.
+    """
     settings = make(max_staleness=20)
     monkeypatch.setattr(state, "LISTED_MAX", listed)
 
@@ -249,7 +252,7 @@ async def test_a_death_around_a_refused_version_changes_nothing(
         world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", previous=version))
         world.bus.produce(*(experience(n, version, reward=n % 3, task="t") for n in range(20, 24)))
 
-    async def whole(folder: Path, die_at: int | None) -> tuple[dict[str, Any], int]:
+    async def run_story(folder: Path, die_at: int | None) -> tuple[dict[str, Any], int]:
         fuse = Fuse(None)
         world = World(folder)
         world.blobs = FragileBlobs((folder / "blobs").as_uri(), fuse)
@@ -265,8 +268,8 @@ async def test_a_death_around_a_refused_version_changes_nothing(
         assert undone == ([8] if listed > 8 else [3, 3, 2])
         return result(world), fuse.points
 
-    expected, points = await whole(tmp_path / "calm", None)
+    expected, points = await run_story(tmp_path / "calm", None)
     assert expected["steps"] == 5
     assert expected["numbers"] == [0, 1, 2, 3, 4, 5]
     for at in range(1, points + 1, stride):
-        assert (await whole(tmp_path / f"{at}", at))[0] == expected, f"died at point {at}"
+        assert (await run_story(tmp_path / f"{at}", at))[0] == expected, f"died at point {at}"

@@ -127,7 +127,7 @@ def test_without_groups_runs_do_not_wait_for_others(make: Make) -> None:
 
 
 def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
-    """The fewest experiences of a step are all of a batch that is smaller, unless somebody has asked for more."""
+    """A batch smaller than the default minimum must be full, unless the minimum is set."""
     settings = read(tmp_path, "[trainer]\nbase = 'x'\nbatch_experiences = 4")
     ended = START + timedelta(days=1)
     assert named(Cutter(settings).next(waiting(*[1.0] * 4), ended)) == ["e0", "e1", "e2", "e3"]

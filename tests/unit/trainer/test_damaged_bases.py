@@ -1,4 +1,4 @@
-"""Kinds of damaged bases: the trainer's check and the adoption of a base both name what is wrong."""
+"""Damaged bases: the trainer's check and the registration of a base both name the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher that is followed in all words, beside torch's own gradient of the same, made of whole logits."""
+"""A distillation target over all words gives the same gradient as torch's autograd through whole logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pass:
         self.weight_M = sign * torch.rand(len(PLACES), generator=draw)
         self.positions_M = torch.tensor(PLACES)
 
-    def ours(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
         answer = Head(self.teacher, self.tail).answer
         target = DistillationTarget(self.positions_M, self.teacher_MH, self.weight_M, answer, self.limit)
         inputs = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part], target)
@@ -86,21 +86,21 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["first", "taken back"])
 def test_gradients_are_those_of_whole_logits(tail: str, limit: float, sign: float) -> None:
     head_pass = Pass(TAILS[tail], limit, sign)
-    for computed, other in zip(head_pass.ours(), head_pass.torchs(), strict=True):
+    for computed, other in zip(head_pass.gradients(), head_pass.torchs(), strict=True):
         torch.testing.assert_close(computed, other, atol=2e-5, rtol=2e-5)
 
 
 def test_without_the_clip_it_is_the_divergence_from_the_teacher() -> None:
     head_pass = Pass(Tail(), 1e9)
     head_pass.slope_N.zero_()
-    torch.testing.assert_close(head_pass.ours()[0], head_pass.divergence(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(head_pass.gradients()[0], head_pass.divergence(), atol=2e-5, rtol=2e-5)
 
 
 def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
     """Each word in turn as the sampled one, with the share that it has: the way that `tokens` goes, without chance."""
     head_pass = Pass(Tail(), 0.7)
     head_pass.slope_N.zero_()
-    expected = head_pass.ours()[0]
+    expected = head_pass.gradients()[0]
     with torch.no_grad():
         log_NV = (head_pass.student(head_pass.hidden_NH) / head_pass.temperature_N[:, None]).log_softmax(-1)
         temperature_M = head_pass.temperature_N[head_pass.positions_M, None]
@@ -134,5 +134,5 @@ def test_planted_faults_are_off(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         return (indices, -gradient) if fault == "the teacher's sign" else ((indices + 1) % len(log), gradient)
 
     monkeypatch.setattr(DistillationTarget, "gradient", wrong)
-    close = torch.allclose(head_pass.ours()[0], expected, atol=1e-3)
+    close = torch.allclose(head_pass.gradients()[0], expected, atol=1e-3)
     assert not close or (fault == "a place too far" and heads.CHUNK_BYTES == 4 * WORDS), "one place has no next"

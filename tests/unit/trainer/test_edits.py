@@ -1,4 +1,4 @@
-"""What an edit says, in tokens."""
+"""The tokens of an edit."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_half_a_surrogate_pair_in_arguments_is_no_text_and_the_arguments_stay_as
 
 @pytest.mark.parametrize("content", ["Monday.", "  two  spaces\n", "", "Who? <think>no</think>", "été, 日本"])
 def test_tokens_are_those_that_transformers_makes_of_the_whole_dialogue(base: Path, content: str) -> None:
-    """The other way round: the whole is tokenized, and what the prompt has is taken away."""
+    """Oracle: tokenize the whole dialogue, and remove the tokens of the prompt."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)
-    asked = [{"role": "user", "content": "x"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    dialogue = [*asked, {"role": "assistant", "content": content}]
+    messages = [{"role": "user", "content": "x"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    dialogue = [*messages, {"role": "assistant", "content": content}]
     dialogue_ids = tokenizer(tokenizer.apply_chat_template(dialogue, tokenize=False)).input_ids
     answer = tuple(dialogue_ids[len(tokenizer(prompt).input_ids) :])
     written = EditWriter(base)(Message(role="assistant", content=content))

@@ -1,4 +1,4 @@
-"""Algorithms, kinds of advantages and losses: ours by their names, and those of a package that nobody here wrote."""
+"""Algorithms, kinds of advantages and losses by name, including those of another package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a version answered that its rollout took back: kept out of training, and taken out of the weights."""
+"""An excluded version's answers are not trained, and are removed from the weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def taken_back(version: str, previous: str, *, excludes: bool = True) -> ModelEv
     return decision(version, "withdrawn", previous).model_copy(update={"rollout": step})
 
 
-def held(trainer: Trainer, number: int) -> float:
-    """What the weights hold of an experience: the sum of its advantages."""
+def held_advantage(trainer: Trainer, number: int) -> float:
+    """Return the sum of an experience's advantages that the weights hold."""
     assert trainer.lineage is not None
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
@@ -50,21 +50,21 @@ async def test_what_was_trained_of_it_is_taken_back_and_the_rest_is_dropped(worl
     champion, canary = await beside(world, make)
     world.bus.produce(*(experience(n, canary, reward=n % 3) for n in range(20, 24)))
     before = await world.run(settings)
-    assert [held(before, n) != 0 for n in range(20, 24)].count(True) >= 3
-    before_others = [held(before, n) for n in range(4)]
+    assert [held_advantage(before, n) != 0 for n in range(20, 24)].count(True) >= 3
+    before_others = [held_advantage(before, n) for n in range(4)]
 
     world.bus.produce(taken_back(canary, champion), experience(30, canary, reward=2.0))
     after = await world.run(settings, wait_s=31)
     assert {world.bus.fates[f"e{n}", 0] for n in (*range(20, 24), 30)} == {"excluded"}
-    assert [held(after, n) for n in range(20, 24)] == pytest.approx([0.0] * 4, abs=1e-6)
-    assert [held(after, n) for n in range(4)] == before_others, "the champion's stay"
+    assert [held_advantage(after, n) for n in range(20, 24)] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert [held_advantage(after, n) for n in range(4)] == before_others, "the champion's stay"
     verdicts = {(verdict.dropped, verdict.detail) for verdict in world.bus.verdicts if verdict.detail == "excluded"}
     assert verdicts == {("withdrawn", "excluded")}, "a reason that older readers know"
 
     world.bus.produce(experience(20, canary, reward=9.0, revision=1), experience(31, canary, reward=1.0))
     later = await world.run(settings, wait_s=31)
     assert {world.bus.fates[key] for key in (("e20", 1), ("e31", 0))} == {"excluded"}, "after a restart, too"
-    assert held(later, 20) == pytest.approx(0.0, abs=1e-6)
+    assert held_advantage(later, 20) == pytest.approx(0.0, abs=1e-6)
 
 
 async def test_what_waits_is_dropped(world: World, make: Make) -> None:
@@ -76,7 +76,7 @@ async def test_what_waits_is_dropped(world: World, make: Make) -> None:
 
 
 async def test_weights_that_go_back_have_lost_it_and_do_not_learn_it_again(world: World, make: Make) -> None:
-    """What did harm is an ancestor of what is trained: the champion's experiences wait again, its own do not."""
+    """A harmful ancestor of the trained version is refused: the champion's experiences wait again, its own do not."""
     settings = make(max_staleness=9)
     await world.run(settings)
     champion = world.bus.checkpoints[0].version
@@ -89,7 +89,7 @@ async def test_weights_that_go_back_have_lost_it_and_do_not_learn_it_again(world
     trainer = await world.run(make(max_staleness=9, batch_experiences=64))
     assert {world.bus.fates[f"e{n}", 0] for n in range(4)} == {"queued"}
     assert {world.bus.fates[f"e{n}", 0] for n in range(20, 24)} == {"undone"}
-    assert [held(trainer, n) for n in range(20, 24)] == [0.0] * 4
+    assert [held_advantage(trainer, n) for n in range(20, 24)] == [0.0] * 4
 
 
 @pytest.mark.parametrize("ends", ["kept", "promoted"])
@@ -108,8 +108,8 @@ async def test_what_is_too_old_to_be_trained_stays(world: World, make: Make) -> 
     champion, canary = await beside(world, make)
     world.bus.produce(*(experience(n, canary, reward=n % 3) for n in range(20, 24)))
     before = await world.run(make(max_staleness=9))
-    stale = [held(before, n) for n in range(20, 24)]
+    stale = [held_advantage(before, n) for n in range(20, 24)]
     world.bus.produce(taken_back(canary, champion))
     after = await world.run(make(max_staleness=0), wait_s=31)
-    assert [held(after, n) for n in range(20, 24)] == stale
+    assert [held_advantage(after, n) for n in range(20, 24)] == stale
     assert {world.bus.fates[f"e{n}", 0] for n in range(20, 24)} == {"trained"}, "the account says what the weights hold"

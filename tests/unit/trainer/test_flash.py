@@ -1,7 +1,7 @@
-"""Attention of a whole row by kernels of a GPU: what they are told, and that it is what the model's mask shows.
+"""Attention of a whole row by GPU kernels: their arguments, and equality with the model's mask.
 
-The kernels themselves run on a GPU alone (`make bench-gpu` compares them with float64). Here an oracle takes their
-place that computes what they promise.
+The kernels themselves run only on a GPU (`make bench-gpu` compares them with float64). Here an oracle that computes the
+same function takes their place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def chunks(size: int) -> dict[str, Any]:
 
 
 class Oracle:
-    """Scores of all pairs, in float64; counts how often it is asked."""
+    """Computes scores of all pairs in float64, and counts its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[Part] = []
+        self.calls: list[Part] = []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
-        self.asked.append(part)
+        self.calls.append(part)
         return self._answer(query, key, value, part, scale), (torch.zeros(1), None)
 
     def backward(
@@ -47,14 +47,14 @@ class Oracle:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        found: KernelResult,
+        result: KernelResult,
         part: Part,
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
             answer = self._answer(leaves[0], leaves[1], leaves[2], part, scale)
-            torch.testing.assert_close(answer, found[0])
+            torch.testing.assert_close(answer, result[0])
             of_query, of_key, of_value = torch.autograd.grad(answer, leaves, of)
         return of_query, of_key, of_value
 
@@ -67,7 +67,7 @@ class Oracle:
 
 
 def alone(query: Tensor, key: Tensor, value: Tensor, seen: int | None, scale: float | None) -> Tensor:
-    """Of one sequence, `[tokens, heads, width]`."""
+    """Compute attention of one sequence, `[tokens, heads, width]`."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)
@@ -161,9 +161,9 @@ def test_recomputed_layers_ask_the_kernel_once() -> None:
         return flash.attend(first.transpose(1, 2).sin(), key, value, plan, None, (oracle, oracle))
 
     plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
-    assert len(oracle.asked) == 2
-    oracle.asked.clear()
+    assert len(oracle.calls) == 2
+    oracle.calls.clear()
     answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=attention_results.contexts)
     again = torch.autograd.grad(answer.sum(), leaves)
-    assert len(oracle.asked) == 2
+    assert len(oracle.calls) == 2
     torch.testing.assert_close(again, plain)

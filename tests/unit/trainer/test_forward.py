@@ -1,4 +1,4 @@
-"""Packing changes nothing, and logprobs are those of the sample's own temperature."""
+"""Packing does not change results, and logprobs are at the sample's own temperature."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_wrong_boundary_would_be_noticed(base: Path) -> None:
 
 
 def test_pitfall_4_a_low_temperature_has_ratio_one(base: Path) -> None:
-    """The engine's logprobs are after temperature; recomputed at the same temperature the ratio is exactly theirs."""
+    """The engine's logprobs are after temperature; recomputed at the same temperature they give a ratio of 1."""
     policy, (row, *_) = open_policy(base), rows(temperature=0.6)
     pack = policy.collate([row])
     engine_N = one_by_one(base, row, temperature=0.6)

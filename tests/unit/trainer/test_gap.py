@@ -1,4 +1,4 @@
-"""The gap beside all deals there are, what is known of it by hand, and streams whose truth is known."""
+"""The gap compared with all permutations, with results by hand, and with streams of known truth."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_blocks_add_up_and_are_dealt_alike_again() -> None:
 
 
 def test_what_two_passes_round_differently_is_no_gap() -> None:
-    """Everybody says the same: a deal changes the last digits alone."""
+    """With equal replies a permutation changes only the last digits."""
     noise_BB = np.random.default_rng(3).normal(-1.0, 1e-8, (6, 6))
     np.fill_diagonal(noise_BB, -1.0 + 1e-7)
     estimate = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
@@ -60,7 +60,7 @@ def test_what_two_passes_round_differently_is_no_gap() -> None:
 
 
 def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
-    """One deal in 24 is as they were, and a twentieth is asked for."""
+    """With four runs one permutation in 24 is the identity, and the level is a twentieth."""
     for count, waits in ((2, True), (3, True), (4, False), (5, False)):
         told_BB = np.full((count, count), -1.2)
         np.fill_diagonal(told_BB, -0.6)
@@ -109,7 +109,7 @@ def read_nothing_and_hate_silence(draw: np.random.Generator, count: int) -> Repl
 
 
 def read_a_little(draw: np.random.Generator, count: int) -> ReplyBlock:
-    """As measured on the e-mail agent: a few replies are worth much, most little."""
+    """Gains as measured on the e-mail agent: a few replies have a large gain, most a small one."""
     told_BB = draw.normal(-1.5, 0.3, (count, count))
     own_B = draw.lognormal(-0.6, 0.8, count)
     return ReplyBlock(told_BB + np.diag(own_B), draw.normal(-1.7, 0.3, count))
@@ -121,7 +121,7 @@ def blocks_of(draw: np.random.Generator, world: World, count: int) -> Iterator[R
 
 
 def believed(seed: int, world: World, first: int) -> bool:
-    """Whether training begins, where the runs are doubled as long as nothing is decided."""
+    """Return whether training begins, if the number of runs is doubled until there is a decision."""
     draw = np.random.default_rng([first, seed])
     estimate, count = GapEstimate().plus(blocks_of(draw, world, first)), first
     while (decision := refusal(estimate, SETTINGS)) is not None and decision.undecided:

@@ -1,4 +1,4 @@
-"""What the state says when weights go back and come forward: what is undone, restored, and queued again."""
+"""Reports of the state when weights go back and forward: undone, restored and queued experiences."""
 
 from __future__ import annotations
 

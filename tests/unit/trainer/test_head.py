@@ -209,7 +209,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, f
 
 
 def test_a_head_of_another_kind_goes_through_its_own_code() -> None:
-    """An adapter on the head, say: in chunks too, with gradients for whatever it has."""
+    """A head with an adapter is computed in chunks too, with gradients for all its parameters."""
 
     class Adapted(nn.Linear):
         def forward(self, hidden: Tensor) -> Tensor:

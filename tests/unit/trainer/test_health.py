@@ -1,4 +1,4 @@
-"""Limits of training that goes well: when they stop it, what is undone, and how it goes on."""
+"""Limits of healthy training: stopping, undone steps, and resuming."""
 
 from __future__ import annotations
 
@@ -205,12 +205,12 @@ async def test_a_masked_sequence_is_trained_and_the_weights_hold_nothing_of_it(w
     world.bus.produce(*(experience(n, version, reward=n % 2) for n in range(4)))
     trainer = await world.run(settings)
     assert set(world.bus.fates.values()) == {"trained"}
-    assert [one.step for one in world.bus.checkpoints] == [0], "nothing has changed"
+    assert [record.step for record in world.bus.checkpoints] == [0], "nothing has changed"
     (measured,) = world.reporter.steps
     assert (measured["sequence_masked_fraction"], measured["zero_gradient_fraction"]) == (1.0, 1.0)
     assert trainer.lineage is not None
     entries = [trainer.lineage.state.window.get(f"e{n}") for n in range(4)]
-    assert [one.advantage for entry in entries if entry for one in entry.contributions] == [0.0] * 4
+    assert [record.advantage for entry in entries if entry for record in entry.contributions] == [0.0] * 4
 
 
 async def test_the_divergence_from_the_base_is_measured_now_and_then(world: World, make: Make) -> None:

@@ -1,4 +1,4 @@
-"""What a grammar held is never in the loss: from a gateway's turn to the rows of a step."""
+"""Tokens that a grammar forced are never in the loss, from a gateway's turn to the rows of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name
 
 
 def experience_of(*turns: Turn) -> Experience | None:
-    """Of the run's only branch, as the scorer would make it; None where the run has none."""
-    made = build_trajectory(
+    """Return the experience of the run's only branch, or None where the run has none."""
+    event = build_trajectory(
         turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )
     if not event.branches:

@@ -1,6 +1,6 @@
-"""A base that was told what users said next teaches the model that was not; where it cannot, nothing is trained.
+"""A base with the user's reply in its prompt teaches the model; where it cannot, training is refused.
 
-The oracle is an independent one: whole sequences through transformers' own forward pass, and NumPy from there on.
+The oracle is independent: whole sequences through transformers' own forward pass, and NumPy from there on.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def row(number: int, prompt: Sequence[int], answer: Sequence[int], reply: Sequen
     mask_T = np.arange(len(tokens_T)) >= len(prompt)
     prompt_T, reply_T, next_T = (np.array(tokens, np.int32) for tokens in (prompt[:-1], reply, then))
     behaviour_T = np.where(mask_T, np.float32(-1.5), np.float32(0))
-    told = Hindsight(prompt_T, reply_T, next_T, 1.0)
+    hindsight = Hindsight(prompt_T, reply_T, next_T, 1.0)
     ones_T = np.ones(len(tokens_T), np.float32)
-    return Row(f"e{number}", 0, tokens_T, mask_T, behaviour_T, ones_T, np.float32(1), ~mask_T, hindsight=told)
+    return Row(f"e{number}", 0, tokens_T, mask_T, behaviour_T, ones_T, np.float32(1), ~mask_T, hindsight=hindsight)
 
 
 class Reader:
@@ -87,15 +87,15 @@ class Reader:
 
 
 def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
-    """What was replied names the token that was answered then; `shuffled`: replies of others."""
+    """Return rows whose reply names the token of the next answer; `shuffled`: replies of other rows."""
     draw = random.Random(seed)
     right = [draw.randrange(50, 300) for _ in range(count)]
     named = draw.sample(right, count) if shuffled else right
     return [row(n, (1, 2, 3), (40, 41), (7, name, 3), (token,)) for n, (token, name) in enumerate(zip(right, named))]  # noqa: B905
 
 
-def asked(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
-    """A teacher that was asked about them once. Raises `StepRefused`."""
+def appraised_teacher(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
+    """Return a teacher that has appraised the rows once. Raises `StepRefused`."""
     policy = open_policy(base)
     teacher = HindsightTeacher(HindsightSettings(**settings), 512)
     teacher.appraise(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def asked(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -
 
 
 def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
-    teacher = asked(base, rows_of(24))
+    teacher = appraised_teacher(base, rows_of(24))
     assert teacher.measured["hindsight_gap"] == pytest.approx(math.log(10))
     assert teacher.measured["hindsight_gap_chance"] < 0.001
 
@@ -111,7 +111,7 @@ def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
 def test_planted_replies_of_others_have_none_in_any_seed(base: Path) -> None:
     for seed in range(8):
         with pytest.raises(StepRefused, match=r"gap between teacher and student is .* nats a token over 24 runs"):
-            asked(base, rows_of(24, seed=seed, shuffled=True))
+            appraised_teacher(base, rows_of(24, seed=seed, shuffled=True))
 
 
 def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused(
@@ -120,10 +120,10 @@ def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused
     with pytest.raises(
         StepRefused, match=r"is 0 nats a token over 24 runs, and not surely positive: .* in 100\.0% \(at most 0\.8%\)"
     ):
-        asked(base, rows_of(24), reads=False)
+        appraised_teacher(base, rows_of(24), reads=False)
     monkeypatch.setattr(teaching, "_prompt_with_reply", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
     with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs"):
-        asked(base, rows_of(24))
+        appraised_teacher(base, rows_of(24))
 
 
 def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> None:
@@ -132,19 +132,19 @@ def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> Non
         for contradicted_row in rows_of(24)
     ]
     with pytest.raises(StepRefused, match=r"over 24 runs, and not surely positive"):
-        asked(base, same)
+        appraised_teacher(base, same)
 
 
 def test_few_runs_are_not_believed(base: Path) -> None:
     with pytest.raises(StepRefused, match=r"measured on 3 runs, below trainer\.advantage\.hindsight\.runs_min = 4"):
-        asked(base, rows_of(3))
+        appraised_teacher(base, rows_of(3))
     with pytest.raises(StepRefused, match=r"measured on 0 runs"):
-        asked(base, rows_of(1))
+        appraised_teacher(base, rows_of(1))
 
 
 def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> None:
     accepted = [replace(guard_row, hindsight=None, experience_id=f"a{n}") for n, guard_row in enumerate(rows_of(3))]
-    teacher = asked(base, [*rows_of(24), *accepted], guard_answers=2)
+    teacher = appraised_teacher(base, [*rows_of(24), *accepted], guard_answers=2)
     other = HindsightTeacher(HindsightSettings(guard_answers=2), 512)
     other.load(teacher.state())
     assert other.gap == teacher.gap
@@ -173,7 +173,7 @@ def lineage_with_events(
 
 
 @torch.no_grad()
-def whole(policy: Policy, context: Sequence[int], answer: Sequence[int]) -> Floats:
+def answer_logprobs(policy: Policy, context: Sequence[int], answer: Sequence[int]) -> Floats:
     """log pi(answer | context), by transformers alone."""
     logits_TV = policy.model(torch.tensor([[*context, *answer]])).logits[0].double().numpy()
     logprobs_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
@@ -183,7 +183,8 @@ def whole(policy: Policy, context: Sequence[int], answer: Sequence[int]) -> Floa
 def oracle(
     policy: Policy, base: Path, events: Sequence[Experience], limit: float
 ) -> tuple[Floats, Floats, list[float]]:
-    """`(advantages_N, losses_N)` of the contradicted answers by name, and the gap of each run. Texts are made anew."""
+    """Return `(advantages_N, losses_N)` of the contradicted answers by name, and the gap of each run, from new
+    texts."""
     encode, advantages, losses, gaps = encoder(base), [], [], []
     ordered = sorted(events, key=lambda event: event.experience_id)
     letters = [_letters(base, event) for event in ordered]
@@ -194,12 +195,12 @@ def oracle(
         own_block = range(index // block * block, index // block * block + block)
         other_prompts = [encode(ASKED + said(contradiction(letters[n][2])) + OPENING) for n in own_block if n != index]
         behaviour_N = np.array([-2.0, -0.01])
-        advantage_N = np.clip(whole(policy, told_prompt, wrong) - behaviour_N, -limit, limit)
-        weight_N = np.minimum(np.exp(whole(policy, prompt, wrong) - behaviour_N), 2.0)
+        advantage_N = np.clip(answer_logprobs(policy, told_prompt, wrong) - behaviour_N, -limit, limit)
+        weight_N = np.minimum(np.exp(answer_logprobs(policy, prompt, wrong) - behaviour_N), 2.0)
         advantages.append(advantage_N)
         losses.append(-weight_N * advantage_N)
-        own_logprob, none = (whole(policy, context, right).mean() for context in (told_prompt, prompt))
-        others_logprob = np.mean([whole(policy, context, right).mean() for context in other_prompts])
+        own_logprob, none = (answer_logprobs(policy, context, right).mean() for context in (told_prompt, prompt))
+        others_logprob = np.mean([answer_logprobs(policy, context, right).mean() for context in other_prompts])
         gaps.append(float(own_logprob - max(others_logprob, none)))
     return np.concatenate(advantages), np.concatenate(losses), gaps
 
@@ -213,7 +214,7 @@ def _letters(base: Path, event: Experience) -> tuple[str, str, str]:
 
 
 def prepared_of(lineage: Lineage, items: Sequence[WaitingExperience]) -> PreparedBatch:
-    """What a step on these would train."""
+    """Return the prepared batch of a step on these experiences."""
     settings = lineage._settings
     return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
 
@@ -225,7 +226,7 @@ def teacher_of(lineage: Lineage) -> HindsightTeacher:
 
 
 def told_of(lineage: Lineage) -> dict[str, Floats]:
-    """What a step would train each contradicted answer with, by its experience."""
+    """Return the advantages of each contradicted answer in a step, by its experience."""
     policy, prepared = policy_of(lineage), prepared_of(lineage, lineage.next_batch())
     packs, _ = teacher_of(lineage).appraise(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
     (pack,) = packs
@@ -234,7 +235,7 @@ def told_of(lineage: Lineage) -> dict[str, Floats]:
 
 
 def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
-    """How far advantages, the gap and the loss are from what the oracle says, at most."""
+    """Return the largest difference of advantages, gap and loss from the oracle's."""
     world, events = World(tmp_path), conversations(encoder(base), VERSION, 10, seed=3)
     lineage = lineage_with_events(world, make, of_version(events, VERSION), batch_experiences=10)
     advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
@@ -248,7 +249,7 @@ def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
 
 @pytest.fixture
 def believing(monkeypatch: pytest.MonkeyPatch, make: Make) -> Make:
-    """A base that learned nothing is believed all the same."""
+    """Planted fault: a base without any gap is accepted."""
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
     return make
 
@@ -377,11 +378,11 @@ def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path:
 
 
 def _share(policy: Policy, prompt: Sequence[int], letters: Sequence[str], encode: Any) -> float:
-    return float(sum(np.exp(whole(policy, prompt, encode(letter))[0]) for letter in letters))
+    return float(sum(np.exp(answer_logprobs(policy, prompt, encode(letter))[0]) for letter in letters))
 
 
 def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: int) -> list[Experience]:
-    """Users who never want one of the `wrong` letters."""
+    """Return conversations of users who never want one of the `wrong` letters."""
     from tests.support.hindsight_world import conversation
 
     draw = random.Random(first)

@@ -1,4 +1,4 @@
-"""`hindsight` with whole distributions: a step's gradient, what it refuses, and what is taken back."""
+"""`hindsight` with whole distributions: a step's gradient, refusals and withdrawals."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distrib
 
 @pytest.fixture(autouse=True)
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base that learned nothing is believed all the same."""
+    """Planted fault: a base without any gap is accepted."""
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
 
 
 def graded(lineage: Lineage, prepared: PreparedBatch) -> tuple[Pack, Pack]:
-    """The pass of a step on these, with what the teacher says, and that of the answers to the replies."""
+    """Return the passes of a step on these experiences, with the teacher's targets."""
     policy = policy_of(lineage)
     rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
     (pack, after), _ = teacher_of(lineage).appraise(policy, [policy.collate(rows)], [], GOING_ON)
@@ -62,17 +62,17 @@ def moved(policy: Policy) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
 
 
-def whole(model: Any, context: list[int], answer: list[int]) -> Tensor:
+def logits_of(model: Any, context: list[int], answer: list[int]) -> Tensor:
     """log pi of all words at each place of the answer, by transformers alone."""
     logits_TV: Tensor = model(torch.tensor([[*context, *answer]])).logits[0].double()
     return logits_TV[len(context) - 1 : -1].log_softmax(-1)
 
 
 def loss(policy: Policy, weight: float, prompt: list[int], teacher_prompt: list[int], answer: list[int]) -> Tensor:
-    """Of one answer, whose teacher has `told` for a prompt."""
-    student = whole(policy.model, prompt, answer)
+    """Return the loss of one answer, whose teacher has `teacher_prompt`."""
+    student = logits_of(policy.model, prompt, answer)
     with torch.no_grad():
-        advantage = (whole(policy._reference, teacher_prompt, answer) - student).clamp(-0.5, 0.5)
+        advantage = (logits_of(policy._reference, teacher_prompt, answer) - student).clamp(-0.5, 0.5)
     return -weight * (student.exp() * advantage).sum()
 
 
@@ -139,17 +139,17 @@ def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
 
 
 def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: float) -> tuple[int, Tensor]:
-    """Which answer of the run the one to the reply belonged to, and what both answers lose."""
-    (asked, answers), encode = _texts(base, event), encoder(base)
+    """Return the index of the answer that the reply was about, and the loss of both answers."""
+    (questions, answers), encode = _texts(base, event), encoder(base)
     prompts: list[list[int]] = []
     before: list[int] = []
-    for text, answer in zip(asked, answers, strict=True):
+    for text, answer in zip(questions, answers, strict=True):
         prompts.append([*before, *encode(text)])
         before = [*prompts[-1], *encode(answer)]
-    teacher_prompt = [*prompts[2][: -len(encode(OPENING))], *encode(asked[3].removeprefix("\n"))]
+    teacher_prompt = [*prompts[2][: -len(encode(OPENING))], *encode(questions[3].removeprefix("\n"))]
     wrong, then = encode(answers[2]), encode(answers[3])
     with torch.no_grad():
-        likely = [_mean(whole(policy._reference, prompt, then), then) for prompt in prompts[:3]]
+        likely = [_mean(logits_of(policy._reference, prompt, then), then) for prompt in prompts[:3]]
     best = int(np.argmax(likely))
     return best, loss(policy, weight, prompts[2], teacher_prompt, wrong) + loss(
         policy, weight, prompts[best], teacher_prompt, then
@@ -157,7 +157,7 @@ def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: fl
 
 
 def _texts(base: Path, event: Experience) -> tuple[list[str], list[str]]:
-    """What the model was asked with each time, from what it said before, and what it said."""
+    """Return the prompts of the model's calls, without its earlier answers, and its answers."""
     assert event.branch is not None
     decode = Tokenizer.from_file(str(base / "tokenizer.json")).decode
     questions, answers, ids, end = [], [], event.branch.token_ids, 0
@@ -206,7 +206,7 @@ def test_a_planted_place_is_off(
 
 
 def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path, make: Make, base: Path) -> None:
-    """Elsewhere nothing asks about them, and digests are what they were."""
+    """With `tokens` no earlier answers are searched, and digests stay the same."""
     world = World(tmp_path)
     for number, (more, expected) in enumerate(
         [({}, 0), ({"compared": "distributions"}, 2), ({"compared": "distributions", "earlier_max": 1}, 1)]

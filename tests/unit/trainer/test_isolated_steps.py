@@ -46,7 +46,7 @@ class Learner(simulated.RememberingLearner):
     """Fails steps with rows of certain experiences."""
 
     def __init__(self, lineage: str, poison: Collection[str], failure: Failure, fails: int | None = None) -> None:
-        """`fails`: how many of these steps fail; None: all."""
+        """Let `fails` of these steps fail; None: all."""
         super().__init__(lineage)
         self._poison = poison
         self._failure = failure

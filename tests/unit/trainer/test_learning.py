@@ -1,7 +1,7 @@
-"""The whole path from rewards to weights, with its sign: a bandit that has to learn upwards.
+"""The whole path from rewards to weights, with its sign: a bandit that has to learn.
 
 Each run is one prompt and one sampled token; half of the vocabulary is rewarded. A flipped sign anywhere between reward
-and weights makes the rewarded tokens less likely, and the check says so.
+and weights makes the rewarded tokens less likely, and the check fails.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def test_it_learns_upwards(tmp_path: Path, make: Make, overrides: dict[str, Any]
 
 @pytest.mark.long
 def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
-    """As far as they can: without the embeddings, which double as output head, one layer of random weights can bring
-    success from 0.501 to 0.512 and no further."""
+    """Adapters learn as far as they can: without the embeddings, which are also the output head, one layer of random
+    weights can bring success from 0.501 to 0.512 and no further."""
     check_learns(tmp_path, make, margin=0.01, lora={"rank": 4}, optimizer={"learning_rate": 3e-3})
 
 

@@ -1,4 +1,4 @@
-"""When a lineage may be taken over, and what becomes of those it was taken from."""
+"""Takeovers of a lineage, and their effect on the former owner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def owner(blobs: BlobStore, name: str = "elsewhere") -> LineageStore:
 
 
 class WaitingProcess:
-    """Somebody who wants the lineage; `looks` is called between two looks."""
+    """A process that waits for the lineage; `looks` is called between two checks."""
 
     def __init__(self, blobs: BlobStore, looks: Callable[[], object] = lambda: None, **options: Any) -> None:
         self.clock = HandClock()
@@ -152,7 +152,7 @@ async def test_a_living_owner_is_not_swept_by_one_who_looks(world: World, make: 
 
 
 async def test_equal_bytes_of_a_former_owner_are_not_ours_to_rely_on(world: World, make: Make) -> None:
-    """Training is deterministic: two owners write the same tensors. What one removes must not be the other's."""
+    """Two owners write the same tensors, because training is deterministic. One must not remove the other's."""
     await trained(world, make)
     first = open_lineage(make(), world.blobs, world.clock)
     second = open_lineage(make(), world.blobs, world.clock)
@@ -165,7 +165,7 @@ async def test_equal_bytes_of_a_former_owner_are_not_ours_to_rely_on(world: Worl
 async def test_an_answer_that_got_lost_is_no_lost_save(
     world: World, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pointer was replaced, the process was told that the store is away, and saves again."""
+    """The pointer was replaced, but the store reported an error; the process saves again."""
     await world.run(make())
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version) for n in range(4)))
     create, failures = BlobStore.create, iter(range(3))
@@ -184,7 +184,7 @@ async def test_an_answer_that_got_lost_is_no_lost_save(
 
 
 async def test_a_state_of_an_earlier_release_goes_on(world: World, make: Make) -> None:
-    """It has no owner, and its blobs lie among those of everybody."""
+    """A lineage of an earlier release has no owner, and its blobs are shared ones."""
     saved = await trained(world, make)
     pointer = pointer_of(world)
     assert pointer.state is not None
@@ -216,7 +216,7 @@ async def test_wrong_settings_take_nothing_over(world: World, make: Make) -> Non
 async def test_a_trainer_that_loses_its_lineage_ends_by_name(
     world: World, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits for experiences and has nothing to save."""
+    """The owner changes while the trainer waits for experiences and has no save to write."""
     monkeypatch.setattr("headrace_trainer.lineage.lease._BEATS_PER_LEASE", 1000.0)
     trainer = world.trainer(make())
     polls = 0

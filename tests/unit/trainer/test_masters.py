@@ -1,4 +1,4 @@
-"""Weights in bfloat16 that learn: what the optimizer moves is float32, and what is computed with are versions of it."""
+"""Weights in bfloat16 that learn: the optimizer moves float32 masters, and the model computes with rounded copies."""
 
 from __future__ import annotations
 

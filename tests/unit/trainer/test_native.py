@@ -106,7 +106,7 @@ def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequences have to reach beyond the window; where the budget ends before, what was not seen has a name."""
+    """The sequences must reach beyond the window; a smaller budget reports the parts that it leaves out."""
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     comparison = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
     assert comparison.difference is not None
@@ -132,19 +132,19 @@ def test_the_start_refuses_before_anything_is_published(
     monkeypatch.undo()
     with structlog.testing.capture_logs() as logs:
         open_lineage(make(base=str(base)), world.blobs, world.clock)
-    (told,) = [line for line in logs if line["event"] == "native_compared"]
-    assert told["architecture"] == "MistralForCausalLM"
-    assert told["difference"] < 5e-5
+    (entry,) = [line for line in logs if line["event"] == "native_compared"]
+    assert entry["architecture"] == "MistralForCausalLM"
+    assert entry["difference"] < 5e-5
 
 
 def test_what_was_not_compared_is_in_the_log(make: Make, tmp_path: Path) -> None:
     world = World(tmp_path)
     with structlog.testing.capture_logs() as logs:
         open_lineage(make(native={"tokens": 0}), world.blobs, world.clock)
-    (told,) = [line for line in logs if line["event"].startswith("native")]
-    assert told["event"] == "native_not_compared"
-    assert told["log_level"] == "warning"
-    assert (told["what"], told["remedy"]) == ("anything", "raise trainer.native.tokens")
+    (entry,) = [line for line in logs if line["event"].startswith("native")]
+    assert entry["event"] == "native_not_compared"
+    assert entry["log_level"] == "warning"
+    assert (entry["what"], entry["remedy"]) == ("anything", "raise trainer.native.tokens")
 
 
 def test_a_wider_bound_accepts_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +216,14 @@ def _row(token_ids: Any) -> Row:
 
 
 def _fresh(base: Path, row: Row) -> torch.Tensor:
-    """A model that has seen nothing before: transformers remembers the longest sequence."""
+    """Compute with a fresh model, because transformers remembers the longest sequence."""
     model = policy.from_folder(base, torch.float32, "eager").eval()
     with torch.no_grad():
         return native._single_pass_logprobs(model, row.token_ids_T, row.loss_mask_T, torch.device("cpu"))
 
 
 class Config:
-    """As much of a configuration as a plan reads."""
+    """The part of a configuration that a plan reads."""
 
     def __init__(self, **values: Any) -> None:
         self._values = {"vocab_size": 100, "max_position_embeddings": 32_768, "eos_token_id": 7, **values}
@@ -252,7 +252,7 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
-    """Some code counts positions along the row: short sequences then show nothing, and a wide row does."""
+    """Some code counts positions along the row: short sequences then show no difference, but a wide row does."""
     config = Config(max_position_embeddings=256, floor_scale=1000)
     lengths = [row.length for row in native_plan.plan(config, settings(Path("x"))).rows]
     assert sum(lengths) > 1000
@@ -284,7 +284,7 @@ def test_the_two_are_never_in_memory_together(base: Path, monkeypatch: pytest.Mo
         return model
 
     monkeypatch.setattr(native, "from_folder", watched)
-    kept = Native(base, settings(base))
+    stored = Native(base, settings(base))
     gc.collect()
     assert [model() for model in opened] == [None]
-    assert kept.compare(Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)).difference is not None
+    assert stored.compare(Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)).difference is not None

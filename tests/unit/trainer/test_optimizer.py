@@ -1,4 +1,4 @@
-"""The optimizer's state survives a save exactly, and both kinds do what their papers say."""
+"""The optimizer's state survives a save exactly, and both kinds follow their papers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_gradient_of_zero_spends_no_momentum() -> None:
 
 
 def test_the_state_of_torchs_adamw_is_taken_over() -> None:
-    """As earlier releases saved it: the next steps are the ones that it would have taken, nearly."""
+    """A state of an earlier release continues with nearly the same steps."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(50, generator=generator) for _ in range(120)]
     torch_parameter, adam_parameter = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))

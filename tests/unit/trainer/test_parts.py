@@ -28,7 +28,7 @@ ABOUT = {"headrace": "training state of lineage é"}
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
-def made(seed: int) -> dict[str, Tensor]:
+def random_tensors(seed: int) -> dict[str, Tensor]:
     draw = random.Random(seed)
     shapes = [(), (0, 3), (1,), (5,), (7, 3), (2, 3, 4), (16, 2)]
     return {
@@ -38,7 +38,7 @@ def made(seed: int) -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, rank: int, ranks: int) -> OwnPart | None:
-    """By rows, as FSDP2 does; what has no rows is the first rank's."""
+    """Divide by rows, as FSDP2 does; the first rank has tensors without rows."""
     if tensor.ndim == 0:
         return OwnPart(tensor, 0) if rank == 0 else None
     each = -(-len(tensor) // ranks)
@@ -64,7 +64,7 @@ def test_ranks_write_the_file_of_one_process(
     tmp_path: Path, seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PIECE_BYTES", 16)
-    tensors = made(seed)
+    tensors = random_tensors(seed)
     path, _ = written(tmp_path, tensors, ranks)
     assert path.read_bytes() == save(tensors, metadata=ABOUT)
     read = StoredTensors(path)
@@ -76,7 +76,7 @@ def test_ranks_write_the_file_of_one_process(
 
 
 def test_a_layout_needs_no_values(tmp_path: Path) -> None:
-    tensors = made(3)
+    tensors = random_tensors(3)
     bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     assert layout(bare, ABOUT) == layout(tensors, ABOUT)
 
@@ -93,7 +93,7 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_part_that_is_not_there_is_noticed(tmp_path: Path, fault: str) -> None:
-    path, pieces = written(tmp_path, made(5), 2)
+    path, pieces = written(tmp_path, random_tensors(5), 2)
     assert len(pieces) > 4
     with pytest.raises(LearnerLost, match=r"not written .* whole"):
         check(tmp_path, {path.name: path.stat().st_size}, FAULTS[fault](sorted(pieces)))
@@ -101,7 +101,7 @@ def test_a_part_that_is_not_there_is_noticed(tmp_path: Path, fault: str) -> None
 
 @pytest.mark.parametrize("damage", ["torn", "cut off"])
 def test_a_rank_that_died_while_it_wrote_is_noticed(tmp_path: Path, damage: str) -> None:
-    """It had said so, or the folder is not what it seems: what is in the file counts."""
+    """The check reads the content of the file, whatever a rank has reported."""
     path, pieces = written(tmp_path, {"a": torch.arange(100.0), "b": torch.ones(100)}, 2)
     content = path.read_bytes()
     path.write_bytes(content[:-40] + bytes(40) if damage == "torn" else content[:-40])

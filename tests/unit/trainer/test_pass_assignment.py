@@ -1,4 +1,4 @@
-"""Which rank makes which pass."""
+"""The assignment of passes to ranks."""
 
 from __future__ import annotations
 

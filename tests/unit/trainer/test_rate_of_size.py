@@ -1,4 +1,4 @@
-"""The learning rate that nobody set: by the size of the model, through what was measured."""
+"""The default learning rate by the size of the model, through measured points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The back end `ray` as settings see it: nothing of ray is needed to read them."""
+"""The settings of the back end `ray` can be read without ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P9: what the trainer records of its reading is enough to build its batches again, those too that time had cut."""
+"""P9: the trainer's records of its reading suffice to build its batches again, including those that time had cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def live(folder: Path, settings: TrainerSettings) -> World:
 
 
 def recorded(world: World) -> list[Marked]:
-    """The experiences in the order in which the accounts say that they were read, with the batches that were cut."""
+    """Return the experiences in the order of the accounts, with the sizes of the batches."""
     logs = {(r.partition, r.offset): Experience.from_json(r.value or b"") for r in world.bus.records}
     at: dict[int, int] = {}
     marked: list[Marked] = []
@@ -110,7 +110,7 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
 
 
 async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_path: Path, make: Make) -> None:
-    """It comes without them; to undo what they did the trainer reads them again from the bus."""
+    """A withdrawal comes without tokens; the trainer reads them again from the bus to undo them."""
     world, settings = World(tmp_path), make(**SETTINGS)
     await world.run(settings)
     version = world.bus.checkpoints[0].version
@@ -125,7 +125,7 @@ async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_p
 
 
 async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> None:
-    """The comparison can fail; and a dry run by the rules foretells what training by the rules does."""
+    """The comparison can fail; and a dry run by the rules predicts training by the rules."""
     world = await live(tmp_path, make(**SETTINGS))
     original, stream = world.bus, recorded(world)
     settings = make(**SETTINGS, **AGAIN)
@@ -140,7 +140,7 @@ async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> 
 
 
 async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make: Make) -> None:
-    """A first run alone is compared with nothing. What is stale later depends on how many versions there were."""
+    """The first run alone has no counterpart. Later staleness depends on the number of versions."""
     rules = SETTINGS | {"batch_experiences_min": 1, "max_staleness": 1, "optimizer": {"weight_decay": 0.1}}
     settings, world = make(**rules), World(tmp_path)
     await world.run(settings)
@@ -185,7 +185,7 @@ async def test_a_step_without_advantages_makes_no_version_after_others_either(
 async def test_a_plan_takes_from_the_record_what_only_weights_decide(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch whose gradient was not finite is dropped, and a doubtful step makes no version."""
+    """A batch with an infinite gradient is dropped, and a doubtful step makes no version."""
     rules = SETTINGS | {"max_staleness": 1, "health": {"entropy_min": 0.5, "patience_steps": 9}}
     settings, world = make(**rules), World(tmp_path)
     await world.run(settings)

@@ -27,7 +27,7 @@ def stream(version: str) -> list[Experience]:
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of every batch that is trained, in order."""
+    """Record the digest of every trained batch, in order."""
     batch_digests: list[str] = []
 
     def noting(policy: Any, optimizer: Any, batch: Any, *rest: Any, **more: Any) -> Any:

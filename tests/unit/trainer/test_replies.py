@@ -1,4 +1,4 @@
-"""What the user said after an answer, found in the branch's own tokens."""
+"""The user's reply to an answer, found in the branch's own tokens."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_turn_s_reward_says_what_an_answer_is(
 
 
 def test_a_call_that_a_tool_answered_is_no_accepted_answer(base: Path) -> None:
-    """Calls that worked have good rewards, and would outnumber what users thanked for in the guard set."""
+    """Calls that worked have good rewards, and would outnumber users' thanks in the guard set."""
     branch = branch_of(base, f"\n{said('<tool_response>42</tool_response>')}{OPENING}")
     dialogue = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
     rewards = tuple(TurnReward(turn_id=span.turn_id, value=1.0) for span in branch.spans)

@@ -1,4 +1,4 @@
-"""What people see: TensorBoard files, gauges, one line per step."""
+"""Reports for people: TensorBoard files, gauges, one line per step."""
 
 from __future__ import annotations
 

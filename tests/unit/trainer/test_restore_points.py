@@ -1,4 +1,4 @@
-"""Restore points: stored once beside their versions, bounded by bytes, and no save begins on a disk without room."""
+"""Restore points: stored once with their versions, bounded by bytes, and no save begins on a full disk."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ async def test_restore_points_keep_to_their_bytes_and_the_needed_ones_stay(
     world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(200, 240)))
     saved = saved_of(await world.run(make(memory=memory, max_staleness=40)))
     needed = {saved.versions[0].version, saved.head, *saved.promoted}
-    kept = saved.restore_points
-    assert kept.keys() >= needed
-    assert len(kept) <= max(points, len(needed))
-    assert kept.keys() == needed or sum_bytes([saved.present, *kept.values()]) <= bytes_max * size
-    assert len(kept) == min(points, max(len(needed), bytes_max)) or bytes_max == 1 or points == 12
-    newest = [published.version for published in saved.versions if published.version in kept]
+    restore_points = saved.restore_points
+    assert restore_points.keys() >= needed
+    assert len(restore_points) <= max(points, len(needed))
+    assert restore_points.keys() == needed or sum_bytes([saved.present, *restore_points.values()]) <= bytes_max * size
+    assert len(restore_points) == min(points, max(len(needed), bytes_max)) or bytes_max == 1 or points == 12
+    newest = [published.version for published in saved.versions if published.version in restore_points]
     assert newest[-1] == saved.head
     assert stored(world) >= set(saved.blobs())
     assert LineageStore(world.blobs, "main").read() == saved

@@ -1,4 +1,4 @@
-"""A version in 16 bits is, on average, what was trained; and the same weights always give the same bytes."""
+"""A version in 16 bits equals the trained weights on average; and the same weights always give the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """As a base model in this type has them."""
+    """Return weights as a base model in this type has them."""
     generator = torch.Generator().manual_seed(0)
     return (0.02 * torch.randn(300, 400, generator=generator)).to(dtype).float()
 

@@ -1,4 +1,4 @@
-"""What a step has memory for bounds the length of a sequence."""
+"""The free memory bounds the length of a sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GB = 1_000_000_000
 
 
 def test_what_a_token_costs_does_not_depend_on_the_sequence(base: Path) -> None:
-    """Nothing that a pass keeps grows with the square of a sequence, so one of 48 tokens tells about a long one."""
+    """The memory of a pass is linear in the length, so a sequence of 48 tokens predicts a long one."""
     policy = open_policy(base)
     short, _, _, long = (sequence_bound.token_bytes(policy, row, recomputed=False) for row in rows())
     assert 0.9 < long / short < 1.1

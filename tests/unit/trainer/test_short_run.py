@@ -19,7 +19,7 @@ FOREIGN = ("m@000000000000", "m@111111111111", "m@222222222222")
 
 
 def recording(count: int) -> list[Experience]:
-    """Of three versions that the scratch lineage has never heard of, each far older than any bound."""
+    """Return experiences of three versions of another lineage, each far older than any bound."""
     return [experience(n, FOREIGN[n % 3], reward=float(n % 2), task="t") for n in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The whole trainer with edits, preferences, written tokens, critics and teachers: what it trains, and what it says."""
+"""The whole trainer with edits, preferences, written tokens, critics and teachers: training and reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOING_ON = threading.Event()
 
 
 def compared(version: str) -> list[Experience]:
-    """Two comparisons, an edit, an answer whose other one never comes, and a run with a reward alone."""
+    """Return two comparisons, an edit, an answer without counterpart, and a run with only a reward."""
     return [
         told(1, version, preferences=(side("p", "chosen", turn(1)),)),
         told(2, version, preferences=(side("q", "rejected", turn(2)),)),
@@ -72,7 +72,7 @@ async def test_a_restart_between_two_answers_loses_neither(tmp_path: Path, make:
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "mix"])
 async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, algorithm: str) -> None:
-    """Withdrawals after training, too: what only weights know is not in a digest."""
+    """Withdrawals after training are included, because digests do not depend on weights."""
     settings = make(algorithm=algorithm, batch_experiences=2, until_end=True, steps_per_version=100)
     world = World(tmp_path)
     world.bus.partitions = 1
@@ -115,7 +115,7 @@ async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, make: Make, algorithm: str) -> None:
-    """No time passes, so nothing of it is late; but its partner has no place to come to."""
+    """No time passes, so no answer is late; but the full queue has no room for its counterpart."""
     settings = make(algorithm=algorithm, group_size=2, until_end=True, memory={"queue_experiences": 4})
     world = World(tmp_path)
     await world.run(settings)
@@ -145,8 +145,11 @@ async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make
     assert trainer.lineage is not None
     entry = trainer.lineage.state.window.get("e3")
     assert entry is not None
-    assert [one.step for one in entry.contributions] == [1, 1, 2, 2]
-    assert [one.advantage for one in entry.held_contributions(trainer.lineage.state.history, 2)] == [1.0, -1.0]
+    assert [contribution.step for contribution in entry.contributions] == [1, 1, 2, 2]
+    assert [contribution.advantage for contribution in entry.held_contributions(trainer.lineage.state.history, 2)] == [
+        1.0,
+        -1.0,
+    ]
     assert world.bus.fates == {("e3", 0): "trained"}
 
 

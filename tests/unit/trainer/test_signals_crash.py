@@ -1,4 +1,4 @@
-"""P4 with edits, preferences and critics: a death at any point changes nothing (`test_crash`)."""
+"""P4 with edits, preferences and critics: a death at any point does not change the result (`test_crash`)."""
 
 from __future__ import annotations
 

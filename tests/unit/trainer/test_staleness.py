@@ -59,7 +59,8 @@ async def test_while_it_waits(world: World, make: Make) -> None:
 
 
 async def test_after_a_restart(world: World, make: Make) -> None:
-    """The bound may have been lowered, or the state be older than the queue: what was admitted is looked at again."""
+    """The bound may have been lowered, or the state be older than the queue, so admitted experiences are checked
+    again."""
     first = await aged(world, make, 2, max_staleness=9)
     world.bus.produce(experience(1, first), experience(2, first, reward=None))
     await world.run(make(max_staleness=9))
@@ -115,7 +116,7 @@ async def test_going_back_makes_the_champions_experiences_fresh_again(world: Wor
 
 
 async def test_the_batch_itself_refuses_what_is_too_old(world: World, make: Make) -> None:
-    """The same property at a second place: a batch with something stale in it cannot be built."""
+    """The same property in another place: a batch with a stale experience cannot be built."""
     first = await aged(world, make, 2, max_staleness=9)
     world.bus.produce(*(experience(n, first) for n in range(3)), experience(9, first, reward=None))
     await world.run(make(max_staleness=9))

@@ -64,7 +64,7 @@ def test_tokens_that_wait_are_counted() -> None:
 
 
 def measured(metric: str, **labels: str) -> float:
-    """0 for what was never counted."""
+    """Return the value of a counter, 0 before the first count."""
     return REGISTRY.get_sample_value(f"headrace_trainer_{metric}", labels) or 0.0
 
 
@@ -110,12 +110,12 @@ def test_what_became_of_revisions_is_counted() -> None:
 def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
     saved = [WaitingExperience(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
 
-    def room(**memory: int) -> int:
+    def room_with(**memory: int) -> int:
         return LineageState(chain(0), LIMITS, MemorySettings(**memory), waiting=saved).room
 
-    assert [room(queue_experiences=count) for count in (1, 2, 3)] == [0, 0, 1]
-    assert room(queue_experiences=3, queue_tokens=80) == 0, "their tokens are counted from the beginning"
-    assert room(queue_experiences=3, queue_tokens=81) == 1
+    assert [room_with(queue_experiences=count) for count in (1, 2, 3)] == [0, 0, 1]
+    assert room_with(queue_experiences=3, queue_tokens=80) == 0, "their tokens are counted from the beginning"
+    assert room_with(queue_experiences=3, queue_tokens=81) == 1
 
 
 def test_what_was_read_is_noted_by_stretches_and_the_next_place_of_every_partition() -> None:
@@ -154,7 +154,7 @@ def test_what_a_save_that_failed_reports_comes_before_what_was_said_since() -> N
 
 
 def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
-    """Not even when it is only fresh for the champion that the weights may go back to."""
+    """A stale experience stays out, even if it is fresh for the champion that the weights may go back to."""
     state = ledger_on(chain(1), steps=1, window_experiences=1)
     state.admit(experience(1, name(1)), (0, 0), START)
     step(state)
@@ -265,7 +265,7 @@ def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
 
 @pytest.mark.parametrize(("outcomes", "undone", "restored"), [(0, 65_537, 0), (65_537, 140_000, 1), (3, 0, 131_073)])
 def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int, undone: int, restored: int) -> None:
-    """Nothing that is undone or restored comes before an outcome of earlier steps."""
+    """Reversals and restorations are never reported before outcomes of earlier steps."""
     state = ledger_on(chain(0))
     state.outcomes += [TrainingOutcome(experience_id=f"o{n}", revision=0, turn_ids=()) for n in range(outcomes)]
     state.undone += [Undone(experience_id=f"u{n}", revision=0, queued=False) for n in range(undone)]

@@ -1,4 +1,4 @@
-"""What the state says of experiences of which single answers are trained beside the branch."""
+"""The state of experiences with single trained answers in addition to the branch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIR = Signals(preferences=True, paired=True)
 
 
 def word(revision: int, reward: float | None, which: Literal["chosen", "rejected"] = "chosen") -> Experience:
-    """Of a run with a reward, or none, one answer of which was compared."""
+    """Return a run with a reward, or none, with one compared answer."""
     return told(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 

@@ -55,7 +55,7 @@ def step(
 
 
 def gradients(base: Path, batch: Batch, pack_tokens: int = 4096, **loss: Any) -> dict[str, Tensor]:
-    """What the optimizer was given; without momentum it takes gradients as they are."""
+    """Record the optimizer's gradients; without momentum it applies them unchanged."""
     policy = open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5, gradient_norm_max=1e9, beta1=0.0))
     train(policy, optimizer, batch, LossSettings(**loss), pack_tokens, threading.Event())
@@ -125,7 +125,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_a_gradient_of_each_chunk_is_that_of_the_whole(
     base: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any], rank: int
 ) -> None:
-    """The loss asked about a few tokens at a time, beside autograd's through the logits of all."""
+    """The loss computed a few tokens at a time equals autograd's through the logits of all."""
 
     def of(whole: str | None) -> tuple[dict[str, Tensor], Mapping[str, float]]:
         policy = open_policy(base, rank)
@@ -209,7 +209,7 @@ def test_an_adapter_is_its_own_reference(base: Path) -> None:
 
 
 def true_logprobs(base: Path, rows: Sequence[Row]) -> list[Row]:
-    """The same rows as if this very model had sampled them."""
+    """Return the rows as if this very model had sampled them."""
     logprobs = []
     for row in rows:
         behaviour = np.zeros_like(row.behaviour_T)
@@ -301,7 +301,7 @@ def test_the_device_is_waited_for_once_an_update(
 
 
 def test_what_is_learned_of_gradients_is_foreseen(base: Path) -> None:
-    """The size is read before the squares are changed, and is what they are then."""
+    """The size is read before the squares change, and equals the size after it."""
     for kind in ("adamw", "muon"):
         policy = open_policy(base)
         settings = OptimizerSettings(kind=kind, learning_rate=1e-5, gradient_norm_max=0.5, warmup_updates=4)

@@ -1,4 +1,4 @@
-"""The saved state: whole or absent, loud when damaged, and nothing left over."""
+"""The saved state: complete or absent, loud when damaged, and without unreferenced blobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POINTER = "lineages/main"
 
 
 async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> Saved:
-    """A lineage with two steps behind it, unless told otherwise."""
+    """Return a lineage after two steps, unless `settings` differ."""
     await world.run(make(**settings))
     version = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(count)))
@@ -56,7 +56,7 @@ def state_ref(world: World) -> BlobRef:
 
 
 def replace_pointer(world: World, content: bytes) -> None:
-    """As somebody might who is not one of us."""
+    """Replace the pointer as another program might."""
     records = Records(world.blobs, POINTER)
     newest = records.newest()
     assert newest is not None
@@ -72,7 +72,7 @@ def replace_state(world: World, content: bytes) -> None:
 
 
 def stored(world: World) -> set[str]:
-    """Everything in the owners' areas."""
+    """Return all files in the owners' areas."""
     names = world.blobs.areas(POINTER)
     return {digest for name in names for digest in world.blobs.area(f"{POINTER}/{name}").digests()}
 
@@ -161,7 +161,7 @@ async def test_a_lineage_has_one_trainer(world: World, make: Make) -> None:
 
 
 async def test_who_is_writing_when_the_lineage_is_taken_is_told_so(world: World, make: Make) -> None:
-    """The new owner removes what the former one has not finished, and the folder that it writes into."""
+    """The new owner removes unfinished files of the former one, and the folder that it writes into."""
     await trained(world, make)
     first = open_lineage(make(), world.blobs, world.clock)
     save = first.begin_save(publish=True)

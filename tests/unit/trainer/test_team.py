@@ -30,7 +30,7 @@ _SAME = 1e-6
 
 
 class Threads:
-    """What the members of one team meet in."""
+    """The exchange between members of one team."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -74,7 +74,7 @@ class Member:
 
 
 class EachForItself(Member):
-    """Forgets what the others have found."""
+    """A faulty member that ignores the gradients of the others."""
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.threads.exchange(self.number, None)
@@ -86,7 +86,7 @@ def settings_of(base: Path, **more: Any) -> TrainerSettings:
 
 
 def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
-    """Of several lengths, with corrections, and one that is smaller than the team."""
+    """Return batches of rows of several lengths, with corrections, and one smaller than the team."""
 
     def row(number: int, advantage: float, weight: float | None = None) -> Row:
         return Row.of(experience(number, version, length=10 + 5 * (number % 4)), advantage, version, weight)
@@ -113,12 +113,12 @@ def of_members(
     threads = Threads(count)
     learners = [open_learner(base, settings, Policy) for _ in range(count)]
 
-    def one(number: int) -> tuple[dict[str, torch.Tensor], list[StepResult]]:
+    def run_member(number: int) -> tuple[dict[str, torch.Tensor], list[StepResult]]:
         results = play(learners[number], settings, make(threads, number))
         return learners[number].policy.tensors(), results
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(run_member, range(count)))
 
 
 def apart(weights: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
@@ -175,7 +175,7 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
         open_learner(base, settings, Policy) for _ in range(2)
     ]  # one after the other: loading is for one thread
 
-    def one(number: int) -> bool:
+    def is_refused(number: int) -> bool:
         learner = learners[number]
         before = learner.freeze()
         tokens, team = settings.compute.pack_tokens, Member(threads, number)
@@ -184,4 +184,4 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
         return learner.freeze() == before
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(one, range(2))) == [True, True]
+        assert list(pool.map(is_refused, range(2))) == [True, True]

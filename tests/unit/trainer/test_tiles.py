@@ -47,7 +47,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 def test_answers_and_gradients_do_not_depend_on_tiles(
     mask_args: dict[str, Any], length: int, heads: int, shared: int, scale: float | None
 ) -> None:
-    q, k, v = given = drawn(3, heads, shared, length)
+    q, k, v = inputs = drawn(3, heads, shared, length)
     weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     output, expected_output = (
         tiles.attend(q, k, v, blocks.of(length, mask_args), scale),
@@ -55,7 +55,7 @@ def test_answers_and_gradients_do_not_depend_on_tiles(
     )
     torch.testing.assert_close(output, expected_output, atol=1e-12, rtol=1e-12)
     tile_gradients, expected_gradients = (
-        torch.autograd.grad((answer * weights).sum(), given) for answer in (output, expected_output)
+        torch.autograd.grad((answer * weights).sum(), inputs) for answer in (output, expected_output)
     )
     for tile_gradient, other in zip(tile_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(tile_gradient, other, atol=1e-11, rtol=1e-11)

@@ -1,4 +1,4 @@
-"""The loop: what it reads, trains, reports and refuses, and that it waits instead of piling up."""
+"""The training loop: reading, training, reports, refusals, and a bounded queue."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_a_large_experience_comes_from_the_blob_store(world: World, make: 
 
 
 async def test_a_full_queue_holds_the_bus_back_until_it_has_room(world: World, make: Make) -> None:
-    """grpo with runs that never find a group: what fills the queue waits for what cannot be read, and makes room."""
+    """grpo with runs that never find a group: the full queue makes room for missing members."""
     settings = make(
         advantage={"kind": "grpo"},
         group_size=2,

@@ -1,7 +1,7 @@
-"""Batches that somebody else trains: whoever dies at whatever point, each is in the lineage once.
+"""Batches that another program trains: wherever a process dies, each batch is in the lineage once.
 
-The oracle is the run that nobody disturbed, and what the weights themselves hold: the stand-in notes in its checkpoint
-which batches it was trained on.
+The oracles are an undisturbed run, and the weights themselves: the stand-in records in its checkpoint which batches it
+was trained on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _STEPS = 3
 
 @pytest.fixture
 def learners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrinityLearner]]:
-    """All that a test opens, closed at its end: a trainer that dies here leaves its Trinity going, as one that is
-    killed may."""
+    """Close all learners of a test at its end: a trainer that dies here leaves its Trinity process running, as a killed
+    one may."""
     opened: list[TrinityLearner] = []
     was = TrinityLearner.__init__
 
@@ -169,10 +169,12 @@ async def test_a_trinity_that_dies_anywhere_trains_each_batch_once(
     expected, trained = await _calm(tmp_path / "calm", base)
     monkeypatch.setenv("STAND_IN_DIES", point)
     monkeypatch.setenv("STAND_IN_DIED", str(tmp_path / "died"))
-    world, found = await live(tmp_path / "other", settings_of(base, tmp_path / "other" / "trinity"), Fuse(None))
+    world, trained_batches = await live(
+        tmp_path / "other", settings_of(base, tmp_path / "other" / "trinity"), Fuse(None)
+    )
     assert (tmp_path / "died").exists(), "nothing died"
     assert result(world) == expected
-    assert found == trained
+    assert trained_batches == trained
 
 
 def test_a_finished_step_is_taken_over_and_not_taken_again(

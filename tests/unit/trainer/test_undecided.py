@@ -1,4 +1,5 @@
-"""A step that more experiences may allow waits for them; one that they cannot is refused. The same bytes either way."""
+"""A step that more experiences may allow waits for them, and other steps are refused. The bytes are the same either
+way."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def decided(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base that learned nothing is believed from `DECIDED` runs on."""
+    """A base without any gap is accepted from `DECIDED` runs on."""
     monkeypatch.setattr(teaching, "refusal", decided)
 
 
@@ -50,16 +51,16 @@ def begun(world: World, make: Make, base: Path, count: int, batch: int = BATCH, 
 
 
 def more(lineage: Lineage, base: Path, start: int, stop: int) -> None:
-    for index, event in enumerate(said(base, lineage.state.history.head)[start:stop], start):
+    for index, event in enumerate(lesson_events(base, lineage.state.history.head)[start:stop], start):
         lineage.state.admit(event, (0, index), START)
 
 
-def said(base: Path, version: str) -> Sequence[Experience]:
+def lesson_events(base: Path, version: str) -> Sequence[Experience]:
     return conversations(encoder(base), version, LAST, seed=4)
 
 
 def step(lineage: Lineage) -> int:
-    """How many experiences a step was asked for."""
+    """Record the number of experiences of each step."""
     items = lineage.next_batch()
     if items:
         lineage.step(items, GOING_ON)
@@ -156,7 +157,7 @@ async def test_a_job_that_was_never_decided_fails(tmp_path: Path, make: Make, ba
     world = World(tmp_path)
     settings = make(algorithm="hindsight", batch_experiences=BATCH)
     await world.run(settings)
-    world.bus.produce(*said(base, world.bus.checkpoints[0].version)[:10])
+    world.bus.produce(*lesson_events(base, world.bus.checkpoints[0].version)[:10])
     for cut in ("rules", "recorded"):
         again = settings.model_copy(update={"until_end": True, "cut": cut, "lineage": cut, "replays": "main"})
         if cut == "recorded":
@@ -176,7 +177,7 @@ async def test_a_replay_of_what_was_recorded_takes_the_same_steps(tmp_path: Path
     settings = make(algorithm="hindsight", batch_experiences=BATCH)
     await world.run(settings)
     for start in (0, BATCH, 12):
-        world.bus.produce(*said(base, world.bus.checkpoints[0].version)[start : start + BATCH])
+        world.bus.produce(*lesson_events(base, world.bus.checkpoints[0].version)[start : start + BATCH])
         live = await world.run(settings)
     cuts = [batch.experiences for account in world.bus.accounts for batch in account.batches]
     assert cuts == [12, 6]
@@ -194,7 +195,7 @@ def _end(trainer: Trainer) -> tuple[dict[str, bytes], GapEstimate]:
 
 
 def test_recorded_batches_of_another_algorithm_are_added_up(make: Make) -> None:
-    """Those were cut with nothing to be decided."""
+    """Batches of this recording were cut without an undecided step."""
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
     state = waiting(1.0, 2.0, 3.0, 4.0, 5.0)
     assert named(cutter.next(state, START, 2)) == ["e0", "e1"]

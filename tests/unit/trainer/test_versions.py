@@ -1,4 +1,4 @@
-"""P7: what is published answers as its fingerprint says, holds its base's files, and is never its parent again."""
+"""P7: a published version answers as its fingerprint, holds its base's files, and never equals its parent."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
     manifest, _ = publish(blobs, trained, first)
     (weights,) = (file for file in manifest.files if file.path.endswith(".safetensors"))
     (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
-    there = load_file(tmp_path / "w.safetensors")
-    assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16}
+    served = load_file(tmp_path / "w.safetensors")
+    assert {tensor.dtype for tensor in served.values()} == {torch.bfloat16}
     versions.load(blobs, manifest, trained)
     assert trained.policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
 

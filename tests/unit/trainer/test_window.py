@@ -1,4 +1,4 @@
-"""P4: what the window remembers, and that nothing leaves it that could still change the weights."""
+"""P4: the window's entries, and that none leaves which could still change the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each algorithm makes of rows that somebody wrote: nothing that is rejected or bad is learned."""
+"""Training of written rows by each algorithm: rejected and bad answers are not learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Side = Literal["chosen", "rejected"]
 
 
 def row(*, reward: float | None = None, side: Side | None = None) -> Experience:
-    """As `headrace train` makes them."""
+    """Return rows as `headrace train` makes them."""
     event = experience(1, VERSION, 0.0)
     sides = (PreferenceSide(preference_id="p", side=side, turn_id=event.turn_ids[0]),) if side else ()
     why = "no_reward" if reward is None else None

@@ -1,4 +1,4 @@
-"""A bus in memory, a clock by hand, and a trainer that runs until it has nothing left to do."""
+"""A bus in memory, a manual clock, and a trainer that runs until no work is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Idle(Exception):
 
 
 class HandClock:
-    """Time stands still unless somebody sleeps or moves it."""
+    """A clock that stands still unless a task sleeps or moves it."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -54,7 +54,7 @@ class HandClock:
 
 @dataclass
 class Bus:
-    """Records in the order in which they were produced, and what the trainer sent and refused."""
+    """Records in the order of production, and the trainer's announcements and refusals."""
 
     partitions: int = 2
     records: list[Record] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Bus:
 
     @property
     def fates(self) -> dict[tuple[str, int], str]:
-        """(experience, revision) to what became of it, see `tests.support.fates`; fails on a contradiction."""
+        """Map (experience, revision) to its outcome, see `tests.support.fates`; fails on a contradiction."""
         fates, wrong = follow(self.accounts)
         assert not wrong
         return fates
@@ -105,7 +105,7 @@ class MemorySource:
     """`headrace_trainer.source.Source` over a `Bus`."""
 
     def __init__(self, bus: Bus, clock: HandClock, per_poll: int = 3, wait_s: float = 0.0) -> None:
-        """Each poll that finds nothing lets `wait_s` pass; three in a row end the trainer."""
+        """Each empty poll lets `wait_s` pass; three in a row end the trainer."""
         self._bus = bus
         self._clock = clock
         self._per_poll = per_poll
@@ -153,7 +153,7 @@ class MemorySource:
 
 
 class Quiet(Reporter):
-    """Remembers what it was told; writes nothing."""
+    """Remembers its calls and writes no files."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
@@ -202,7 +202,7 @@ class World:
         return trainer
 
     async def run(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:
-        """A trainer from its start until there is nothing left to do."""
+        """Run a trainer from its start until no work is left."""
         trainer = self.trainer(settings, per_poll, wait_s)
         with contextlib.suppress(Idle):
             await asyncio.wait_for(trainer.run(), 60)
@@ -226,7 +226,8 @@ def experience(
     no_reward: NoReward = "withdrawn",
     branch: bool = True,
 ) -> Experience:
-    """The same arguments always make the same event. `versions` make one span each after the prompt."""
+    """Return an experience. The same arguments always make the same event. `versions` make one span each after the
+    prompt."""
     draw = random.Random(number)
     names = list(versions) or [version]
     width = (length - prompt) // len(names)
