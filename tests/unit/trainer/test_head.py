@@ -330,7 +330,7 @@ def beside(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-@pytest.mark.parametrize(("fault", "reason"), [(doubled, "more to the head's answer"), (beside, "once about each")])
+@pytest.mark.parametrize(("fault", "reason"), [(doubled, "changes the head's output"), (beside, "once for each")])
 def test_what_cannot_be_had_in_chunks_is_announced_and_right(base: Path, fault: Any, reason: str) -> None:
     policy = open_policy(base)
     policy.__dict__.pop("head")

@@ -95,7 +95,7 @@ FAULTS: dict[str, Fault] = {
 def test_a_part_that_is_not_there_is_noticed(tmp_path: Path, fault: str) -> None:
     path, pieces = written(tmp_path, random_tensors(5), 2)
     assert len(pieces) > 4
-    with pytest.raises(LearnerLost, match=r"not written .* whole"):
+    with pytest.raises(LearnerLost, match=r"not written .* completely"):
         check(tmp_path, {path.name: path.stat().st_size}, FAULTS[fault](sorted(pieces)))
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_died_while_it_wrote_is_noticed(tmp_path: Path, damage: str)
     path, pieces = written(tmp_path, {"a": torch.arange(100.0), "b": torch.ones(100)}, 2)
     content = path.read_bytes()
     path.write_bytes(content[:-40] + bytes(40) if damage == "torn" else content[:-40])
-    with pytest.raises(LearnerLost, match=r"not written .* whole"):
+    with pytest.raises(LearnerLost, match=r"not written .* completely"):
         check(tmp_path, {path.name: len(content)}, pieces)
 
 
