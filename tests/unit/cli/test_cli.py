@@ -25,19 +25,18 @@ from tests.unit.cli.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
-    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["train"], ["evaluate"],
-    ["models", "list"], ["models", "show"], ["models", "promote"],
-    ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
-    ["models", "resume"], ["models", "register"], ["models", "import"], ["models", "export"], ["models", "serve"],
-    ["models", "unserve"], ["models", "alias"], ["models", "tag"], ["models", "note"], ["models", "notes"],
-    ["models", "retire"], ["models", "collect"], ["models", "audit"], ["models", "diff"], ["models", "why"],
-    ["sessions", "where"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
-    ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
-    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
-    ["trinity", "convert"], ["trinity", "config"],
-    ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"], ["rollouts", "show"],
-    ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
-    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"],
+    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["train"], ["evaluate"], ["models", "list"],
+    ["models", "show"], ["models", "promote"], ["models", "rollback"], ["models", "withdraw"], ["models", "pin"],
+    ["models", "unpin"], ["models", "pause"], ["models", "resume"], ["models", "register"], ["models", "import"],
+    ["models", "export"], ["models", "serve"], ["models", "unserve"], ["models", "alias"], ["models", "tag"],
+    ["models", "note"], ["models", "notes"], ["models", "retire"], ["models", "collect"], ["models", "audit"],
+    ["models", "diff"], ["models", "why"], ["sessions", "where"], ["replay", "events"], ["replay", "plan"],
+    ["replay", "run"], ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"],
+    ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"],
+    ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"],
+    ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
+    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"], ["trinity", "convert"],
+    ["trinity", "config"],
 ]  # fmt: skip
 
 
