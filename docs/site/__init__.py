@@ -1,1 +1,1 @@
-"""The documentation as a site: `mkdocs.yml` says what stands in it, this lays its pages out for the generator."""
+"""The documentation as a site: `mkdocs.yml` lists its pages, this package lays them out for the generator."""

@@ -1,9 +1,9 @@
-"""Writes the pages as the generator wants them, each under the path that it has in the repository.
+"""Layout of the pages for the generator, each under the path that it has in the repository.
 
 A page is also read where the repository is hosted, so it is plain Markdown with relative links. Here links to code lead
-to pages that show the code, fences lose what only the tests read, formulas become MathML and diagrams SVG.
+to pages that show the code, fences lose the arguments of the tests, formulas become MathML and diagrams SVG.
 
-    python -m docs.site.assemble FOLDER
+python -m docs.site.assemble FOLDER
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _LINES_MAX = 1500
 
 
 def main() -> None:
-    """Lay everything out in the folder that is named; what was there is replaced."""
+    """Lay all pages out in the named folder, whose content is replaced."""
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
-    shown: dict[str, Link] = {}
+    shown_links: dict[str, Link] = {}
     for page in pages():
         text = (ROOT / page).read_text(encoding="utf-8")
         for link in links(page, text):
-            shown[link.page] = link
+            shown_links[link.page] = link
         _write(target / page, page_text(page, text))
     for page in navigation():
         if page.endswith("/index.md"):
-            shown[page] = Link(page.removesuffix("/index.md"), "", 0, 0)
-    for path, link in shown.items():
+            shown_links[page] = Link(page.removesuffix("/index.md"), "", 0, 0)
+    for path, link in shown_links.items():
         if path not in pages():
-            _show(target, path, link, shown)
+            _show(target, path, link, shown_links)
 
 
 def page_text(page: str, text: str) -> str:
@@ -73,8 +73,8 @@ def _replaced(text: str, pattern: re.Pattern[str], change: Callable[[str], str])
 def _formula(tex: str, display: str) -> str:
     from latex2mathml.converter import convert
 
-    found: str = convert(tex, display=display)
-    return found
+    markup: str = convert(tex, display=display)
+    return markup
 
 
 def _diagram(source: str) -> str:
@@ -83,25 +83,25 @@ def _diagram(source: str) -> str:
     return f'<div class="diagram">{render(source).svg()}</div>'
 
 
-def _show(target: Path, path: str, link: Link, shown: dict[str, Link]) -> None:
-    """What a link names that is no page: a picture, a folder, or the text of a file."""
-    place = ROOT / link.path
+def _show(target: Path, path: str, link: Link, shown_links: dict[str, Link]) -> None:
+    """Show the target of a link that is no page: a picture, a folder, or the text of a file."""
+    source = ROOT / link.path
     if link.is_picture:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(place, target / path)
-    elif place.is_dir():
-        _write(target / path, _listing(link.path, target, shown))
+        shutil.copyfile(source, target / path)
+    elif source.is_dir():
+        _write(target / path, _listing(link.path, target, shown_links))
     else:
         _write(target / path, _source(link.path))
 
 
-def _listing(folder: str, target: Path, shown: dict[str, Link]) -> str:
+def _listing(folder: str, target: Path, shown_links: dict[str, Link]) -> str:
     inside = [path for path in tracked() if path.startswith(f"{folder}/")]
     lines = []
     for path in inside:
         link = Link(path, "", 0, 0)
-        if link.page not in pages() and link.page not in shown:
-            _show(target, link.page, link, shown)
+        if link.page not in pages() and link.page not in shown_links:
+            _show(target, link.page, link, shown_links)
         lines.append(f"- [{_title(path, folder)}]({relpath(link.page, folder)})")
     return "\n".join([_HIDDEN + f"# {folder}", "", *lines, ""])
 

@@ -1,4 +1,4 @@
-"""Looks at the site that was built: a page is two clicks at most from the front page, and nothing comes from elsewhere.
+"""Check of the built site: each page is two clicks at most from the front page, and no resource comes from elsewhere.
 
 python -m docs.site.check SITE REPORT
 """
@@ -20,7 +20,7 @@ _ONLY_NAMED = {"canonical", "alternate", "next", "prev"}
 
 
 class Page(HTMLParser):
-    """What a page links to, and what it loads."""
+    """Links and resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,32 +30,32 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Called by the parser for each element."""
-        given = dict(attrs)
-        if tag == "a" and (target := given.get("href")):
+        attributes = dict(attrs)
+        if tag == "a" and (target := attributes.get("href")):
             self.links.append(target)
-        target = given.get(_LOADED.get(tag, ""))
-        if target and given.get("rel") not in _ONLY_NAMED:
+        target = attributes.get(_LOADED.get(tag, ""))
+        if target and attributes.get("rel") not in _ONLY_NAMED:
             self.loads.append(target)
 
 
 def read(site: Path) -> dict[str, Page]:
-    """Path of each page, relative to the site, to what it says."""
-    found = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html") if path.name != "404.html"}
-    return {name: Page(path.read_text(encoding="utf-8")) for name, path in found.items()}
+    """Return the links and resources of each page, by its path relative to the site."""
+    paths = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html") if path.name != "404.html"}
+    return {name: Page(path.read_text(encoding="utf-8")) for name, path in paths.items()}
 
 
 def clicks(pages: dict[str, Page]) -> dict[str, int]:
-    """Page to how many clicks it takes from the front page; whoever cannot be reached is missing."""
-    taken = {"index.html": 0}
+    """Return the clicks from the front page to each page; unreachable pages are missing."""
+    clicks_to = {"index.html": 0}
     waiting = ["index.html"]
     while waiting:
         page = waiting.pop(0)
         for target in pages[page].links:
             name = _target(page, target)
-            if name in pages and name not in taken:
-                taken[name] = taken[page] + 1
+            if name in pages and name not in clicks_to:
+                clicks_to[name] = clicks_to[page] + 1
                 waiting.append(name)
-    return taken
+    return clicks_to
 
 
 def _target(page: str, link: str) -> str:
@@ -68,36 +68,38 @@ def _target(page: str, link: str) -> str:
 
 
 def elsewhere(pages: dict[str, Page]) -> list[str]:
-    """What pages load from another host."""
+    """Return the resources that pages load from another host."""
     return sorted({target for page in pages.values() for target in page.loads if urlsplit(target).netloc})
 
 
 def main() -> None:
-    """Status 1 when a page is too far away or needs another host; the report says which."""
+    """Return 1 when a page is too far away or needs another host; the report has the reasons."""
     site, report = map(Path, sys.argv[1:])
     pages = read(site)
-    taken = clicks(pages)
+    clicks_to = clicks(pages)
     written = {_name(page) for page in documentation()}
-    far = sorted(name for name in written if taken.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
-    lost = sorted(pages.keys() - taken.keys())
-    found = {
+    far = sorted(name for name in written if clicks_to.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
+    lost = sorted(pages.keys() - clicks_to.keys())
+    summary = {
         "pages": len(written),
         "texts_of_files": len(pages) - len(written),
-        "clicks_max": max(taken[name] for name in written if name in taken),
+        "clicks_max": max(clicks_to[name] for name in written if name in clicks_to),
         "too_far": far,
         "not_reachable": lost,
         "elsewhere": elsewhere(pages),
     }
     report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     wrong = far + lost + elsewhere(pages)
-    sys.stdout.write(f"{len(written)} pages, each {found['clicks_max']} clicks at most from the front page\n")
+    sys.stdout.write(
+        f"{len(written)} pages, each {summary['clicks_max']} clicks at most from the front page\n"
+    )
     if wrong:
         sys.exit(f"further than {_CLICKS_MAX} clicks, or from elsewhere: {', '.join(wrong[:20])}")
 
 
 def _name(page: str) -> str:
-    """Where the generator puts a page of the repository."""
+    """Return the path at which the generator puts a page of the repository."""
     path = page.removesuffix(".md")
     return (path.removesuffix("README") if path.endswith("README") else f"{path}/") + "index.html"
 

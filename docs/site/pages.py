@@ -1,4 +1,4 @@
-"""Which files are pages of the site, and where their links lead."""
+"""Files that are pages of the site, and the targets of their links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_PAGES = (".github/",)
 
 @dataclass(frozen=True)
 class Link:
-    """A link to something of the repository: what it names, relative to ROOT, with the anchor, and where it stands."""
+    """A link to a file of the repository: its target relative to ROOT, with the anchor, and its position."""
 
     path: str
     anchor: str
@@ -33,8 +33,8 @@ class Link:
     @property
     def page(self) -> str:
         """The page that shows it: itself, the README of a folder, a listing of the folder, or the file's own text."""
-        place = ROOT / self.path
-        if place.is_dir():
+        target = ROOT / self.path
+        if target.is_dir():
             readme = f"{self.path}/README.md"
             return readme if (ROOT / readme).exists() else f"{self.path}/index.md"
         return self.path if self.path.endswith(".md") or self.is_picture else shown_as(self.path)
@@ -59,7 +59,7 @@ def tracked() -> tuple[str, ...]:
 
 @cache
 def pages() -> tuple[str, ...]:
-    """Every Markdown file but what only the host of the repository reads."""
+    """Return every Markdown file except those that only the host of the repository reads."""
     return tuple(path for path in tracked() if path.endswith(".md") and not path.startswith(_NO_PAGES))
 
 
@@ -73,13 +73,13 @@ def outside_code(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]
 
 def links(page: str, text: str) -> list[Link]:
     """Links from `page` to files and folders of the repository, in order."""
-    found = []
+    page_links = []
     for match in outside_code(text, _LINK):
         name, _, anchor = match["target"].partition("#")
         if name and not _NOT_OURS.match(name):
             path = ((ROOT / page).parent / name).resolve().relative_to(ROOT).as_posix()
-            found.append(Link(path, anchor, *match.span("target")))
-    return found
+            page_links.append(Link(path, anchor, *match.span("target")))
+    return page_links
 
 
 def navigation() -> list[str]:
@@ -89,7 +89,7 @@ def navigation() -> list[str]:
         if isinstance(node, str):
             yield node
         else:
-            for one in node.values() if isinstance(node, dict) else node:
-                yield from leaves(one)
+            for child in node.values() if isinstance(node, dict) else node:
+                yield from leaves(child)
 
     return list(leaves(yaml.load(CONFIG.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)["nav"]))

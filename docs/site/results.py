@@ -1,18 +1,18 @@
-"""Measurements that pages name come from one file, `docs/results.toml`, so that no page differs from another.
+"""Measurements on pages, taken from one file, `docs/results.toml`, so that all pages agree.
 
-    python -m docs.site.results [--take reports/demo.json ...]
+python -m docs.site.results [--take reports/demo.json ...]
 
 A block of a page begins with its text as a comment, in which `{chaos.kafka.client.turns_acked:,}` is a value of the
-file. What follows the comment is written by this program; a test compares.
+file. This program writes the text after the comment; a test compares.
 
-    <!-- results
-    {demo.0.failed_requests} requests failed.
-    -->
-    0 requests failed.
-    <!-- end of results -->
+<!-- results
+{demo.0.failed_requests} requests failed.
+-->
+0 requests failed.
+<!-- end of results -->
 
-After the colon stands a format of Python's, or `p`: a share as a number of percent. `--take` reads the report of a
-target and takes from it those values that pages name.
+After the colon comes a format of Python's, or `p`: a share as a number of percent. `--take` reads the report of a
+program and takes the values that pages name.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def results() -> dict[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def written(text: str, found: Values) -> str:
+def written(text: str, values: Values) -> str:
     """A page with its blocks as the results are. Raises `KeyError` for a value that is not there."""
 
     def filled(block: re.Match[str]) -> str:
-        shown = FIELD.sub(lambda one: as_text(at(found, one[1]), one[2] or ""), block[2])
-        return block[1] + shown + block[3]
+        text_of_block = FIELD.sub(
+            lambda field_match: as_text(at(values, field_match[1]), field_match[2] or ""), block[2]
+        )
+        return block[1] + text_of_block + block[3]
 
     return BLOCK.sub(filled, text)
 
@@ -57,9 +59,9 @@ def named(text: str) -> Iterator[str]:
         yield from (field[1] for field in FIELD.finditer(block[2]))
 
 
-def at(found: Values, path: str) -> Any:
+def at(values: Values, path: str) -> Any:
     """The value there. Raises `KeyError`."""
-    value: Any = found
+    value: Any = values
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise KeyError(f"{path}: {FILE.name} has no such value; take a report that has it, or write it there")
@@ -72,7 +74,7 @@ def as_text(value: Any, form: str) -> str:
     if form == "p":
         return f"{value * 100:.0f}"
     if isinstance(value, str):
-        return re.sub(r"\d{4,}", lambda one: f"{int(one[0]):,}", value) if form == "," else value
+        return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", value) if form == "," else value
     return format(value, form)
 
 
@@ -85,10 +87,10 @@ def paths(values: Values, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield (*before, name), value
 
 
-def as_toml(found: Values) -> str:
+def as_toml(all_values: Values) -> str:
     """The file without its head: a table for each target."""
     tables = []
-    for target, values in found.items():
+    for target, values in all_values.items():
         lines = (f"{'.'.join(map(key, path))} = {toml(value)}\n" for path, value in paths(values))
         tables.append(f"\n[{key(target)}]\n" + "".join(lines))
     return "".join(tables)
@@ -96,47 +98,54 @@ def as_toml(found: Values) -> str:
 
 def _arms(report: Values) -> Values:
     """Runs by their names, in which a page has no colon: its format stands behind one."""
-    return {**report, "runs": {one["arm"].replace(":", " "): one for one in report["runs"]}}
+    return {**report, "runs": {run["arm"].replace(":", " "): run for run in report["runs"]}}
 
 
 def _attack(report: Values) -> Values:
     """The figures of an attack by the places of their lines. One that was not played to its end has other lines."""
-    held = {
-        name: one["lines"] for name, one in report["attacks"].items() if all(line["holds"] for line in one["lines"])
+    held_lines = {
+        name: lines_of_attack["lines"]
+        for name, lines_of_attack in report["attacks"].items()
+        if all(line["holds"] for line in lines_of_attack["lines"])
     }
-    figures = {name: [line["figure"] for line in lines] for name, lines in held.items()}
-    return {name: {str(place): figure for place, figure in enumerate(one)} for name, one in figures.items()}
+    figures = {name: [line["figure"] for line in lines] for name, lines in held_lines.items()}
+    return {
+        name: {str(position): figure for position, figure in enumerate(lines_of_attack)}
+        for name, lines_of_attack in figures.items()
+    }
 
 
 def _bus(report: Values) -> Values:
     """And how the best rates compare."""
-    rates = {bus: found["per_s"] for bus, found in report.get("rates", {}).items() if "per_s" in found}
+    rates = {bus: bus_report["per_s"] for bus, bus_report in report.get("rates", {}).items() if "per_s" in bus_report}
     if rates.keys() < {"embedded", "kafka"}:
         return report
-    ours, theirs = rates["embedded"], rates["kafka"]
-    return {**report, "share_of_kafka": {name: ours[name]["best"] / theirs[name]["best"] for name in theirs}}
+    embedded, kafka = rates["embedded"], rates["kafka"]
+    return {**report, "share_of_kafka": {name: embedded[name]["best"] / kafka[name]["best"] for name in kafka}}
 
 
 def _compose(report: Values) -> Values:
-    """And what images add to their base, those with torch apart."""
-    added = [one["added_mb"] for name, one in report["images"].items() if name not in ("inference", "trainer")]
+    """Add the sizes that images add to their base, those with torch apart."""
+    added = [image["added_mb"] for name, image in report["images"].items() if name not in ("inference", "trainer")]
     return {**report, "added_mb": {"least": min(added), "most": max(added)}}
 
 
 def _example(report: Values) -> Values:
-    """The first seed that was played, its rows by what they counted."""
+    """Return the first seed that was played, its rows by their count."""
     first = report["seeds"][0]
     return {**first, "rows": {str(row["at"]): row for row in first["rows"]}}
 
 
 def _learning(report: Values) -> Values:
-    """What corrections leave, in training and of the very first batch."""
+    """Add the remainders of corrections, in training and of the very first batch."""
     left = {"training": f"after {report['after']}: ", "the first batch": "after 0: "}
-    found = {}
+    shares_left = {}
     for when, mark in left.items():
-        shares = [one["value"] for one in report["lines"] if one["name"].startswith("left by") and mark in one["name"]]
-        found[when] = {"least": min(shares), "most": max(shares)}
-    return {**report, "left": found}
+        shares = [
+            line["value"] for line in report["lines"] if line["name"].startswith("left by") and mark in line["name"]
+        ]
+        shares_left[when] = {"least": min(shares), "most": max(shares)}
+    return {**report, "left": shares_left}
 
 
 def _simulate(report: Values) -> Values:
@@ -145,9 +154,10 @@ def _simulate(report: Values) -> Values:
 
 
 def _trainer(report: Values) -> Values:
-    """Workloads beside the peer by model and length."""
+    """Add the workloads measured with the peer, by model and length."""
     peers = {
-        f"{one['model']}, {'up to' if one['mixed'] else 'all'} {one['length']}": one for one in report.get("peers", ())
+        f"{peer['model']}, {'up to' if peer['mixed'] else 'all'} {peer['length']}": peer
+        for peer in report.get("peers", ())
     }
     return {**report, "peers": peers}
 
@@ -167,15 +177,15 @@ READERS: dict[str, Callable[[Values], Values]] = {
     "simulation": _simulate,
     "learning": _learning,
 }
-"""What pages name differently than the report has it. Other reports are read as they are."""
+"""Readers of reports whose values have other names on pages. Other reports are read as they are."""
 
 
-def take(path: Path, found: dict[str, Any], wanted: Mapping[str, None]) -> list[str]:
-    """Put what a report has of the `wanted` values into `found`. Returns the paths that the report does not have."""
+def take(path: Path, values: dict[str, Any], names: Mapping[str, None]) -> list[str]:
+    """Put the values called `names` of a report into `values`. Return the paths that the report does not have."""
     target = path.stem
     report = READERS.get(target, dict)(json.loads(path.read_text(encoding="utf-8")))
     missing = []
-    for name in wanted:
+    for name in names:
         first, _, rest = name.partition(".")
         if first != target:
             continue
@@ -184,11 +194,11 @@ def take(path: Path, found: dict[str, Any], wanted: Mapping[str, None]) -> list[
         except KeyError:
             missing.append(name)
             continue
-        place = found
+        table = values
         *folders, last = name.split(".")
         for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = round(value, 4) if isinstance(value, float) else value
+            table = table.setdefault(folder, {})
+        table[last] = round(value, 4) if isinstance(value, float) else value
     return missing
 
 
@@ -198,15 +208,15 @@ def main() -> None:
     parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="REPORT", help="reports/demo.json, ...")
     options = parser.parse_args()
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-    found = results()
+    values = results()
     for path in options.take:
-        for name in take(path, found, dict.fromkeys(name for text in texts.values() for name in named(text))):
+        for name in take(path, values, dict.fromkeys(name for text in texts.values() for name in named(text))):
             sys.stdout.write(f"{path} has no {name}: it stays as it was\n")
     if options.take:
         head = FILE.read_text(encoding="utf-8").partition("\n[")[0]
-        FILE.write_text(head + as_toml(found), encoding="utf-8")
+        FILE.write_text(head + as_toml(values), encoding="utf-8")
     for page, text in texts.items():
-        (ROOT / page).write_text(written(text, found), encoding="utf-8")
+        (ROOT / page).write_text(written(text, values), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Finds the code fences of a page, so that what the page shows is what the tests run.
+"""Code fences of a page, so that the tests run the code that the page shows.
 
-What follows the language on a fence's first line says how it is run: `stack` against a running Headrace, `file=NAME` as
-a file of that name in the folder that the page's other fences run in, `tutorial` one after the other as a reader would,
-on a page that is walked from its top to its end (`up` beside the others, until they are done).
+Arguments after the language of a fence tell how to run it: `stack` against a running Headrace, `file=NAME` as a file of
+that name in the folder of the page's other fences, `tutorial` one after the other as a reader would, on a page that is
+walked from its top to its end (`up` in the background, until the others are done).
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class Fence:
 def fences(path: Path) -> list[Fence]:
     """Every fence of the page, in order."""
     page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-    found = []
+    page_fences = []
     for match in _FENCE.finditer(text):
         language, *how = match.group(1).split() or [""]
-        found.append(Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2)))
-    return found
+        page_fences.append(Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2)))
+    return page_fences
 
 
 def problem(fence: Fence) -> str | None:
-    """Why the fence would never be checked; None when all is well."""
+    """Return the reason why the fence would never be checked; None when it is checked."""
     if fence.language not in RUN | PARSED | SHOWN:
-        known = ", ".join(sorted(RUN | PARSED | SHOWN))
-        return f"{fence.label}: fence language {fence.language!r} is none of {known}; name one"
+        languages = ", ".join(sorted(RUN | PARSED | SHOWN))
+        return f"{fence.label}: fence language {fence.language!r} is none of {languages}; name one"
     wrong = [word for word in fence.how if not _HOW.fullmatch(word)]
     return (
         f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack`, `tutorial` or `file=NAME`"

@@ -36,14 +36,15 @@ NOT_RUN = {
 
 
 def key_of(fence: Fence) -> tuple[str, str] | None:
-    """The entry that leaves the fence out; None when it is run."""
+    """Return the entry that excludes the fence; None when it is run."""
     return next((key for key in NOT_RUN if fence.page == key[0] and fence.text.startswith(key[1])), None)
 
 
 def executed(*, stack: bool) -> list[Fence]:
-    """The fences that are programs and are run: those that need a running Headrace, or the others.
+    """Return the program fences that run: those with a running Headrace, or the others.
 
-    Those of a page that is walked run there (`test_tutorials.py`)."""
+    Fences of a page that is walked run there (`test_tutorials.py`).
+    """
     walked = {str(page.relative_to(ROOT)) for page in tutorials()}
-    found = [one for one in all_fences() if one.language in RUN and one.page not in walked]
-    return [one for one in found if one.needs_stack == stack and not key_of(one)]
+    candidates = [fence for fence in all_fences() if fence.language in RUN and fence.page not in walked]
+    return [fence for fence in candidates if fence.needs_stack == stack and not key_of(fence)]

@@ -23,7 +23,7 @@ def check(text: str, folder: Path) -> None:
     path = folder / "shown.toml"
     path.write_text(text, encoding="utf-8")
     services = installed()
-    shown = [name for name in services if name in tomllib.loads(text)]
-    for name in shown or ["gateway"]:  # what is common to all, any of them checks
+    named = [name for name in services if name in tomllib.loads(text)]
+    for name in named or ["gateway"]:  # what is common to all, any of them checks
         service: Service[ServiceSettings] = import_module(f"{services[name].module}.__main__").SERVICE
         load(name, service.settings, path, _NEEDED)

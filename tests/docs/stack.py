@@ -1,4 +1,4 @@
-"""A small Headrace that is started as the README says: its settings, its reward functions, a tiny model as its base."""
+"""A small Headrace that is started as in the README: its settings, its reward functions, a tiny model as its base."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FENCE_TIMEOUT_S = 240.0
 
 
 class Folder:
-    """Where fences run: what they call `headrace` and `python` is ours, and their gateway is where it really is."""
+    """Folder of fences: their `headrace` and `python` are ours, and their gateway has its real port."""
 
     def __init__(self, path: Path, gateway: str = _SHOWN_URL) -> None:
         self.path = path
@@ -44,17 +44,19 @@ class Folder:
                 target.write_text(fence.text, encoding="utf-8")
 
     def run(self, fence: Fence) -> str:
-        """What the fence printed. Raises `AssertionError` with its output when it fails."""
+        """Run the fence and return its output. Raises `AssertionError` with the output when it fails."""
         text = fence.text.replace(_SHOWN_URL, self.gateway)
         command = (
             [sys.executable, "-c", text] if fence.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
         )
         environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=self.path, env=environ, capture_output=True, text=True, timeout=_FENCE_TIMEOUT_S, check=False
         )
-        assert done.returncode == 0, f"{fence.label} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        assert process.returncode == 0, (
+            f"{fence.label} ended with {process.returncode}:\n{process.stdout}\n{process.stderr}"
+        )
+        return process.stdout
 
 
 class Stack(Folder):
@@ -67,7 +69,7 @@ class Stack(Folder):
 
 @contextlib.contextmanager
 def running(path: Path) -> Iterator[Stack]:
-    """Everything is stopped in the end, and it was a clean stop."""
+    """Stop all services, and check that they stopped cleanly."""
     Folder(path).add_files(ROOT / "README.md")
     tiny_model.build(path / "models" / "base")
     up = HeadraceUp(path / ".headrace", path / "headrace.toml", _SMALL, {})

@@ -1,6 +1,7 @@
-"""Every code fence of every page runs, parses, or is listed in `not_run.py` with the reason why not.
+"""Every code fence of every page runs, parses, or is listed in `not_run.py` with a reason.
 
-Those that talk to a running Headrace do so in `test_running.py`."""
+Fences that call a running Headrace run in `test_running.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +30,19 @@ _TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 
 
 def test_every_fence_says_what_it_is() -> None:
-    assert [found for page in pages() for fence in fences(page) if (found := problem(fence))] == []
+    assert [reason for page in pages() for fence in fences(page) if (reason := problem(fence))] == []
 
 
-@pytest.mark.parametrize("fence", executed(stack=False), ids=lambda one: one.label)
+@pytest.mark.parametrize("fence", executed(stack=False), ids=lambda fence: fence.label)
 def test_code_runs(fence: Fence, tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.add_files(ROOT / fence.page)
     folder.run(fence)
 
 
-@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language in PARSED], ids=lambda one: one.label)
+@pytest.mark.parametrize(
+    "fence", [fence for fence in all_fences() if fence.language in PARSED], ids=lambda fence: fence.label
+)
 def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
     if fence.language == "toml":
         tomllib.loads(fence.text)
@@ -50,14 +53,18 @@ def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
         assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
 
 
-@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language == "diff"], ids=lambda one: one.label)
+@pytest.mark.parametrize(
+    "fence", [fence for fence in all_fences() if fence.language == "diff"], ids=lambda fence: fence.label
+)
 def test_a_change_that_a_page_makes_fits_the_code(fence: Fence) -> None:
     git = ["git", "apply", "--check", "--recount", "-"]
-    done = subprocess.run(git, cwd=ROOT, input=fence.text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{fence.label}: {done.stderr}"
+    process = subprocess.run(git, cwd=ROOT, input=fence.text, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, f"{fence.label}: {process.stderr}"
 
 
-@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language == "console"], ids=lambda one: one.label)
+@pytest.mark.parametrize(
+    "fence", [fence for fence in all_fences() if fence.language == "console"], ids=lambda fence: fence.label
+)
 def test_commands_that_are_only_shown_exist_with_these_options(fence: Fence) -> None:
     for line in _HEADRACE.findall(fence.text.replace("\\\n", " ")):
         group = get_command(app)
@@ -65,9 +72,9 @@ def test_commands_that_are_only_shown_exist_with_these_options(fence: Fence) -> 
         while isinstance(group, TyperGroup) and words and not words[0].startswith("-"):
             assert words[0] in group.commands, f"{fence.label}: no command {words[0]!r} in: headrace {line}"
             group = group.commands[words.pop(0)]
-        known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        shown = {word.partition("=")[0] for word in words if word.startswith("-")}
-        assert shown <= known, f"{fence.label}: no option {shown - known} in: headrace {line}"
+        options = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        shown_options = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert shown_options <= options, f"{fence.label}: no option {shown_options - options} in: headrace {line}"
 
 
 def test_what_is_not_run_is_still_there_and_names_real_targets() -> None:

@@ -22,13 +22,15 @@ def test_what_is_named_exists() -> None:
 
 @pytest.mark.parametrize("step", OF_STEP)
 def test_the_order_of_the_story_is_that_of_the_code(step: Step) -> None:
-    """In each point, what comes later is used by something that comes before it."""
+    """Check that each name of a point is used by an earlier one."""
     assert step.points, "a step without a function"
     for names in step.points:
         before: set[str] = set()
         for name in names:
             called = name.qualified.split(".")[-2] if name.simple == "__call__" else name.simple
-            assert not before or called in before, f"nothing before {name} uses it: {[str(one) for one in names]}"
+            assert not before or called in before, (
+                f"nothing before {name} uses it: {[str(name_before) for name_before in names]}"
+            )
             before |= used_by(name)
 
 

@@ -18,7 +18,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub generates for headings."""
     headings = _HEADING.findall(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -26,15 +26,15 @@ def anchors(page: Path) -> set[str]:
 def test_links_lead_somewhere() -> None:
     for page, target in ((source, link) for source in pages() for link in links(source)):
         name, _, anchor = target.partition("#")
-        place = (page.parent / name).resolve() if name else page
-        assert place.exists(), f"{page.relative_to(ROOT)} links to {target}"
-        assert place.is_relative_to(ROOT), f"{target} is outside the repository"
+        linked_page = (page.parent / name).resolve() if name else page
+        assert linked_page.exists(), f"{page.relative_to(ROOT)} links to {target}"
+        assert linked_page.is_relative_to(ROOT), f"{target} is outside the repository"
         if anchor:
-            assert anchor in anchors(place), f"{page.relative_to(ROOT)} links to {target}: no such heading"
+            assert anchor in anchors(linked_page), f"{page.relative_to(ROOT)} links to {target}: no such heading"
 
 
 def test_the_index_names_every_page() -> None:
-    """Decisions are a folder of their own, and what GitHub shows by itself is no page."""
+    """Check the list of pages. Decisions have a folder of their own, and GitHub's own files are no pages."""
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target).resolve() for target in links(index)} | {index}
     listed = [page for page in pages() if not {"decisions", "examples", ".github"} & set(page.parts)]

@@ -1,4 +1,4 @@
-"""What the pages say of a running Headrace, on one that was started as the README says."""
+"""Fences that need a running Headrace, on one that was started as in the README."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def test_a_turn_takes_the_way_of_the_story(stack: Stack) -> None:
-    """`docs/life-of-a-trajectory.md`, walked by a turn: nothing on the way is left out, and nothing is invented.
+    """Walk `docs/life-of-a-trajectory.md` with a turn: every step is on the page, and the page has no other.
 
-    First on its stack, so that its sessions fill their batches: what others left waiting would push some out."""
+    This comes first on its stack, because waiting experiences of others would enter its batches.
+    """
     calls = [call(stack, number) for number in range(2 * BATCH)]
     turn_ids = await asyncio.gather(*calls)
     trail = await until_followed(stack, turn_ids[0])
-    assert trail.found == FOLLOWED
+    assert trail.steps == FOLLOWED
     before = {turn.version for turn in (await read(stack.bus)).of(Turn) if turn.turn_id in turn_ids}
     async with httpx.AsyncClient(base_url=stack.gateway, timeout=30) as http:
         answer = await ask(http, "walk-on", "And now?")
@@ -76,7 +77,7 @@ async def until_followed(stack: Stack, turn_id: str) -> Trail:
         await asyncio.sleep(0.5)
 
 
-@pytest.mark.parametrize("fence", executed(stack=True), ids=lambda one: one.label)
+@pytest.mark.parametrize("fence", executed(stack=True), ids=lambda fence: fence.label)
 def test_code_runs_on_a_running_headrace(fence: Fence, stack: Stack) -> None:
     stack.add_files(ROOT / fence.page)
     stack.run(fence)

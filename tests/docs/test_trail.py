@@ -1,4 +1,4 @@
-"""A trail that is read while services write: what is not there yet is waited for."""
+"""A trail that is read while services write: it waits for missing events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def experience_of(run: Trajectory, turn: Turn, *sources: str) -> Experience:
     return Experience(
         time=START, experience_id=Experience.id_of(run.trajectory_id, 0), trajectory_id=run.trajectory_id,
         session_key=run.session_key, session_id="s", model="m", branch=run.branches[0], turn_ids=(turn.turn_id,),
-        reward=1.0, parts=tuple(RewardPart(source=one, value=1.0, weight=1.0) for one in sources),
+        reward=1.0, parts=tuple(RewardPart(source=source, value=1.0, weight=1.0) for source in sources),
     )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def rewarded(run: Trajectory, source: str) -> Reward:
     )  # fmt: skip
 
 
-def made(step: int) -> Checkpoint:
+def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(
         time=START, model="m", version=f"m@{step:012x}", lineage="main", step=step,
         manifest=BlobRef(uri="none", sha256="0" * 64, size=0),
@@ -48,16 +48,16 @@ def test_a_reward_that_came_after_its_topic_was_read_is_waited_for() -> None:
 
 
 def test_a_batch_that_moved_no_weights_is_in_the_next_version() -> None:
-    """One walk in 35 has a batch whose rewards are all equal, and no version is made of that."""
+    """One walk in 35 has a batch with equal rewards, from which no version is made."""
     turn = ask([user("q")])
     run = closed(turn)
     experience = experience_of(run, turn, "feedback")
-    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, made(0)]
+    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, checkpoint(0)]
     seen.append(report(verdict(experience.experience_id, turn.turn_id)))
     with pytest.raises(Missing, match="checkpoints"):
         follow(Log(seen), turn.turn_id)
     with pytest.raises(Missing, match="model-events"):
-        follow(Log([*seen, made(1)]), turn.turn_id)
+        follow(Log([*seen, checkpoint(1)]), turn.turn_id)
 
 
 def test_a_version_is_that_of_its_report() -> None:
@@ -65,9 +65,9 @@ def test_a_version_is_that_of_its_report() -> None:
     run = closed(turn)
     experience = experience_of(run, turn, "feedback")
     reported = report(verdict(experience.experience_id, turn.turn_id), save=1)
-    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, made(2)]
-    seen.append(reported.model_copy(update={"version": made(1).version}))
+    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, checkpoint(2)]
+    seen.append(reported.model_copy(update={"version": checkpoint(1).version}))
     with pytest.raises(Missing, match="checkpoints"):
         follow(Log(seen), turn.turn_id)
     with pytest.raises(Missing, match="model-events"):
-        follow(Log([*seen, made(1)]), turn.turn_id)
+        follow(Log([*seen, checkpoint(1)]), turn.turn_id)

@@ -20,7 +20,7 @@ RISE_MIN = 0.2
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", [one for one in tutorials() if one != OWN_MODEL], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in tutorials() if page != OWN_MODEL], ids=lambda page: page.stem)
 def test_what_the_page_says_works(page: Path, tmp_path: Path) -> None:
     if page == EVENT_FIELD:
         copy_of_repository(ROOT, tmp_path, ("pyproject.toml", "schemas", "tests/__init__.py", "tests/unit/schemas"))
@@ -36,6 +36,6 @@ def test_what_the_page_says_works(page: Path, tmp_path: Path) -> None:
 def test_held_out_success_rises_with_nothing_but_the_page(tmp_path: Path) -> None:
     """A new user's model, agent, reward and gate, and the defaults."""
     with Walk(OWN_MODEL, tmp_path) as walk:
-        said = "".join(walk.walk(fence, 1500) for fence in walk.steps())
-    before, after = (float(number) for number in re.findall(r"^([01]\.\d{3})$", said, re.MULTILINE))
-    assert after - before >= RISE_MIN, said
+        output = "".join(walk.walk(fence, 1500) for fence in walk.steps())
+    before, after = (float(number) for number in re.findall(r"^([01]\.\d{3})$", output, re.MULTILINE))
+    assert after - before >= RISE_MIN, output

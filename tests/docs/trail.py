@@ -30,12 +30,12 @@ E = TypeVar("E", bound=Event)
 
 @dataclass
 class Trail:
-    """What `follow` has found so far, in the order of the story: topics as the page names them."""
+    """Steps that `follow` has taken, in the order of the story: topics as the page names them."""
 
     turn_id: str
-    found: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
     version: str = ""
-    """The first version that serves with what the turn taught."""
+    """First version that serves with the lesson of the turn."""
 
 
 class Missing(Exception):
@@ -43,7 +43,7 @@ class Missing(Exception):
 
 
 class Log:
-    """Everything that the bus holds."""
+    """All events on the bus."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
@@ -67,40 +67,42 @@ def follow(log: Log, turn_id: str) -> Trail:
 
     def step(kind: type[E], matching: list[E]) -> E:
         if not matching:
-            raise Missing(f"{kind.topic}, after {trail.found}")
-        trail.found.append(kind.topic)
+            raise Missing(f"{kind.topic}, after {trail.steps}")
+        trail.steps.append(kind.topic)
         return matching[0]
 
-    turn = step(Turn, [one for one in log.of(Turn) if one.turn_id == turn_id])
+    turn = step(Turn, [event for event in log.of(Turn) if event.turn_id == turn_id])
     assert turn.event_id == turn_id
     assert key_of_response(turn_id) == turn.session_key
-    step(Feedback, [one for one in log.of(Feedback) if one.session_key == turn.session_key])
-    trajectory = step(Trajectory, [one for one in log.of(Trajectory) if turn_id in one.turn_ids])
+    step(Feedback, [event for event in log.of(Feedback) if event.session_key == turn.session_key])
+    trajectory = step(Trajectory, [event for event in log.of(Trajectory) if turn_id in event.turn_ids])
     assert trajectory.trajectory_id == derived_id("trajectory", turn.session_key, trajectory.turn_ids[0])
     sampled = turn.choices[0]
     branch = trajectory.branches[0]
-    span = next(one for one in branch.spans if one.turn_id == turn_id)
+    span = next(event for event in branch.spans if event.turn_id == turn_id)
     assert branch.token_ids[span.start : span.stop] == sampled.token_ids, "bit for bit (P2)"
     assert span.logprobs == sampled.logprobs
     assert span.version == turn.version
-    rewards = [one for one in log.of(Reward) if one.trajectory_id == trajectory.trajectory_id]
+    rewards = [event for event in log.of(Reward) if event.trajectory_id == trajectory.trajectory_id]
     step(Reward, rewards)
-    experience = step(Experience, [one for one in log.of(Experience) if one.trajectory_id == trajectory.trajectory_id])
+    experience = step(
+        Experience, [event for event in log.of(Experience) if event.trajectory_id == trajectory.trajectory_id]
+    )
     assert experience.experience_id == Experience.id_of(trajectory.trajectory_id, 0)
-    if unread := {part.source for part in experience.parts} - {one.source for one in rewards}:
-        raise Missing(f"rewards of {sorted(unread)}, after {trail.found}")  # topics are read one after the other
-    reports = [one for one in log.of(TrainingMetrics) if _trained(one, experience)]
+    if unread := {part.source for part in experience.parts} - {event.source for event in rewards}:
+        raise Missing(f"rewards of {sorted(unread)}, after {trail.steps}")  # topics are read one after the other
+    reports = [event for event in log.of(TrainingMetrics) if _trained(event, experience)]
     report = step(TrainingMetrics, reports)
     # No version is made of a batch that moved no weights, as one with equal rewards alone: it is in the next one.
     first = report.step if report.version else report.step + 1
-    after = [one for one in log.of(Checkpoint) if one.lineage == report.lineage and one.step >= first]
-    checkpoint = step(Checkpoint, [one for one in after if report.version in (None, one.version)])
+    after = [event for event in log.of(Checkpoint) if event.lineage == report.lineage and event.step >= first]
+    checkpoint = step(Checkpoint, [event for event in after if report.version in (None, event.version)])
     assert checkpoint.event_id == derived_id("checkpoint", checkpoint.lineage, checkpoint.version)
-    serving = {one.version for one in after}
-    decided = [one for one in log.of(ModelEvent) if one.decision == "promoted" and one.version in serving]
+    serving = {event.version for event in after}
+    decided = [event for event in log.of(ModelEvent) if event.decision == "promoted" and event.version in serving]
     trail.version = step(ModelEvent, decided).version
-    step(Routing, [one for one in log.of(Routing) if one.champion == trail.version])
-    step(Replica, [one for one in log.of(Replica) if one.ready(trail.version)])
+    step(Routing, [event for event in log.of(Routing) if event.champion == trail.version])
+    step(Replica, [event for event in log.of(Replica) if event.ready(trail.version)])
     return trail
 
 

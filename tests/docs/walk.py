@@ -1,4 +1,4 @@
-"""Reads `docs/life-of-a-trajectory.md` as what it claims about the code."""
+"""Claims of `docs/life-of-a-trajectory.md` about the code."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ def _names(text: str) -> tuple[Name, ...]:
 
 
 def every_name() -> list[Name]:
-    """All that the page links to, outside bullets, too."""
+    """Return all links of the page, including those outside bullets."""
     return list(dict.fromkeys(_names(PAGE.read_text(encoding="utf-8"))))
 
 
 def definition(name: Name) -> ast.AST | None:
-    """Where the code defines it, None when it does not."""
-    found: ast.AST | None = _tree(name.path)
+    """Return the definition of a name in the code, None when there is none."""
+    node_found: ast.AST | None = _tree(name.path)
     for part in name.qualified.split("."):
-        body = getattr(found, "body", [])
+        body = getattr(node_found, "body", [])
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        found = next((node for node in body if isinstance(node, kinds) and node.name == part), None)
-    return found
+        node_found = next((node for node in body if isinstance(node, kinds) and node.name == part), None)
+    return node_found
 
 
 def used_by(name: Name) -> set[str]:
     """The simple names that its definition mentions."""
     node = definition(name)
     assert node is not None, f"{name} does not exist"
-    named = {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
-    return named | {found.attr for found in ast.walk(node) if isinstance(found, ast.Attribute)}
+    named = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    return named | {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
 
 
 @cache

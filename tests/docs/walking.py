@@ -1,6 +1,6 @@
-"""Walks a tutorial as a reader would: its files in a folder, its commands in order, in an environment of its own.
+"""Walk of a tutorial as a reader takes it: its files in a folder, its commands in order, in an environment of its own.
 
-The environment sees what the tests' one has, and what a page installs stays in it.
+The environment sees the packages of the tests' one, and packages that a page installs stay in it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.support.processes import wait_until
 
 _SHOWN_URL = "http://127.0.0.1:8000"
 _SHOWN_PORTS = ("8040", "9092")
-"""What pages give a service of their own, and the bus."""
+"""Ports that pages name for a service of their own and for the bus."""
 _READY_S = 300.0
 _STOP_S = 90.0
 
 
 class Walk:
-    """One page being walked. Leaving it stops what it started."""
+    """One page during its walk. Leaving the block stops all started processes."""
 
     def __init__(self, page: Path, folder: Path) -> None:
         self._page = page
         self.folder = folder
         self._environment = _environment(folder)
-        self._changes = {shown: str(free_port()) for shown in _SHOWN_PORTS}
+        self._changes = {shown_port: str(free_port()) for shown_port in _SHOWN_PORTS}
         self._up: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Walk:
@@ -53,12 +53,12 @@ class Walk:
         return [fence for fence in fences(self._page) if fence.is_step]
 
     def walk(self, fence: Fence, timeout_s: float) -> str:
-        """Do what the fence says; what it printed."""
+        """Run the fence and return its output."""
         if "up" in fence.how:
             self._start(fence)
             return ""
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", self._here(fence.text)],
+        process = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self._with_real_ports(fence.text)],
             cwd=self.folder,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -67,12 +67,14 @@ class Walk:
             timeout=timeout_s,
             check=False,
         )
-        assert done.returncode == 0, f"{fence.label} ended with {done.returncode}:\n{done.stdout}\n{self._log()}"
-        return done.stdout
+        assert process.returncode == 0, (
+            f"{fence.label} ended with {process.returncode}:\n{process.stdout}\n{self._log()}"
+        )
+        return process.stdout
 
     def _start(self, fence: Fence) -> None:
         """In the background, on free ports; returns once everything is ready."""
-        command = f"exec {self._here(fence.text).strip()} --auto-ports"
+        command = f"exec {self._with_real_ports(fence.text).strip()} --auto-ports"
         with (self.folder / "up.log").open("wb") as log:
             self._up = subprocess.Popen(
                 ["bash", "-c", command], cwd=self.folder, env=self._environment, stdout=log, stderr=log
@@ -99,24 +101,26 @@ class Walk:
             if fence.file is not None:
                 path = self.folder / fence.file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(self._here(fence.text), encoding="utf-8")
+                path.write_text(self._with_real_ports(fence.text), encoding="utf-8")
 
-    def _here(self, text: str) -> str:
-        for shown, real in self._changes.items():
-            text = text.replace(shown, real)
+    def _with_real_ports(self, text: str) -> str:
+        for shown_port, real in self._changes.items():
+            text = text.replace(shown_port, real)
         return text
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """A virtual environment on top of this one: what is installed here is seen, what comes is installed there, and
-    members of the repository that lie in the folder are seen in place of ours."""
-    place = folder / ".venv"
-    venv.create(place, symlinks=True)
-    paths = sysconfig.get_paths(vars={"base": str(place), "platbase": str(place)})
-    ours, packages = sysconfig.get_path("purelib"), Path(paths["purelib"])
-    (packages / "0_here.pth").write_text("".join(f"{found}\n" for found in folder.glob("*/src")), encoding="utf-8")
-    (packages / "1_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n", encoding="utf-8")
-    scripts = place / "bin"
+    """Create a virtual environment on top of this one: it sees our packages, further ones are installed into it, and
+    members
+    of the repository in the folder come before ours.
+    """
+    environment = folder / ".venv"
+    venv.create(environment, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(environment), "platbase": str(environment)})
+    own_packages, packages = sysconfig.get_path("purelib"), Path(paths["purelib"])
+    (packages / "0_here.pth").write_text("".join(f"{source}\n" for source in folder.glob("*/src")), encoding="utf-8")
+    (packages / "1_below.pth").write_text(f"import site; site.addsitedir({own_packages!r})\n", encoding="utf-8")
+    scripts = environment / "bin"
     for entry in entry_points(group="console_scripts"):
         if entry.name in {"headrace", "pytest", "pip"}:
             module, _, function = entry.value.partition(":")
