@@ -1,1 +1,1 @@
-"""Each algorithm beside an independent result: `python -m tests.algorithms`."""
+"""Independent results for each algorithm, and the comparison with ours."""

@@ -1,4 +1,4 @@
-"""Our advantages beside the oracle's: how far the furthest one is off."""
+"""Comparison of our advantages with the oracle's: the largest difference."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def of_groups(kind: str, seed: int, **settings: Any) -> float:
     """Three groups of two to six runs, in mixed order."""
     generator = np.random.default_rng(seed)
     rewards = [list(generator.normal(0, 1, int(generator.integers(2, 7)))) for _ in range(3)]
-    places = [(group, run) for group, several in enumerate(rewards) for run in range(len(several))]
-    generator.shuffle(places)
-    batch = _batch(places, rewards, [() for _ in places])
+    positions = [(group, run) for group, several in enumerate(rewards) for run in range(len(several))]
+    generator.shuffle(positions)
+    batch = _batch(positions, rewards, [() for _ in positions])
     chosen = Settings.model_validate({"kind": kind, **settings})
-    found, _ = chosen.estimator.compute(batch, Baselines(), DECAY, chosen)
+    advantages, _ = chosen.estimator.compute(batch, Baselines(), DECAY, chosen)
     expected = [_group(kind, several, chosen) for several in rewards]
-    pairs = zip(found.values_B, places, strict=True)
+    pairs = zip(advantages.values_B, positions, strict=True)
     return float(max(abs(value - expected[group][run]) for value, (group, run) in pairs))
 
 
@@ -40,31 +40,40 @@ def of_turns(seed: int, *, norm: bool = False, weight: float = 1.0, decay: float
         [None if generator.random() < 0.3 else float(generator.normal()) for _ in range(int(generator.integers(1, 6)))]
         for _ in rewards
     ]
-    own = {"step_norm": norm, "turn_weight": weight, "turn_decay": decay}
-    chosen = Settings.model_validate({"kind": "step_wise_grpo", "step_wise_grpo": own})
+    turn_settings = {"step_norm": norm, "turn_weight": weight, "turn_decay": decay}
+    chosen = Settings.model_validate({"kind": "step_wise_grpo", "step_wise_grpo": turn_settings})
     batch = _batch([(0, run) for run in range(4)], [rewards], turns)
-    found, _ = chosen.estimator.compute(batch, Baselines(), DECAY, chosen)
+    advantages, _ = chosen.estimator.compute(batch, Baselines(), DECAY, chosen)
     credit = chosen.estimator.credit
     assert credit is not None
-    ours = [
-        credit(found.values_B[run], turns[run], found.turn_baselines_B[run], found.turn_scales_B[run], chosen)
+    computed = [
+        credit(
+            advantages.values_B[run],
+            turns[run],
+            advantages.turn_baselines_B[run],
+            advantages.turn_scales_B[run],
+            chosen,
+        )
         for run in range(4)
     ]
-    theirs = oracle.step_wise(rewards, turns, norm=norm, weight=weight, decay=decay)
-    return max(float(np.abs(np.array(one) - other).max()) for one, other in zip(ours, theirs, strict=True))
+    expected = oracle.step_wise(rewards, turns, norm=norm, weight=weight, decay=decay)
+    return max(
+        float(np.abs(np.array(values) - expected_values).max())
+        for values, expected_values in zip(computed, expected, strict=True)
+    )
 
 
 def of_a_critic(seed: int, gamma: float, lam: float) -> float:
-    """GAE beside the sum that it stands for."""
+    """Compare GAE with the sum that it stands for."""
     generator = np.random.default_rng(seed)
     values, reward = generator.normal(0, 1, 12), float(generator.normal())
-    found, returns = critic.gae(values, reward, gamma, lam)
+    advantages, returns = critic.gae(values, reward, gamma, lam)
     expected = oracle.gae(values, reward, gamma, lam)
-    return float(max(np.abs(found - expected).max(), np.abs(returns - expected - values).max()))
+    return float(max(np.abs(advantages - expected).max(), np.abs(returns - expected - values).max()))
 
 
 def of_a_revised_reward(seed: int, gamma: float, lam: float) -> float:
-    """What a correction adds is the difference of the two advantages, whatever the critic says."""
+    """Check that a correction adds the difference of the two advantages, independent of the critic."""
     generator = np.random.default_rng(seed)
     values, old, new = generator.normal(0, 1, 9), 0.25, -1.5
     difference = oracle.gae(values, new, gamma, lam) - oracle.gae(values, old, gamma, lam)
@@ -75,18 +84,20 @@ def _group(kind: str, rewards: Sequence[float], settings: AdvantageSettings) -> 
     if kind == "rloo":
         return oracle.rloo(rewards)
     if kind == "opmd":
-        own = settings.of("opmd").model_dump()
-        return oracle.opmd_advantages(rewards, own["tau"] if own["baseline"] == "logavgexp" else None)
+        opmd_settings = settings.of("opmd").model_dump()
+        return oracle.opmd_advantages(
+            rewards, opmd_settings["tau"] if opmd_settings["baseline"] == "logavgexp" else None
+        )
     return oracle.grpo(rewards, settings.scale_min if settings.scale == "std" else None)
 
 
 def _batch(
-    places: Sequence[tuple[int, int]], rewards: Sequence[Sequence[float]], turns: Sequence[Sequence[float | None]]
+    positions: Sequence[tuple[int, int]], rewards: Sequence[Sequence[float]], turns: Sequence[Sequence[float | None]]
 ) -> AdvantageInputs:
     return AdvantageInputs(
-        [rewards[group][run] for group, run in places],
-        [1.0] * len(places),
-        [f"{group}/{run}" for group, run in places],
-        [f"task {group}" for group, _ in places],
+        [rewards[group][run] for group, run in positions],
+        [1.0] * len(positions),
+        [f"{group}/{run}" for group, run in positions],
+        [f"task {group}" for group, _ in positions],
         turns,
     )

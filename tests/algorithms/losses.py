@@ -15,11 +15,11 @@ from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.torch_learner.model import forward
-from tests.algorithms.oracle import FORMULAS, Floats, Told, aggregated, divergence
+from tests.algorithms.oracle import FORMULAS, Floats, SequenceTerms, aggregated, divergence
 
 Settings = complete(LossSettings)
 STEP = 1e-5
-"""Of the differences that a derivative is made from."""
+"""Step of the differences that approximate a derivative."""
 PROMPT, GAP = 3, 2
 
 
@@ -35,8 +35,10 @@ class Case:
 
     @property
     def loss(self) -> LossSettings:
-        found: LossSettings = Settings.model_validate({"kind": self.kind, "agg_mode": self.agg_mode, **self.settings})
-        return found
+        loss_settings: LossSettings = Settings.model_validate(
+            {"kind": self.kind, "agg_mode": self.agg_mode, **self.settings}
+        )
+        return loss_settings
 
     def __str__(self) -> str:
         return f"{self.kind} {dict(self.parameters)}"
@@ -84,40 +86,43 @@ CASES = (
 )
 
 
-def draw(shape: str, seed: int) -> list[Told]:
+def draw(shape: str, seed: int) -> list[SequenceTerms]:
     """Six sequences of one to seven loss tokens."""
     generator = np.random.default_rng(seed)
-    found = []
+    sequences = []
     for number in range(6):
         count = int(generator.integers(1, 8))
         behaviour, start, current, reference = (generator.normal(-2, 0.5, count) for _ in range(4))
         start, current = behaviour + 0.4 * (start + 2), behaviour + 0.4 * (current + 2)
         sign = 1.0 if number % 2 == 0 else -1.0
-        told = Told(current, start, behaviour, reference, float(generator.normal()))
+        sequence = SequenceTerms(current, start, behaviour, reference, float(generator.normal()))
         if shape == "pairs":
-            told = replace(told, advantage=sign, pair=f"pair {number // 2}")
+            sequence = replace(sequence, advantage=sign, pair=f"pair {number // 2}")
         elif shape == "labels":
-            told = replace(told, advantage=sign)
+            sequence = replace(sequence, advantage=sign)
         elif shape == "mixed" and number % 3 == 0:
-            told = replace(told, advantage=1.0, written=True, behaviour=np.zeros(count))
-        found.append(told)
+            sequence = replace(sequence, advantage=1.0, written=True, behaviour=np.zeros(count))
+        sequences.append(sequence)
     if shape == "pairs":  # answers of a pair need not stand beside each other
-        found = [found[place] for place in (0, 3, 2, 1, 5, 4)]
-    return found
+        sequences = [sequences[position] for position in (0, 3, 2, 1, 5, 4)]
+    return sequences
 
 
-def rows_of(told: Sequence[Told]) -> list[Row]:
+def rows_of(sequences: Sequence[SequenceTerms]) -> list[Row]:
     """Each as a row with a prompt, and with an observation in the middle of its loss tokens."""
-    return [_row(number, one) for number, one in enumerate(told)]
+    return [_row(number, sequence) for number, sequence in enumerate(sequences)]
 
 
-def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) -> tuple[float, Floats]:
+def loss_and_gradient(
+    case: Case, sequences: Sequence[SequenceTerms], rows: Sequence[Row] | None = None
+) -> tuple[float, Floats]:
     """The loss, and its gradient by the logprob of each loss token."""
     settings = case.loss
-    batch = Batch(tuple(rows_of(told) if rows is None else rows), None, case.agg_mode, settings.horizon_tokens)
+    batch = Batch(tuple(rows_of(sequences) if rows is None else rows), None, case.agg_mode, settings.horizon_tokens)
     pack = forward.collate([batch.weighted(row) for row in batch.rows], torch.device("cpu"), padded=False)
     current_N, start_N, reference_N = (
-        torch.tensor(np.concatenate([getattr(one, name) for one in told])) for name in ("current", "start", "reference")
+        torch.tensor(np.concatenate([getattr(sequence, name) for sequence in sequences]))
+        for name in ("current", "start", "reference")
     )
     current_N.requires_grad_()
     sampled = LossInputs(
@@ -140,55 +145,57 @@ def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) ->
 
 def off_value(case: Case, seed: int) -> float:
     """How far our loss is from the oracle's."""
-    told = draw(case.shape, seed)
-    expected = FORMULAS[case.kind](told, [one.current for one in told], case.parameters)
-    return abs(ours(case, told)[0] - expected)
+    sequences = draw(case.shape, seed)
+    expected = FORMULAS[case.kind](sequences, [sequence.current for sequence in sequences], case.parameters)
+    return abs(loss_and_gradient(case, sequences)[0] - expected)
 
 
 def off_gradient(case: Case, seed: int) -> float:
     """How far our gradient is from the oracle's, by central differences; the largest of all tokens."""
-    told = draw(case.shape, seed)
-    frozen = [one.current for one in told]
+    sequences = draw(case.shape, seed)
+    frozen = [sequence.current for sequence in sequences]
 
-    def moved(place: tuple[int, int], by: float) -> float:
-        changed = list(told)
-        current = told[place[0]].current.copy()
-        current[place[1]] += by
-        changed[place[0]] = replace(told[place[0]], current=current)
+    def moved(position: tuple[int, int], by: float) -> float:
+        changed = list(sequences)
+        current = sequences[position[0]].current.copy()
+        current[position[1]] += by
+        changed[position[0]] = replace(sequences[position[0]], current=current)
         return FORMULAS[case.kind](changed, frozen, case.parameters)
 
-    places = [(row, token) for row, one in enumerate(told) for token in range(len(one.current))]
-    expected = np.array([(moved(place, STEP) - moved(place, -STEP)) / (2 * STEP) for place in places])
-    return float(np.abs(ours(case, told)[1] - expected).max())
+    positions = [(row, token) for row, sequence in enumerate(sequences) for token in range(len(sequence.current))]
+    expected = np.array([(moved(position, STEP) - moved(position, -STEP)) / (2 * STEP) for position in positions])
+    return float(np.abs(loss_and_gradient(case, sequences)[1] - expected).max())
 
 
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def off_agg_mode(mode: str, seed: int) -> float:
-    """Of the plain loss, with branches that are parts of runs."""
-    told = [replace(one, share=(1.0, 0.5, 0.25)[place % 3]) for place, one in enumerate(draw("plain", seed))]
-    losses = [-one.advantage * one.current for one in told]
-    expected = aggregated(losses, [one.share for one in told], mode, 1024)
-    return abs(ours(Case("likelihood", {}, agg_mode=mode), told)[0] - expected)
+    """Return the error of the plain loss with branches that are parts of runs."""
+    sequences = [
+        replace(sequence, share=(1.0, 0.5, 0.25)[number % 3]) for number, sequence in enumerate(draw("plain", seed))
+    ]
+    losses = [-sequence.advantage * sequence.current for sequence in sequences]
+    expected = aggregated(losses, [sequence.share for sequence in sequences], mode, 1024)
+    return abs(loss_and_gradient(Case("likelihood", {}, agg_mode=mode), sequences)[0] - expected)
 
 
 def off_divergence(kind: str, seed: int) -> float:
-    """Of a token's divergence from the base."""
+    """Return the error of a token's divergence from the base."""
     generator = np.random.default_rng(seed)
     current, reference, behaviour = (generator.normal(-2, 2, 50) for _ in range(3))
-    found = DIVERGENCES[kind](torch.tensor(current), torch.tensor(reference), torch.tensor(behaviour)).numpy()
-    return float(np.abs(found - divergence(kind, current, reference, behaviour)).max())
+    divergences = DIVERGENCES[kind](torch.tensor(current), torch.tensor(reference), torch.tensor(behaviour)).numpy()
+    return float(np.abs(divergences - divergence(kind, current, reference, behaviour)).max())
 
 
-def _row(number: int, told: Told) -> Row:
-    count = len(told.current)
+def _row(number: int, sequence: SequenceTerms) -> Row:
+    count = len(sequence.current)
     length = PROMPT + count + GAP
     mask = np.zeros(length, np.bool_)
     mask[PROMPT] = True
     mask[PROMPT + 1 + GAP : length] = True
     behaviour = np.zeros(length, np.float32)
-    behaviour[mask] = told.behaviour
+    behaviour[mask] = sequence.behaviour
     return Row(
         experience_id=f"e{number}",
         revision=0,
@@ -196,9 +203,9 @@ def _row(number: int, told: Told) -> Row:
         loss_mask_T=mask,
         behaviour_T=behaviour,
         temperature_T=np.ones(length, np.float32),
-        advantage=np.float32(told.advantage),
+        advantage=np.float32(sequence.advantage),
         fresh_T=np.zeros(length, np.bool_),
-        together=told.pair,
-        written=told.written,
-        share=told.share,
+        together=sequence.pair,
+        written=sequence.written,
+        share=sequence.share,
     )

@@ -51,13 +51,13 @@ def _value(kind: str) -> Check:
 
 
 def _flipped() -> contextlib.AbstractContextManager[Any]:
-    own = forward._advantages
-    return mock.patch.object(forward, "_advantages", lambda row: -own(row))
+    sound = forward._advantages
+    return mock.patch.object(forward, "_advantages", lambda row: -sound(row))
 
 
 def _crossed() -> contextlib.AbstractContextManager[Any]:
-    own = forward._pairs
-    return mock.patch.object(forward, "_pairs", lambda several: np.roll(own(several), 1))
+    sound = forward._pairs
+    return mock.patch.object(forward, "_pairs", lambda several: np.roll(sound(several), 1))
 
 
 def _by_tokens() -> contextlib.AbstractContextManager[Any]:
@@ -65,38 +65,38 @@ def _by_tokens() -> contextlib.AbstractContextManager[Any]:
 
 
 def _swapped() -> contextlib.AbstractContextManager[Any]:
-    own = examples._preference_examples
+    sound = examples._preference_examples
 
-    def compared(*given: Any) -> Iterator[examples.Example]:
-        return (replace(one, value=-(one.value or 0.0)) for one in own(*given))
+    def compared(*arguments: Any) -> Iterator[examples.Example]:
+        return (replace(example, value=-(example.value or 0.0)) for example in sound(*arguments))
 
     return mock.patch.object(examples, "_preference_examples", compared)
 
 
 def _unmasked() -> contextlib.AbstractContextManager[Any]:
-    own = rows._answer_row
+    sound = rows._answer_row
 
     def answer(row: Any, *rest: Any) -> Any:
-        found = own(row, *rest)
-        return replace(found, loss_mask_T=np.arange(found.length) > 0)
+        answer_row = sound(row, *rest)
+        return replace(answer_row, loss_mask_T=np.arange(answer_row.length) > 0)
 
     return mock.patch.object(rows, "_answer_row", answer)
 
 
 def _nameless() -> contextlib.AbstractContextManager[Any]:
-    own = examples._preference_examples
+    sound = examples._preference_examples
 
-    def compared(*given: Any) -> Iterator[examples.Example]:
-        return (replace(one, pair=one.pair.rpartition("/")[2]) for one in own(*given))
+    def compared(*arguments: Any) -> Iterator[examples.Example]:
+        return (replace(example, pair=example.pair.rpartition("/")[2]) for example in sound(*arguments))
 
     return mock.patch.object(examples, "_preference_examples", compared)
 
 
 def _slopeless() -> contextlib.AbstractContextManager[Any]:
-    own = step_result.apply_result
+    sound = step_result.apply_result
 
     def apply_result(prepared: Any, result: Any) -> Any:
-        return own(prepared, replace(result, slopes={}))
+        return sound(prepared, replace(result, slopes={}))
 
     return mock.patch.object(weights, "apply_result", apply_result)
 
@@ -106,16 +106,16 @@ def _forgets_edits() -> contextlib.AbstractContextManager[Any]:
 
 
 def _alone() -> contextlib.AbstractContextManager[Any]:
-    own = batch.pack
+    sound = batch.pack
     return mock.patch(
         "headrace_trainer.torch_learner.step.passes",
-        lambda several, budget: own([row.length for row in several], budget),
+        lambda several, budget: sound([row.length for row in several], budget),
     )
 
 
 def _first_of_all() -> contextlib.AbstractContextManager[Any]:
     def match_answers(answers: Any) -> dict[tuple[str, str], str]:
-        return {(name, one.part): "one" for name, one in answers}
+        return {(name, answer.part): "one" for name, answer in answers}
 
     return _both(
         mock.patch.object(pairing, "match_answers", match_answers),
@@ -124,15 +124,15 @@ def _first_of_all() -> contextlib.AbstractContextManager[Any]:
 
 
 def _undiscounted() -> contextlib.AbstractContextManager[Any]:
-    own = critic.gae
-    return mock.patch.object(critic, "gae", lambda values, reward, gamma, _lam: own(values, reward, gamma, 1.0))
+    sound = critic.gae
+    return mock.patch.object(critic, "gae", lambda values, reward, gamma, _lam: sound(values, reward, gamma, 1.0))
 
 
 @contextlib.contextmanager
 def _both(*patches: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for one in patches:
-            stack.enter_context(one)
+        for patch in patches:
+            stack.enter_context(patch)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Losses, advantages and gradients beside independent results, promises of the stream, planted faults."""
+"""Losses, advantages and gradients compared with independent results, promises of the stream, planted faults."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def of_advantages(seeds: int) -> Iterator[Line]:
     ):
         yield line(f"advantage {name}", max(advantages.of_groups(kind, seed, **settings) for seed in range(seeds)))
     for norm, weight, decay in ((False, 1.0, 1.0), (True, 0.5, 0.9)):
-        found = [advantages.of_turns(seed, norm=norm, weight=weight, decay=decay) for seed in range(seeds)]
-        yield line(f"advantage step_wise_grpo, norm {norm}, weight {weight}, decay {decay}", max(found))
+        errors = [advantages.of_turns(seed, norm=norm, weight=weight, decay=decay) for seed in range(seeds)]
+        yield line(f"advantage step_wise_grpo, norm {norm}, weight {weight}, decay {decay}", max(errors))
     for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (0.9, 0.0)):
         yield line(
             f"advantage ppo {gamma} {lam}", max(advantages.of_a_critic(seed, gamma, lam) for seed in range(seeds))

@@ -43,9 +43,9 @@ ADAPTED_MAX = 128.0
 FLATTENED_MAX = 0.005
 """Share of honest rewards that may be winsorised, however heavy their tails are."""
 SEED_OF_GROUPS = 0
-"""Of a stream in which the stray's group has right answers."""
+"""Seed of a stream in which the stray's group has right answers."""
 PLAIN: dict[str, Any] = {"stray_factor": 0.0}
-"""The planted fault: nothing is winsorised, and the deviation is the plain one."""
+"""Settings of the planted fault: no winsorised rewards, and the plain deviation."""
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce++": {},
     "reinforce++, scale none": {"scale": "none"},
@@ -71,12 +71,12 @@ class Run:
 
 @dataclass
 class Trained:
-    """What training made of a stream."""
+    """Result of training on a stream."""
 
     advantages: list[float] = field(default_factory=list)
-    """Of each run, the mean over its tokens or turns."""
+    """Mean advantage of each run over its tokens or turns."""
     rewards: list[float] = field(default_factory=list)
-    """As they were compared."""
+    """Rewards as they were compared."""
     digests: list[str] = field(default_factory=list)
     state: LineageState | None = None
 
@@ -87,9 +87,9 @@ def binary(seed: int, share: float, count: int = WARM + RUNS + BATCH) -> list[Ru
     return [Run(number // GROUP % TASKS, float(draw.random() < share)) for number in range(count)]
 
 
-def replaced(runs: Sequence[Run], place: int, value: float) -> list[Run]:
+def replaced(runs: Sequence[Run], position: int, value: float) -> list[Run]:
     """Return `runs` with another reward in one place."""
-    return [Run(run.task, value, run.source) if number == place else run for number, run in enumerate(runs)]
+    return [Run(run.task, value, run.source) if number == position else run for number, run in enumerate(runs)]
 
 
 def train(runs: Sequence[Run], batch: int = BATCH, **settings: Any) -> Trained:
@@ -107,13 +107,13 @@ def train(runs: Sequence[Run], batch: int = BATCH, **settings: Any) -> Trained:
             state.admit(event(number, run), (0, number), START)
         prepared = prepare(state.waiting, state, chosen, DECAY)
         trained.digests.append(prepared.batch.digest())
-        rows = {one.waiting.experience.experience_id: one for one in prepared.trained}
+        rows = {item.waiting.experience.experience_id: item for item in prepared.trained}
         values = [rows[f"e{number}"] for number in range(first, first + len(rows))]
-        trained.rewards += [one.waiting.experience.reward or 0.0 for one in values]
+        trained.rewards += [item.waiting.experience.reward or 0.0 for item in values]
         if critic is not None:
-            trained.advantages += critic.step([one.advantage for one in values])
+            trained.advantages += critic.step([item.advantage for item in values])
         else:
-            trained.advantages += [fmean(one.turns) if one.turns else one.advantage for one in values]
+            trained.advantages += [fmean(item.turns) if item.turns else item.advantage for item in values]
         state.record_step(prepared.trained, prepared.baselines)
     return trained
 
@@ -126,29 +126,31 @@ def event(number: int, run: Run) -> Experience:
     return plain.model_copy(update={"parts": (part,), "turn_rewards": turns})
 
 
-def speed_lost(label: str, stray: float, seed: int, share: float, place: int = WARM + 5, **more: Any) -> float:
+def speed_lost(label: str, stray: float, seed: int, share: float, position: int = WARM + 5, **more: Any) -> float:
     """Return the share of its speed that learning loses over the 500 runs after the stray, by the worse of the two
     sums."""
     runs = binary(seed, share)
     settings = {**ESTIMATORS[label], **more}
-    usual, disturbed = train(runs, **settings), train(replaced(runs, place, stray), **settings)
-    after = range(place + 1, place + 1 + RUNS)
+    usual, disturbed = train(runs, **settings), train(replaced(runs, position, stray), **settings)
+    after = range(position + 1, position + 1 + RUNS)
     sides = [1.0 if run.reward > 0.5 else -1.0 for run in runs]
-    sizes = [math.fsum(abs(one.advantages[number]) for number in after) for one in (usual, disturbed)]
-    signed = [math.fsum(one.advantages[number] * sides[number] for number in after) for one in (usual, disturbed)]
+    sizes = [math.fsum(abs(outcome.advantages[number]) for number in after) for outcome in (usual, disturbed)]
+    signed = [
+        math.fsum(outcome.advantages[number] * sides[number] for number in after) for outcome in (usual, disturbed)
+    ]
     return max(1 - now / before for before, now in (sizes, signed))
 
 
-def pushed_down(label: str, stray: float, seed: int, place: int = WARM + 5, **more: Any) -> float:
+def pushed_down(label: str, stray: float, seed: int, position: int = WARM + 5, **more: Any) -> float:
     """Return how many right answers of the stray's batch have a negative advantage with the stray, but not without."""
-    runs = binary(seed, 0.5)[: (place // BATCH + 1) * BATCH]
+    runs = binary(seed, 0.5)[: (position // BATCH + 1) * BATCH]
     settings = {**ESTIMATORS[label], **more}
-    usual, disturbed = train(runs, **settings).advantages, train(replaced(runs, place, stray), **settings).advantages
+    usual, disturbed = train(runs, **settings).advantages, train(replaced(runs, position, stray), **settings).advantages
     return float(
         sum(
             disturbed[number] < -1e-9 <= usual[number]
-            for number in range(place // BATCH * BATCH, len(runs))
-            if number != place and runs[number].reward > 0.5
+            for number in range(position // BATCH * BATCH, len(runs))
+            if number != position and runs[number].reward > 0.5
         )
     )
 
@@ -182,11 +184,14 @@ def runs_to_adapt(seed: int, before: float, after: float) -> int:
     runs = binary(seed, 0.5, WARM + 640)
     changed = [Run(run.task, run.reward * (before if number < WARM else after)) for number, run in enumerate(runs)]
     always = [Run(run.task, run.reward * after) for run in runs]
-    ours, theirs = train(changed).advantages[WARM:], train(always).advantages[WARM:]
+    changed_advantages, constant_advantages = train(changed).advantages[WARM:], train(always).advantages[WARM:]
     wrong = [
         start
-        for start in range(len(ours) - 64)
-        if not 0.75 <= sum(map(abs, ours[start : start + 64])) / sum(map(abs, theirs[start : start + 64])) <= 1.25
+        for start in range(len(changed_advantages) - 64)
+        if not 0.75
+        <= sum(map(abs, changed_advantages[start : start + 64]))
+        / sum(map(abs, constant_advantages[start : start + 64]))
+        <= 1.25
     ]
     return wrong[-1] + 1 if wrong else 0
 
@@ -209,7 +214,7 @@ def flattened(kind: str, seed: int, count: int = 4000, **settings: Any) -> float
     """Return the share of honest rewards that were winsorised."""
     draw = random.Random(seed)
     runs = [Run(number % TASKS, HEAVY[kind](draw)) for number in range(count)]
-    return sum(one != run.reward for one, run in zip(train(runs, **settings).rewards, runs, strict=True)) / count
+    return sum(reward != run.reward for reward, run in zip(train(runs, **settings).rewards, runs, strict=True)) / count
 
 
 @dataclass(frozen=True)
@@ -243,13 +248,13 @@ class _StandInCritic:
             targets_N=torch.zeros(tokens, dtype=torch.long),
             hidden_NH=torch.randn(tokens, self._WIDTH, generator=self._draw),
         )
-        ((found,), _) = self._critic.appraise(cast(Any, _HiddenStates()), cast(Any, [pack]), [], threading.Event())
+        ((values,), _) = self._critic.appraise(cast(Any, _HiddenStates()), cast(Any, [pack]), [], threading.Event())
         self._critic.learn()
-        return [float(value) for value in found.advantage_N.reshape(len(rewards), self._TOKENS).mean(1)]
+        return [float(value) for value in values.advantage_N.reshape(len(rewards), self._TOKENS).mean(1)]
 
 
 class _HiddenStates:
-    """A policy whose hidden states are in the pack."""
+    """Policy whose hidden states are in the pack."""
 
     def hidden_states(self, pack: _Tokens) -> Tensor:
         return pack.hidden_NH
@@ -257,4 +262,4 @@ class _HiddenStates:
 
 def _credit(settings: AdvantageSettings) -> Any:
     credit = settings.estimator.credit
-    return None if credit is None else lambda one, turns, base, scale: credit(one, turns, base, scale, settings)
+    return None if credit is None else lambda example, turns, base, scale: credit(example, turns, base, scale, settings)

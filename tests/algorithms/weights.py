@@ -1,4 +1,4 @@
-"""Steps on a tiny model: what is preferred becomes likelier, and what is withdrawn is taken back."""
+"""Steps on a tiny model: preferred answers become likelier, and withdrawn ones are taken back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSe
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
+from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.algorithms.stream import DPO, KTO, SFT, Stream
-from tests.algorithms.told import edit, side, told, turn
 from tests.unit.trainer.test_history import name
 
 GOING_ON = threading.Event()
@@ -28,12 +28,12 @@ KINDS = {"sft": (SFT, "demonstrations"), "dpo": (DPO, "preferences"), "kto": (KT
 
 
 def settings_of(base: Path, algorithm: str, **more: Any) -> TrainerSettings:
-    """As a start would read them."""
+    """Return the settings as a start would read them."""
     from headrace_runtime.settings import complete
 
     table = {"base": str(base), "algorithm": algorithm, "native": {"tokens": 0}, **more}
-    found: TrainerSettings = complete(TrainerSettings).model_validate(table)
-    return found
+    trainer_settings: TrainerSettings = complete(TrainerSettings).model_validate(table)
+    return trainer_settings
 
 
 def open_policy(base: Path) -> Policy:
@@ -47,9 +47,9 @@ def prepared_for(base: Path, algorithm: str) -> PreparedBatch:
     signals, kind = KINDS[algorithm]
     stream = Stream(base, signals, kind)
     stream.send(
-        told(1, name(0), preferences=(side("p", "chosen", turn(1)),)),
-        told(2, name(0), preferences=(side("p", "rejected", turn(2)),), length=11),
-        told(3, name(0), edits=(edit("nobody", turn(3)),)),
+        with_signals(1, name(0), preferences=(side("p", "chosen", turn(1)),)),
+        with_signals(2, name(0), preferences=(side("p", "rejected", turn(2)),), length=11),
+        with_signals(3, name(0), edits=(edit("nobody", turn(3)),)),
     )
     prepared = stream.train()
     assert prepared is not None
@@ -57,32 +57,35 @@ def prepared_for(base: Path, algorithm: str) -> PreparedBatch:
 
 
 def gradients(policy: Policy, batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Tensor], Any]:
-    """What the optimizer is given of rows that are new; without momentum, clipping and warm-up."""
+    """Return the optimizer's input for new rows, without momentum, clipping and warm-up."""
     chosen = OptimizerSettings(learning_rate=1e-12, gradient_norm_max=1e9, beta1=0.0)
     optimizer = Optimizer(policy.parameters, chosen)
-    taken = train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
-    return {key: one.grad.clone() for key, one in policy.parameters.items() if one.grad is not None}, taken
+    result = train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
+    return {
+        key: parameter.grad.clone() for key, parameter in policy.parameters.items() if parameter.grad is not None
+    }, result
 
 
 def left_by_a_withdrawal(base: Path, algorithm: str) -> float:
-    """The gradient of the withdrawal beside that of the training, added up: 0 where the one takes back the other. As a
-    share of the latter. The weights have not moved, so nothing else is in it."""
+    """Return the sum of the gradients of training and withdrawal as a share of the former: 0 for a complete withdrawal.
+    The weights have not moved, so the sum has no other part.
+    """
     settings, policy = settings_of(base, algorithm), open_policy(base)
     prepared = prepared_for(base, algorithm)
     batch = replace(prepared.batch, agg_mode=settings.loss.agg_mode)
-    first, taken = gradients(policy, batch, settings)
-    trained = apply_result(replace(prepared, batch=batch), taken)
+    first, result = gradients(policy, batch, settings)
+    trained = apply_result(replace(prepared, batch=batch), result)
     weight = batch.token_weight
     back = [
-        replace(row, advantage=-row.advantage, correction=True, token_weight=weight * one.factor, together="")
-        for row, one in zip(batch.rows, trained, strict=True)
+        replace(row, advantage=-row.advantage, correction=True, token_weight=weight * trained_row.factor, together="")
+        for row, trained_row in zip(batch.rows, trained, strict=True)
     ]
     second = _of_corrections(policy, Batch(tuple(back)), settings)
     return _norm({key: first[key] + second[key] for key in first}) / _norm(first)
 
 
 def gain_of_training(base: Path, algorithm: str, steps: int = 6) -> float:
-    """By how much what is liked becomes likelier beside what is not, in nats; the smallest of all rows."""
+    """Return the gain in nats of preferred answers compared with rejected ones; the smallest of all rows."""
     settings, policy = settings_of(base, algorithm), open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=3e-3))
     batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
@@ -97,15 +100,17 @@ def left_by_passes(base: Path, algorithm: str) -> float:
     """The largest difference in gradients between one forward pass for all rows and one for each that may be alone."""
     settings = settings_of(base, algorithm)
     batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
-    found = []
+    gradients_of = []
     for tokens in (4096, 1):
         policy = open_policy(base)
         optimizer = Optimizer(
             policy.parameters, OptimizerSettings(learning_rate=1e-12, gradient_norm_max=1e9, beta1=0.0)
         )
         train(policy, optimizer, batch, settings.loss, tokens, GOING_ON)
-        found.append({key: one.grad for key, one in policy.parameters.items() if one.grad is not None})
-    return max(float((found[0][key] - found[1][key]).abs().max()) for key in found[0])
+        gradients_of.append(
+            {key: parameter.grad for key, parameter in policy.parameters.items() if parameter.grad is not None}
+        )
+    return max(float((gradients_of[0][key] - gradients_of[1][key]).abs().max()) for key in gradients_of[0])
 
 
 def slope_beside_the_gradient(base: Path) -> float:
@@ -113,30 +118,30 @@ def slope_beside_the_gradient(base: Path) -> float:
     policy gradient. The measured factor has to be that of a token of the batch."""
     settings, policy = settings_of(base, "dpo"), open_policy(base)
     batch = replace(prepared_for(base, "dpo").batch, agg_mode=settings.loss.agg_mode)
-    _, taken = gradients(policy, batch, settings)
+    _, result = gradients(policy, batch, settings)
     beta = 0.1  # at the base itself the margin is 0, so that a pair's slope is 2 beta sigmoid(0)
-    off = max(abs(value - beta) for value in taken.slopes.values()) + abs(len(taken.slopes) - 4)
-    return float(off + (taken.measured[GRADIENT_FACTOR] <= 0))
+    off = max(abs(value - beta) for value in result.slopes.values()) + abs(len(result.slopes) - 4)
+    return float(off + (result.measured[GRADIENT_FACTOR] <= 0))
 
 
 def _of_corrections(policy: Policy, batch: Batch, settings: TrainerSettings) -> dict[str, Tensor]:
     """Their gradients as they are stashed, before anything is done with them."""
-    found: dict[str, Tensor] = {}
+    stashed_gradients: dict[str, Tensor] = {}
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-12, beta1=0.0))
-    own = optimizer.stash
+    sound = optimizer.stash
 
     def stash() -> dict[str, Tensor]:
-        stashed = own()
-        found.update({key: one.clone() for key, one in stashed.items()})
+        stashed = sound()
+        stashed_gradients.update({key: tensor.clone() for key, tensor in stashed.items()})
         return stashed
 
     optimizer.stash = stash  # type: ignore[method-assign]
     train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
-    return found
+    return stashed_gradients
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([one.double().norm() for one in tensors.values()]).norm())
+    return float(torch.stack([tensor.double().norm() for tensor in tensors.values()]).norm())
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The whole circle in one place: every service, an agent at work, and what outsiders can see of both."""
+"""The whole circle: every service, an agent at work, and their visible results."""
 
 from __future__ import annotations
 
@@ -76,11 +76,13 @@ def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:
 
 
 def trainer_settings(chosen: Mapping[str, object]) -> TrainerSettings:
-    """What the trainer of `up` is set to."""
+    """Return the trainer settings of `up`."""
     from headrace_trainer.settings import TrainerSettings
 
-    own = {name: value for name, value in chosen.items() if name.startswith("trainer.")}
-    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_setting(value) for name, value in own.items()}
+    trainer_values = {name: value for name, value in chosen.items() if name.startswith("trainer.")}
+    environ = {
+        f"HEADRACE_{name.upper().replace('.', '__')}": as_setting(value) for name, value in trainer_values.items()
+    }
     return load("trainer", TrainerSettings, CONFIG, environ)[1]
 
 
@@ -92,30 +94,30 @@ def up(folder: Path, chosen: Mapping[str, object]) -> HeadraceUp:
 
 @dataclass
 class Observed:
-    """Everything that is on the bus now, by kind of event."""
+    """Return all events on the bus by kind."""
 
     events: dict[type[Event], list[Event]]
 
     def all(self, kind: type[E]) -> list[E]:
-        """In order within each partition; what was delivered twice is there twice."""
+        """Return the events in order within each partition, duplicates included."""
         return [event for event in self.events[kind] if isinstance(event, kind)]
 
 
 async def observe(bus: str) -> Observed:
     """Read the topics from their beginning, outside all consumer groups. A record that is no event fails the test."""
-    found: dict[type[Event], list[Event]] = {kind: [] for kind in FACTS}
+    events: dict[type[Event], list[Event]] = {kind: [] for kind in FACTS}
     async with connected(bus) as topics:
         for kind in FACTS:
             async for entry in topics.read(Range(kind.topic)):
-                place = f"{entry.topic}/{entry.partition}/{entry.offset}"
-                assert entry.event is not None, f"{place}: {entry.problem}"
-                found[kind].append(entry.event)
-    return Observed(found)
+                position = f"{entry.topic}/{entry.partition}/{entry.offset}"
+                assert entry.event is not None, f"{position}: {entry.problem}"
+                events[kind].append(entry.event)
+    return Observed(events)
 
 
 @dataclass(frozen=True)
 class Received:
-    """What a client got for one call that asked for its token ids."""
+    """A client's answer to one call that requested its token ids."""
 
     response_id: str
     version: str
@@ -126,7 +128,7 @@ class Received:
 
 @dataclass
 class Work:
-    """What the clients saw while the circle turned."""
+    """Answers of the clients during the run."""
 
     agent: dict[str, Any] = field(default_factory=dict)
     """The agent's own summary."""
@@ -134,24 +136,24 @@ class Work:
 
 
 async def work(circle: HeadraceUp, until: Callable[[], bool], witnesses: int, out: Path) -> Work:
-    """The e-mail agent works until `until`, and beside it clients talk that look at their tokens."""
-    done = Work()
+    """Let the e-mail agent work until `until`, together with clients that compare their tokens."""
+    finished = Work()
     async with agent(circle.base_url, out) as process, AsyncOpenAI(base_url=circle.base_url, api_key="none") as client:
         talks = await asyncio.gather(*(_talk(client, number) for number in range(witnesses)))
         await _until(lambda: process.returncode is not None or until(), "what the agent works for")
-    done.received = [one for talk in talks for one in talk]
-    done.agent = _summary(out)
-    return done
+    finished.received = [call for talk in talks for call in talk]
+    finished.agent = _summary(out)
+    return finished
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
 
 
 @contextlib.asynccontextmanager
 async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The example's own program, in a process of its own; at the end it is asked to finish what it is doing."""
+    """Run the example's own program in a process; it finishes its current task at the end."""
     command = [
         sys.executable,
         "-m",
@@ -176,14 +178,14 @@ async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Pr
 
 
 def versions(circle: HeadraceUp) -> tuple[VersionState, ...]:
-    """What the registry knows, the newest first."""
+    """Return the registry's versions, the newest first."""
     with ModelRegistry(circle.state.services["registry"].url) as registry:
         return registry.versions(MODEL)
 
 
 def promotions(circle: HeadraceUp) -> int:
-    """How many versions have been champion."""
-    return sum(any(one.decision == "promoted" for one in version.decisions) for version in versions(circle))
+    """Return the number of versions that have been champion."""
+    return sum(any(decision.decision == "promoted" for decision in version.decisions) for version in versions(circle))
 
 
 async def _talk(client: AsyncOpenAI, number: int) -> list[Received]:
@@ -198,7 +200,7 @@ async def _talk(client: AsyncOpenAI, number: int) -> list[Received]:
         received.append(_received(answer))
         messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": follow_up}]
     body = {
-        "msg_ids": [one.response_id for one in received],
+        "msg_ids": [call.response_id for call in received],
         "ends_session": True,
         "task_id": "talk",
         "value": number % 2,
@@ -210,39 +212,43 @@ async def _talk(client: AsyncOpenAI, number: int) -> list[Received]:
 
 def _received(answer: Any) -> Received:
     choice = answer.choices[0]
-    logprobs = [one.logprob for one in choice.logprobs.content]
+    logprobs = [token.logprob for token in choice.logprobs.content]
     return Received(answer.id, answer.model, answer.prompt_token_ids, choice.token_ids, logprobs)
 
 
 async def settled(circle: HeadraceUp) -> TurnAccount:
-    """The account, once all that was captured is trained or dropped and every version has been decided about.
+    """Return the account once all captured turns are trained or dropped and every version has a decision.
 
-    A version is announced before the verdicts of its batch are, and heard of by the registry later: when nothing waits
-    any more, a gate may still have its tasks to play."""
+    A version is announced before the outcomes of its batch, and the registry reads of it later: after the last open
+    turn a
+    gate may still have tasks to play.
+    """
     deadline = time.monotonic() + _WAIT_S
     while True:
         account = await read_turn_account(circle.state.bus)
-        known = versions(circle)
+        all_versions = versions(circle)
         undecided = [
-            one.id for one in known if one.state in ("registered", "probing", "evaluating") or _unmeasured(one)
+            entry.id
+            for entry in all_versions
+            if entry.state in ("registered", "probing", "evaluating") or _unmeasured(entry)
         ]
         if not account.waiting and not undecided:
-            announced = {one.version for one in (await observe(circle.state.bus)).all(Checkpoint)}
-            if announced == {one.id for one in known}:
+            announced = {entry.version for entry in (await observe(circle.state.bus)).all(Checkpoint)}
+            if announced == {entry.id for entry in all_versions}:
                 return account
-        assert time.monotonic() < deadline, f"{account}; undecided: {undecided} of {len(known)} versions"
+        assert time.monotonic() < deadline, f"{account}; undecided: {undecided} of {len(all_versions)} versions"
         await asyncio.sleep(0.5)
 
 
 def _unmeasured(version: VersionState) -> bool:
-    """Whoever takes over is measured afterwards."""
-    return version.state == "promoted" and all(one.decision != "evaluated" for one in version.decisions)
+    """Return whether the champion's audit is still open."""
+    return version.state == "promoted" and all(decision.decision != "evaluated" for decision in version.decisions)
 
 
-async def _until(condition: Callable[[], bool], what: str) -> None:
-    """Raises `TimeoutError` that names `what`."""
+async def _until(condition: Callable[[], bool], label: str) -> None:
+    """Wait for the condition. Raises `TimeoutError` that names `label`."""
     deadline = time.monotonic() + _WAIT_S
     while not await asyncio.to_thread(condition):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not after {_WAIT_S} s")
+            raise TimeoutError(f"{label}: not after {_WAIT_S} s")
         await asyncio.sleep(0.5)

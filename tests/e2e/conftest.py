@@ -1,4 +1,4 @@
-"""What the whole circle runs on: the e-mail agent's base model, two buses, two databases, a judge's endpoint."""
+"""Parts of the whole circle: the e-mail agent's base model, two buses, two databases, a judge's endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.postgres_node import PostgresNode
 ROOT = Path(__file__).resolve().parents[2]
 
 CACHE = ROOT / ".cache" / "demo"
-"""Where `headrace demo` keeps its base models too."""
+"""Folder in which `headrace demo` keeps its base models."""
 WARM_UP_STEPS = 50
 """An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 
@@ -41,7 +41,7 @@ def base_model() -> Path:
 
 @pytest.fixture(scope="module")
 def judge_llm() -> Iterator[FakeLLM]:
-    """What the judge asks: a model that is content with everything."""
+    """Endpoint of the judge: a model that gives every answer full marks."""
     with FakeLLM(fake_llm.verdict(outcome=4, grounding=4, conduct=5, clarity=5)) as llm:
         yield llm
 

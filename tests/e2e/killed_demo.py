@@ -25,17 +25,17 @@ from tests.support.headrace_up import HEADRACE, as_setting
 from tests.support.processes import naming
 
 WAIT_S = 180.0
-"""Bound on most waits, for a machine with many other things to do; usually seconds."""
+"""Limit of most waits on a busy machine; usually seconds."""
 BASE_S = 600.0
-"""The same with the base model to be built, which takes most of a minute on a quiet machine."""
+"""Limit with the base model to be built, which takes most of a minute on a quiet machine."""
 LEARNING_S = 400.0
-"""The same for what the demo is about; as a rule it is done when the last service has been killed."""
+"""Limit for the demo's learning, which usually ends with the last kill."""
 CONCURRENCY = 3
 GAIN = 0.1
-"""By so much held-out success has to rise, in 0..1: what the shortened demo asks for."""
+"""Required gain of held-out success, in 0..1, as in the shortened demo."""
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""So small a model is built as fast by one thread, and on a busy machine two wait for each other most of the time."""
+"""One thread builds so small a model as fast as two, which wait for each other on a busy machine."""
 
 TELLS = {
     "broker": "turns",
@@ -46,12 +46,12 @@ TELLS = {
     "trainer": "training-metrics",
     "registry": "model-events",
 }
-"""Whose work shows on which topic. Whether the judge works, only the endpoint that it asks can tell apart."""
+"""Topic on which the work of each service is visible. The judge's work is visible at its endpoint only."""
 
 
 @dataclass
 class Death:
-    """One kill -9 and what came after it."""
+    """One kill -9 and its effects."""
 
     service: str
     pid: int
@@ -68,18 +68,20 @@ class Played:
     """The demo is over."""
 
     status: int
-    said: str
+    output: str
     agent: dict[str, Any]
     report: dict[str, Any]
     deaths: dict[str, Death] = field(default_factory=dict)
 
 
 def endless(example: Path, folder: Path) -> Path:
-    """A copy of a demo whose agent works until it is told to stop, however much it has learned by then, and on few
-    tasks at once, so that what was killed finds a processor when it starts again."""
+    """Copy of a demo whose agent works until it is stopped, whatever it has learned by then, on few tasks at a time, so
+    that
+    a killed process finds CPU time when it restarts.
+    """
     parts = (example, folder), (example.parent / "example_parts", folder.parent / "example_parts")
-    for place, copy in parts:
-        shutil.copytree(place, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder_name, copy in parts:
+        shutil.copytree(folder_name, copy, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "demo.toml"
     recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     recipe["short"] |= {"enough_gain": 2.0, "traffic_s_max": 10 * WAIT_S}
@@ -95,8 +97,10 @@ def _entries(table: Mapping[str, object]) -> str:
 
 
 class KilledDemo:
-    """`play` it once. `folder` gets data, logs and the report. `others`: how much services have done that are not in
-    `TELLS`."""
+    """One killed demo. Call `play` once. `folder` gets data, logs and the report. `other_counts` returns the work of
+    services
+    that are not in `TELLS`.
+    """
 
     def __init__(
         self,
@@ -104,17 +108,17 @@ class KilledDemo:
         folder: Path,
         cache: Path,
         settings: Mapping[str, object],
-        others: Mapping[str, Callable[[], int]],
+        other_counts: Mapping[str, Callable[[], int]],
     ) -> None:
         self.data, self._out, self._log = folder / "data", folder / "out", folder / "demo.log"
         self._command = [HEADRACE, "demo", str(demo), "--short", "--data-dir", str(self.data), "--out", str(self._out)]
         self._command += ["--cache", str(cache)]
         self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_setting(value)}")]
-        self._others = others
+        self._other_counts = other_counts
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
     @property
@@ -135,14 +139,14 @@ class KilledDemo:
                 death.told_again = True
             self._until(self._has_learned, f"a version that took over is {GAIN:.0%} better than the first", LEARNING_S)
             agent = self._agent()
-            assert agent is not None, self.said
+            assert agent is not None, self.output
             os.kill(agent, signal.SIGTERM)
             status = process.wait(WAIT_S)
         finally:
             process.kill()  # its services end with it
             process.wait()
         agent_said, report = (json.loads((self._out / name).read_text()) for name in ("agent.json", "demo.json"))
-        return Played(status, self.said, agent_said, report, deaths)
+        return Played(status, self.output, agent_said, report, deaths)
 
     def _kill(self, name: str) -> Death:
         """SIGKILL, then wait until the service is ready again and the agent is answered."""
@@ -165,8 +169,8 @@ class KilledDemo:
 
     def _tells(self, service: str) -> int:
         """Records that are on the service's topic now; 0 while the bus is away."""
-        if service in self._others:
-            return self._others[service]()
+        if service in self._other_counts:
+            return self._other_counts[service]()
 
         async def count() -> int:
             async with connected(self._state().bus) as topics:
@@ -189,23 +193,31 @@ class KilledDemo:
                 versions = registry.versions(model.id)
         except HeadraceError:
             return []
-        decisions = sorted((one for version in versions for one in version.decisions), key=lambda one: one.time)
-        scores = {one.version: one.statistics["score"] for one in decisions if "score" in one.statistics}
-        return [scores[one.version] for one in decisions if one.decision == "promoted" and one.version in scores]
+        decisions = sorted(
+            (decision for version in versions for decision in version.decisions), key=lambda decision: decision.time
+        )
+        scores = {
+            decision.version: decision.statistics["score"] for decision in decisions if "score" in decision.statistics
+        }
+        return [
+            scores[decision.version]
+            for decision in decisions
+            if decision.decision == "promoted" and decision.version in scores
+        ]
 
     def _agent(self) -> int | None:
         """The agent's process."""
-        found = [pid for pid, command in naming(str(self._out)).items() if "email_agent.agent" in command]
-        return found[0] if found else None
+        pids = [pid for pid, command in naming(str(self._out)).items() if "email_agent.agent" in command]
+        return pids[0] if pids else None
 
     def _state(self) -> RunState:
         return read(self.data)
 
-    def _until(self, condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    def _until(self, condition: Callable[[], bool], label: str, wait_s: float = WAIT_S) -> None:
         """Raises when it is not so in time, or the demo has ended."""
         deadline = time.monotonic() + wait_s
         while not condition():
             assert self._process is not None
-            assert self._process.poll() is None, f"the demo ended before {what}: {self.said[-3000:]}"
-            assert time.monotonic() < deadline, f"{what}: not after {wait_s} s: {self.said[-3000:]}"
+            assert self._process.poll() is None, f"the demo ended before {label}: {self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"{label}: not after {wait_s} s: {self.output[-3000:]}"
             time.sleep(0.3)

@@ -1,7 +1,7 @@
-"""The trainer's work done once more, from what anybody can read: turns and reports on the bus, versions in blobs.
+"""The trainer's work repeated from public data: turns and reports on the bus, versions in blobs.
 
-Each batch is put together again with the tokens and logprobs of the captured *turns*. If one of them had been trained
-otherwise, the weights that come out would not be the published ones.
+Each batch is built again from the tokens and logprobs of the captured *turns*. If one of them had been trained
+differently, the resulting weights would not be the published ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Retraining:
     blobs: BlobStore
     saved: Saved
     experiences: Mapping[tuple[str, int], Experience]
-    """By id and revision, with the branch as the turns say it."""
+    """Experiences by id and revision, with the branch rebuilt from the turns."""
     batches: Mapping[int, Sequence[tuple[Experience, float, float | None]]]
     """Step to the experiences and advantages of its batch, in order; corrections with the weight of their tokens."""
     digests: Mapping[int, str]
@@ -46,14 +46,16 @@ class Retraining:
 
     @classmethod
     def of(cls, settings: TrainerSettings, folder: Path, observed: Observed) -> Retraining:
-        """`folder` is the data directory; nothing in it is changed."""
+        """Read the data directory `folder`, without any change to it."""
         blobs = BlobStore((folder / "blobs").as_uri())
         saved = LineageStore(blobs, settings.lineage).read()
         assert saved is not None
         turns = {turn.turn_id: turn for turn in observed.all(Turn)}
-        experiences = {(one.experience_id, one.revision): _from_turns(one, turns) for one in observed.all(Experience)}
-        reports = [one for one in observed.all(TrainingMetrics) if one.account <= saved.account]
-        digests = {batch.step: batch.digest for one in reports for batch in one.batches}
+        experiences = {
+            (item.experience_id, item.revision): _from_turns(item, turns) for item in observed.all(Experience)
+        }
+        reports = [item for item in observed.all(TrainingMetrics) if item.account <= saved.account]
+        digests = {batch.step: batch.digest for item in reports for batch in item.batches}
         return cls(settings, blobs, saved, experiences, _batches(reports, saved, experiences), digests)
 
     def policy(self) -> Policy:
@@ -70,7 +72,7 @@ class Retraining:
         """The step's batch, made of turns. `tampered`: with one sampled token exchanged for another."""
         rows = [Row.of(experience, advantage, None, weight) for experience, advantage, weight in self.batches[step]]
         if tampered:
-            row = max(rows, key=lambda one: abs(float(one.advantage)))
+            row = max(rows, key=lambda row_entry: abs(float(row_entry.advantage)))
             row.token_ids_T[np.flatnonzero(row.loss_mask_T)[-1]] ^= 1
         return Batch(tuple(rows), self.settings.batch_experiences)
 
@@ -80,15 +82,19 @@ class Retraining:
 
     def drift(self, policy: Policy, sampled_by: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """|logprob of the present weights - the engine's| of each trained token that `sampled_by` sampled."""
-        trained = {(one.experience_id, one.revision): one for batch in self.batches.values() for one, *_ in batch}
-        rows = [Row.of(one, 0.0, sampled_by) for one in trained.values()]
-        found = []
+        trained = {
+            (trained_experience.experience_id, trained_experience.revision): trained_experience
+            for batch in self.batches.values()
+            for trained_experience, *_ in batch
+        }
+        rows = [Row.of(trained_experience, 0.0, sampled_by) for trained_experience in trained.values()]
+        drifts = []
         for row in (row for row in rows if row.fresh_T.any()):
             pack = policy.collate([row])
             with torch.no_grad():
                 difference_N = (policy.logprobs(pack)[0] - pack.behaviour_N)[pack.fresh_N]
-            found.append(difference_N.abs().double().numpy())
-        return np.concatenate(found) if found else np.empty(0)
+            drifts.append(difference_N.abs().double().numpy())
+        return np.concatenate(drifts) if drifts else np.empty(0)
 
 
 def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience:
@@ -97,12 +103,12 @@ def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience
         return experience
     spans: list[Span] = []
     tokens: tuple[int, ...] = ()
-    for told in experience.branch.spans:
-        turn = turns[told.turn_id]
-        choice = turn.choices[told.choice]
+    for span in experience.branch.spans:
+        turn = turns[span.turn_id]
+        choice = turn.choices[span.choice]
         spans.append(
             Span(
-                start=len(turn.prompt_token_ids), logprobs=choice.logprobs, turn_id=turn.turn_id, choice=told.choice,
+                start=len(turn.prompt_token_ids), logprobs=choice.logprobs, turn_id=turn.turn_id, choice=span.choice,
                 version=turn.version, temperature=turn.sampling.temperature, finish_reason=choice.finish_reason,
             )
         )  # fmt: skip
@@ -116,9 +122,9 @@ def _batches(
 ) -> dict[int, list[tuple[Experience, float, float | None]]]:
     """Verdicts are in the order of the batch; which step an experience was in, and with which advantage, is in the
     lineage's own window."""
-    found: dict[int, list[tuple[Experience, float, float | None]]] = defaultdict(list)
+    batches: dict[int, list[tuple[Experience, float, float | None]]] = defaultdict(list)
     times: dict[str, int] = defaultdict(int)
-    unique = {one.account: one for one in reports}
+    unique = {metrics.account: metrics for metrics in reports}
     for _, report in sorted(unique.items()):
         for verdict in report.verdicts:
             if verdict.dropped is None:
@@ -126,5 +132,5 @@ def _batches(
                 weight = contribution.token_weight if times[verdict.experience_id] else None
                 times[verdict.experience_id] += 1
                 experience = experiences[verdict.experience_id, verdict.revision]
-                found[contribution.step].append((experience, contribution.advantage, weight))
-    return found
+                batches[contribution.step].append((experience, contribution.advantage, weight))
+    return batches

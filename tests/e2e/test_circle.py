@@ -1,4 +1,4 @@
-"""The whole circle on both buses and both databases: `headrace up`, an agent, and what outsiders see of the promises.
+"""The whole circle on both buses and both databases: `headrace up`, an agent, and the visible side of the promises.
 
 The tests of one combination share one run and end it in their order: work, look, stop, start again.
 """
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 WITNESSES = 12
 SWAPS = 2
-"""So many versions have to take over from the base while the agent works."""
+"""Number of versions that have to take over from the base while the agent works."""
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +64,19 @@ def up(chosen: dict[str, object], folder: Path) -> Iterator[HeadraceUp]:
 
 
 @pytest.fixture(scope="module")
-def done(up: HeadraceUp, folder: Path) -> Work:
+def finished_work(up: HeadraceUp, folder: Path) -> Work:
     """The clients' side of the run, once everything that they did has been trained or dropped."""
 
     async def run() -> Work:
-        found = await circle.work(up, lambda: circle.promotions(up) > SWAPS, WITNESSES, folder.with_name("agent.json"))
+        work = await circle.work(up, lambda: circle.promotions(up) > SWAPS, WITNESSES, folder.with_name("agent.json"))
         await circle.settled(up)
-        return found
+        return work
 
     return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
-def observed(up: HeadraceUp, done: Work) -> Observed:
+def observed(up: HeadraceUp, finished_work: Work) -> Observed:
     return asyncio.run(circle.observe(up.state.bus))
 
 
@@ -94,50 +94,50 @@ def test_every_service_is_a_process_of_its_own(up: HeadraceUp, backends: dict[st
     assert len({service.pid for service in up.state.services.values()}) == len(expected)
 
 
-def test_versions_took_over_while_the_agent_worked(observed: Observed, done: Work) -> None:
-    assert done.agent["failed_requests"] == 0
-    assert done.agent["feedback_taken"]
-    versions = {one.version: one for one in observed.all(Checkpoint)}
-    assert sorted(one.step for one in versions.values()) == list(range(len(versions)))
-    promoted = [one.version for one in observed.all(ModelEvent) if one.decision == "promoted"]
+def test_versions_took_over_while_the_agent_worked(observed: Observed, finished_work: Work) -> None:
+    assert finished_work.agent["failed_requests"] == 0
+    assert finished_work.agent["feedback_taken"]
+    versions = {checkpoint.version: checkpoint for checkpoint in observed.all(Checkpoint)}
+    assert sorted(checkpoint.step for checkpoint in versions.values()) == list(range(len(versions)))
+    promoted = [checkpoint.version for checkpoint in observed.all(ModelEvent) if checkpoint.decision == "promoted"]
     assert len(dict.fromkeys(promoted)) > SWAPS
-    scored = {one.version for one in observed.all(ModelEvent) if "score" in one.statistics}
+    scored = {checkpoint.version for checkpoint in observed.all(ModelEvent) if "score" in checkpoint.statistics}
     assert scored >= set(promoted), "each one was evaluated on held-out tasks"
     assert {turn.version for turn in observed.all(Turn) if turn.purpose == "train"} >= set(promoted[:2])
-    rewards = {(one.source, one.outcome) for one in observed.all(Reward)}
+    rewards = {(checkpoint.source, checkpoint.outcome) for checkpoint in observed.all(Reward)}
     assert rewards >= {("function:answer", "scored"), ("function:tool_use", "scored"), ("judge:helpfulness", "scored")}
     assert observed.all(DeadLetter) == []
 
 
-def test_three_ledgers_agree(up: HeadraceUp, observed: Observed, done: Work) -> None:
-    """What clients were answered, what the topics hold, and what the account makes of it."""
+def test_three_ledgers_agree(up: HeadraceUp, observed: Observed, finished_work: Work) -> None:
+    """Compare the clients' answers, the topics and the account."""
     turns = {turn.turn_id: turn for turn in observed.all(Turn)}
-    mine = {one.response_id for one in done.received}
+    mine = {item.response_id for item in finished_work.received}
     assert mine <= turns.keys()
     trainable = [turn for turn in turns.values() if turn.purpose == "train"]
-    assert len(trainable) == done.agent["calls"] + len(mine)
-    found: dict[str, Any] = up.status()
-    account = found["account"]
+    assert len(trainable) == finished_work.agent["calls"] + len(mine)
+    status: dict[str, Any] = up.status()
+    account = status["account"]
     assert account["captured"] == len(turns)
     assert account["captured"] == account["trained"] + sum(account["waiting"].values()) + sum(
         account["dropped"].values()
     )
-    verdicts = {v.experience_id: v for one in observed.all(TrainingMetrics) for v in one.verdicts if not v.dropped}
+    verdicts = {v.experience_id: v for item in observed.all(TrainingMetrics) for v in item.verdicts if not v.dropped}
     assert account["trained"] == len({turn_id for verdict in verdicts.values() for turn_id in verdict.turn_ids})
     assert account["trained"] >= 0.9 * len(trainable), account
 
 
-def test_tokens_are_those_that_the_client_saw(observed: Observed, done: Work) -> None:
+def test_tokens_are_those_that_the_client_saw(observed: Observed, finished_work: Work) -> None:
     """From the engine's answer over the turn to the experience, bit for bit (P2), and the version with them (P3)."""
     turns = {turn.turn_id: turn for turn in observed.all(Turn)}
     spans = {
         span.turn_id: (branch.token_ids[: span.start], branch.token_ids[span.start : span.stop], span)
-        for one in observed.all(Experience)
-        if (branch := one.branch) is not None
+        for experience in observed.all(Experience)
+        if (branch := experience.branch) is not None
         for span in branch.spans
     }
-    assert len(done.received) == 2 * WITNESSES
-    for received in done.received:
+    assert len(finished_work.received) == 2 * WITNESSES
+    for received in finished_work.received:
         turn = turns[received.response_id]
         prompt, sampled, span = spans[received.response_id]
         assert list(turn.prompt_token_ids) == received.prompt_token_ids == list(prompt)
@@ -157,7 +157,7 @@ def test_trained_batches_are_the_captured_turns_bit_for_bit(lineage: Retraining)
 
 
 def test_published_weights_follow_bit_for_bit_from_the_captured_turns(lineage: Retraining) -> None:
-    """What no digest could get wrong: trained again on the turns, the base becomes each version in turn (P9)."""
+    """P9: trained again on the turns, the base becomes each version in turn, which no digest could fake."""
     from headrace_trainer.torch_learner.optimizer import Optimizer
 
     policy, reader = lineage.policy(), lineage.policy()
@@ -192,13 +192,16 @@ def test_engine_and_trainer_agree_on_the_version_that_sampled(lineage: Retrainin
     drift_N = np.concatenate(list(drifts.values()))
     mean, p99 = drift_N.mean(), np.quantile(drift_N, 0.99)
     print(
-        f"{len(drift_N)} tokens of {sum(len(one) > 0 for one in drifts.values())} versions: {mean:.2e}, p99 {p99:.2e}"
+        f"{len(drift_N)} tokens of {sum(len(drift) > 0 for drift in drifts.values())} versions: "
+        f"{mean:.2e}, p99 {p99:.2e}"
     )
-    assert sum(len(one) > 0 for one in drifts.values()) >= SWAPS
+    assert sum(len(drift) > 0 for drift in drifts.values()) >= SWAPS
     assert mean < 1e-4
     elsewhere_N = lineage.drift(policy, lineage.saved.versions[0].version)
     assert elsewhere_N.mean() > 1e-3, "on other weights than those that sampled it, it would show"
-    reported = [one.metrics["mismatch_mean"] for one in observed.all(TrainingMetrics) if "mismatch_mean" in one.metrics]
+    reported = [
+        drift.metrics["mismatch_mean"] for drift in observed.all(TrainingMetrics) if "mismatch_mean" in drift.metrics
+    ]
     assert reported, "the trainer measures it too"
     assert max(reported) < 1e-4
 
@@ -234,7 +237,7 @@ QUESTIONS = [f"What is the extension of {contact.name}?" for contact in generate
 
 
 def test_openai_sync_with_tools(up: HeadraceUp) -> None:
-    """A tool is asked for, answered, and its result read. The model is sampled: it may take several questions."""
+    """Play a tool call, its result and the final answer. The model is sampled: it may take several questions."""
     tools = Mailtools(generate(0).open())
     client = openai.OpenAI(base_url=up.base_url, api_key="none")
     assert MODEL in [listed.id for listed in client.models.list()]
@@ -298,7 +301,7 @@ async def test_openai_async_plain_and_streamed_at_once(up: HeadraceUp) -> None:
     assert set(ids) <= turns, "whoever has the end of an answer has a captured turn (P1)"
 
 
-def test_nothing_is_left_after_ctrl_c(up: HeadraceUp, folder: Path, done: Work) -> None:
+def test_nothing_is_left_after_ctrl_c(up: HeadraceUp, folder: Path, finished_work: Work) -> None:
     services = up.state.services.values()
     assert {service.pid for service in services} <= naming(str(folder)).keys()
     assert up.stop() == 0, up.log[-3000:]
@@ -311,25 +314,25 @@ def test_the_next_start_goes_on_where_this_one_ended(up: HeadraceUp, folder: Pat
     if up.running():
         up.stop()
     up.start()
-    before = {one.version: one for one in observed.all(Checkpoint)}
-    last = max(before.values(), key=lambda one: one.step)
-    promoted = [one.version for one in observed.all(ModelEvent) if one.decision == "promoted"]
-    known = len(circle.versions(up))
+    before = {event.version: event for event in observed.all(Checkpoint)}
+    last = max(before.values(), key=lambda event: event.step)
+    promoted = [event.version for event in observed.all(ModelEvent) if event.decision == "promoted"]
+    version_count = len(circle.versions(up))
     client = openai.OpenAI(base_url=up.base_url, api_key="none")
     answer = client.chat.completions.create(model=MODEL, messages=ask(QUESTIONS[0]), max_tokens=8)
 
     async def more() -> tuple[Observed, TurnAccount]:
-        await circle.work(up, lambda: len(circle.versions(up)) > known, 0, folder.with_name("agent.json"))
+        await circle.work(up, lambda: len(circle.versions(up)) > version_count, 0, folder.with_name("agent.json"))
         return await circle.observe(up.state.bus), await read_turn_account(up.state.bus)
 
     after, account = asyncio.run(more())
-    champions = [one.version for one in after.all(ModelEvent) if one.decision == "promoted"]
+    champions = [event.version for event in after.all(ModelEvent) if event.decision == "promoted"]
     assert champions[: len(promoted)] == promoted
     assert answer.model in champions[len(promoted) - 1 :], "the last champion, or a candidate that was waiting then"
-    versions = {one.version: one for one in after.all(Checkpoint)}
+    versions = {event.version: event for event in after.all(Checkpoint)}
     assert before.keys() < versions.keys()
-    new = sorted((one for one in versions.values() if one.version not in before), key=lambda one: one.step)
-    assert [one.step for one in new] == list(range(last.step + 1, len(versions)))
+    new = sorted((event for event in versions.values() if event.version not in before), key=lambda event: event.step)
+    assert [event.step for event in new] == list(range(last.step + 1, len(versions)))
     assert new[0].parent == last.version
     assert account.consistent, account.problems
     assert account.captured >= len({turn.turn_id for turn in after.all(Turn)})

@@ -1,7 +1,7 @@
 """`headrace controls` from a recording to its table: the real trainer, broker, gateway, replica and gate's program.
 
-The recorded runs were rewarded for one letter that the model hardly ever says, and the gate's program looks for it: so
-the true reward can be learned from tokens alone, and a reward that was dealt to other runs cannot.
+The recorded runs were rewarded for one letter that the model hardly ever writes, and the gate's program looks for it:
+the true reward can be learned from tokens alone, shuffled rewards cannot.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ WANTED = "a"
 
 
 def recording(base: Path, draw: random.Random) -> list[Experience]:
-    """What the base says to the question, as it samples, with 1 for the wanted letter."""
+    """Return the base's sampled answers to the question, with 1 for the letter in question."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
-    asked = [{"role": "user", "content": QUESTION}]
-    prompt = tokenizer.encode(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     torch.manual_seed(draw.randrange(2**31))
     rows = torch.tensor([prompt] * RUNS)
     logprobs = torch.zeros(RUNS, 0)
@@ -88,8 +88,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("controls")
     base = tiny_model.build(folder / "base", layers=1)
     (folder / "gate.py").write_text(PROGRAM % (ANSWER_TOKENS, QUESTION, WANTED))
-    given = recording(base, random.Random(0))
-    (folder / "recorded.jsonl").write_text("".join(one.to_json().decode() + "\n" for one in given))
+    experiences = recording(base, random.Random(0))
+    (folder / "recorded.jsonl").write_text("".join(experience.to_json().decode() + "\n" for experience in experiences))
     (folder / "headrace.toml").write_text(
         f"""
 [trainer]
@@ -106,18 +106,18 @@ command = ["{{python}}", {json.dumps(str(folder / "gate.py"))}, "{{base_url}}"]
     controls = [word for name in ("true", "shuffled", "learning rate 0") for word in ("--only", name)]
     command = [HEADRACE, "controls", "--from", "recorded.jsonl", "--config", "headrace.toml", "--json", *controls]
     command += ["--plays", "100", "--seeds", "1", "--out", "out"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1500)
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert json.loads((folder / "out" / "controls.json").read_text()) == found
-    print(done.stdout)
-    return found
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1500)
+    assert process.returncode in (0, 1), process.stderr[-3000:]
+    controls_report: dict[str, Any] = json.loads(process.stdout)
+    assert json.loads((folder / "out" / "controls.json").read_text()) == controls_report
+    print(process.stdout)
+    return controls_report
 
 
 def test_every_control_was_trained_on_everything(report: dict[str, Any]) -> None:
     assert report["experiences"] == RUNS
-    assert [one["name"] for one in report["controls"]] == ["true", "shuffled", "learning rate 0"]
-    assert {one["trained"] for one in report["controls"]} == {RUNS}
+    assert [control["name"] for control in report["controls"]] == ["true", "shuffled", "learning rate 0"]
+    assert {control["trained"] for control in report["controls"]} == {RUNS}
 
 
 def test_equal_weights_play_equally(report: dict[str, Any]) -> None:

@@ -40,12 +40,12 @@ def test_a_killed_service_comes_back_and_goes_on(played: Played, service: str) -
     death = played.deaths[service]
     print(f"{service} was ready again after {death.back_after_s:.1f} s")
     assert death.successor not in (None, death.pid)
-    assert f"{service} ended (signal 9); starting it again" in played.said
+    assert f"{service} ended (signal 9); starting it again" in played.output
     assert death.told_again, "what it does shows on the bus again"
 
 
 def test_the_demo_succeeds_all_the_same(played: Played) -> None:
-    assert played.status == 0, played.said[-3000:]
+    assert played.status == 0, played.output[-3000:]
     assert played.report["swaps"] >= 1
     assert played.report["after"] >= played.report["before"] + GAIN
 

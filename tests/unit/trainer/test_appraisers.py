@@ -20,7 +20,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.algorithms.told import told, turn
+from tests.algorithms.signals import turn, with_signals
 from tests.support import tiny_model
 from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
@@ -114,7 +114,7 @@ def _sampled(lineage: Lineage, number: int, version: str, draw: torch.Generator)
     token = int(torch.multinomial(logprobs_V.exp(), 1, generator=draw))
     span = Span(start=4, logprobs=(float(logprobs_V[token]),), turn_id=turn(number), version=version)
     branch = Branch(token_ids=(*PROMPT, token), spans=(span,))
-    return told(number, version).model_copy(update={"branch": branch})
+    return with_signals(number, version).model_copy(update={"branch": branch})
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, make: Make) -> None:
@@ -161,7 +161,7 @@ def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tupl
     world = World(tmp_path)
     lineage = open_lineage(settings, world.blobs, world.clock)
     version = lineage.state.history.head
-    events = [told(n, version) for n in range(2)]
+    events = [with_signals(n, version) for n in range(2)]
     for event in events:
         lineage.state.admit(event, (0, 0), START)
     measured = lineage.step(lineage.next_batch(), GOING_ON)
@@ -172,7 +172,7 @@ def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tupl
     assert {tuple(request["prompt"]) for _, _, request in requests} == {
         event.branch.token_ids for event in events if event.branch
     }
-    lineage.state.admit(told(5, version), (0, 0), START)
-    lineage.state.admit(told(6, version), (0, 1), START)
+    lineage.state.admit(with_signals(5, version), (0, 0), START)
+    lineage.state.admit(with_signals(6, version), (0, 1), START)
     with pytest.raises(LearnerLost, match=r"trainer\.teacher\.model = .* does not return prompt_logprobs"):
         lineage.step(lineage.next_batch(), GOING_ON)

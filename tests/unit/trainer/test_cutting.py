@@ -16,7 +16,7 @@ from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cut
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
-from tests.algorithms.told import side, told, turn
+from tests.algorithms.signals import side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_settings import read
@@ -137,7 +137,7 @@ def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
 def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:
     cutter = Cutter(make(algorithm="dpo", pair_wait_s=10.0))
     state = LineageState(chain(0), replace(LIMITS, signals=Signals(preferences=True, paired=True)), MemorySettings())
-    state.admit(told(1, name(0), preferences=(side("p", "chosen", turn(1)),)), (0, 0), START)
+    state.admit(with_signals(1, name(0), preferences=(side("p", "chosen", turn(1)),)), (0, 0), START)
     assert cutter.next(state, START + timedelta(seconds=9)) == ()
     assert state.outcomes == []
     assert cutter.next(state, START + timedelta(seconds=10)) == ()

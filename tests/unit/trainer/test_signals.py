@@ -15,7 +15,7 @@ from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.offline.dry_run import DryRun
-from tests.algorithms.told import edit, side, told, turn
+from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_learning import check_learns
 from tests.unit.trainer.world import World, decision, experience
@@ -26,13 +26,13 @@ GOING_ON = threading.Event()
 def compared(version: str) -> list[Experience]:
     """Return two comparisons, an edit, an answer without counterpart, and a run with only a reward."""
     return [
-        told(1, version, preferences=(side("p", "chosen", turn(1)),)),
-        told(2, version, preferences=(side("q", "rejected", turn(2)),)),
-        told(3, version, edits=(edit("nobody", turn(3)),)),
-        told(4, version, preferences=(side("p", "rejected", turn(4)),)),
-        told(5, version, preferences=(side("never", "chosen", turn(5)),)),
-        told(6, version, preferences=(side("q", "chosen", turn(6)),)),
-        told(7, version, reward=1.0),
+        with_signals(1, version, preferences=(side("p", "chosen", turn(1)),)),
+        with_signals(2, version, preferences=(side("q", "rejected", turn(2)),)),
+        with_signals(3, version, edits=(edit("nobody", turn(3)),)),
+        with_signals(4, version, preferences=(side("p", "rejected", turn(4)),)),
+        with_signals(5, version, preferences=(side("never", "chosen", turn(5)),)),
+        with_signals(6, version, preferences=(side("q", "chosen", turn(6)),)),
+        with_signals(7, version, reward=1.0),
     ]
 
 
@@ -80,8 +80,11 @@ async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, a
     version = lineage.state.history.head
     lineage.close()
     events = compared(version)
-    events += [told(number, version, edits=(edit("a question", turn(number)),)) for number in (8, 9)]
-    events += [told(1, version, revision=1), told(3, version, edits=(edit("Monday", turn(3)),), revision=1)]
+    events += [with_signals(number, version, edits=(edit("a question", turn(number)),)) for number in (8, 9)]
+    events += [
+        with_signals(1, version, revision=1),
+        with_signals(3, version, edits=(edit("Monday", turn(3)),), revision=1),
+    ]
     world.bus.produce(*events)
     await world.run(settings)
     digests = [batch.digest for account in world.bus.accounts for batch in account.batches]
@@ -101,7 +104,7 @@ async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make
     world.bus.produce(*compared(version)[0:4:3])
     trainer = await world.run(settings)
     assert trainer.lineage is not None
-    world.bus.produce(told(1, version, revision=1), told(4, version, revision=1))
+    world.bus.produce(with_signals(1, version, revision=1), with_signals(4, version, revision=1))
     trainer = await world.run(settings)
     assert trainer.lineage is not None
     for name in ("e1", "e4"):
@@ -123,7 +126,7 @@ async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, mak
 
     def run(number: int, task: str, sides: tuple[PreferenceSide, ...]) -> Experience:
         feedback: dict[str, Any] = {"preferences": sides} if algorithm == "dpo" else {"reward": float(number % 2)}
-        return told(number, version, task=task, run=str(number), **feedback)
+        return with_signals(number, version, task=task, run=str(number), **feedback)
 
     world.bus.produce(*(run(n, f"t{n}", (side(f"p{n}", "chosen", turn(n)),)) for n in range(9)))
     world.bus.produce(run(20, "t", (side("q", "chosen", turn(20)),)), run(21, "t", (side("q", "rejected", turn(21)),)))
@@ -138,7 +141,7 @@ async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make
     world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1)
     await world.run(settings)
     base = world.bus.checkpoints[0].version
-    world.bus.produce(told(3, base, edits=(edit("nobody", turn(3)),)))
+    world.bus.produce(with_signals(3, base, edits=(edit("nobody", turn(3)),)))
     await world.run(settings)
     world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", base))
     trainer = await world.run(settings)
@@ -156,7 +159,7 @@ async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make
 async def test_several_updates_remember_the_slope_of_the_first(tmp_path: Path, make: Make) -> None:
     world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1, loss={"updates_per_step": 2})
     await world.run(settings)
-    world.bus.produce(told(3, world.bus.checkpoints[0].version, edits=(edit("nobody", turn(3)),)))
+    world.bus.produce(with_signals(3, world.bus.checkpoints[0].version, edits=(edit("nobody", turn(3)),)))
     trainer = await world.run(settings)
     assert trainer.lineage is not None
     entry = trainer.lineage.state.window.get("e3")
@@ -173,8 +176,8 @@ async def test_a_revised_edit_takes_the_old_tokens_back(tmp_path: Path, make: Ma
     world, settings = World(tmp_path), make(algorithm="sft", steps_per_version=100, batch_experiences=1)
     await world.run(settings)
     version = world.bus.checkpoints[0].version
-    world.bus.produce(told(3, version, edits=(edit("nobody", turn(3)),)))
-    world.bus.produce(told(3, version, edits=(edit("Monday", turn(3)),), revision=1))
+    world.bus.produce(with_signals(3, version, edits=(edit("nobody", turn(3)),)))
+    world.bus.produce(with_signals(3, version, edits=(edit("Monday", turn(3)),), revision=1))
     trainer = await world.run(settings, per_poll=1)
     assert trainer.lineage is not None
     entry = trainer.lineage.state.window.get("e3")
@@ -192,7 +195,7 @@ async def test_written_tokens_train_whatever_version_serves(tmp_path: Path, make
     await world.run(settings)
     base = world.bus.checkpoints[0].version
     for number in range(3):  # each makes a version, so the later ones would be stale
-        world.bus.produce(told(number, base, origin="written", no_reward="no_reward"))
+        world.bus.produce(with_signals(number, base, origin="written", no_reward="no_reward"))
         await world.run(settings)
     assert set(world.bus.fates.values()) == {"trained"}
     assert len(world.bus.checkpoints) == 4
@@ -201,7 +204,7 @@ async def test_written_tokens_train_whatever_version_serves(tmp_path: Path, make
 async def test_written_tokens_are_refused_where_logprobs_are_needed(tmp_path: Path, make: Make) -> None:
     world, settings = World(tmp_path), make()
     await world.run(settings)
-    world.bus.produce(told(1, world.bus.checkpoints[0].version, origin="written", reward=1.0))
+    world.bus.produce(with_signals(1, world.bus.checkpoints[0].version, origin="written", reward=1.0))
     await world.run(settings)
     assert [(verdict.dropped, verdict.detail) for verdict in world.bus.verdicts] == [("invalid", "written")]
 
@@ -229,7 +232,7 @@ async def test_turns_have_advantages_of_their_own_and_a_revision_of_one_turn_is_
 
     def run(number: int, reward: float, first: float, second: float, revision: int = 0) -> Experience:
         turns = tuple(TurnReward(turn_id=turn(number, k), value=value) for k, value in enumerate((first, second)))
-        return told(
+        return with_signals(
             number, version, reward=reward, task="t", run=str(number), versions=[version] * 2, turn_rewards=turns,
             revision=revision,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.algorithms.told import edit, side, told, turn
+from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import plain_story, tell
 from tests.unit.trainer.world import World
@@ -15,20 +15,20 @@ from tests.unit.trainer.world import World
 def story(world: World, version: str) -> None:
     """Answers meet, edits are trained, redelivered, revised and withdrawn, and a poisoned record lies between."""
     first = [
-        told(1, version, preferences=(side("p", "chosen", turn(1)),)),
-        told(2, version, preferences=(side("p", "rejected", turn(2)),)),
-        told(3, version, edits=(edit("nobody", turn(3)),)),
-        told(4, version, preferences=(side("q", "chosen", turn(4)),), edits=(edit("search", turn(4)),)),
-        told(5, version, preferences=(side("q", "rejected", turn(5)),)),
-        told(6, version, reward=1.0),
-        told(7, version, edits=(edit("Monday", turn(7)),)),
+        with_signals(1, version, preferences=(side("p", "chosen", turn(1)),)),
+        with_signals(2, version, preferences=(side("p", "rejected", turn(2)),)),
+        with_signals(3, version, edits=(edit("nobody", turn(3)),)),
+        with_signals(4, version, preferences=(side("q", "chosen", turn(4)),), edits=(edit("search", turn(4)),)),
+        with_signals(5, version, preferences=(side("q", "rejected", turn(5)),)),
+        with_signals(6, version, reward=1.0),
+        with_signals(7, version, edits=(edit("Monday", turn(7)),)),
     ]
     world.bus.produce(*first, first[2], first[0])
     world.bus.add("experiences", b"poison")
     world.bus.produce(
-        told(1, version, revision=1),
-        told(3, version, edits=(edit("an invoice", turn(3)),), revision=1),
-        told(8, version, edits=(edit("the agent", turn(8)),)),
+        with_signals(1, version, revision=1),
+        with_signals(3, version, edits=(edit("an invoice", turn(3)),), revision=1),
+        with_signals(8, version, edits=(edit("the agent", turn(8)),)),
     )
 
 

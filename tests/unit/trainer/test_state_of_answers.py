@@ -17,7 +17,7 @@ from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.settings import MemorySettings
-from tests.algorithms.told import side, told, turn
+from tests.algorithms.signals import side, turn, with_signals
 from tests.unit.trainer.test_history import chain, name
 from tests.unit.trainer.test_state import LIMITS
 from tests.unit.trainer.world import START, experience
@@ -28,7 +28,7 @@ PAIR = Signals(preferences=True, paired=True)
 
 def word(revision: int, reward: float | None, which: Literal["chosen", "rejected"] = "chosen") -> Experience:
     """Return a run with a reward, or none, with one compared answer."""
-    return told(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
+    return with_signals(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 
 def waits(state: LineageState, event: Experience) -> WaitingExperience:

@@ -20,7 +20,7 @@ def side(name: str, which: Literal["chosen", "rejected"], turn: str) -> Preferen
     return PreferenceSide(preference_id=name, side=which, turn_id=turn)
 
 
-def told(
+def with_signals(
     number: int,
     version: str,
     *,
@@ -32,14 +32,14 @@ def told(
     reward: float | None = None,
     **fields: Any,
 ) -> Experience:
-    """`experience` with what else is said; without a reward unless there is one."""
-    said = {"edits": edits, "preferences": preferences, "turn_rewards": turn_rewards}
+    """Return `experience` with the given signals; it has a reward only if one is given."""
+    signals = {"edits": edits, "preferences": preferences, "turn_rewards": turn_rewards}
     plain = experience(number, version, reward, **{"no_reward": "no_reward", **fields})
     branch = plain.branch
     if origin == "written" and branch is not None:
         spans = tuple(span.model_copy(update={"logprobs": (0.0,) * len(span.logprobs)}) for span in branch.spans)
         branch = Branch(token_ids=branch.token_ids, spans=spans)
-    update = {**said, "origin": origin, "tenant": tenant, "branch": branch}
+    update = {**signals, "origin": origin, "tenant": tenant, "branch": branch}
     return Experience.model_validate({**plain.model_copy(update=update).model_dump(mode="json")})
 
 
