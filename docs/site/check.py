@@ -91,9 +91,7 @@ def main() -> None:
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     wrong = far + lost + elsewhere(pages)
-    sys.stdout.write(
-        f"{len(written)} pages, each {summary['clicks_max']} clicks at most from the front page\n"
-    )
+    sys.stdout.write(f"{len(written)} pages, each {summary['clicks_max']} clicks at most from the front page\n")
     if wrong:
         sys.exit(f"further than {_CLICKS_MAX} clicks, or from elsewhere: {', '.join(wrong[:20])}")
 
