@@ -309,7 +309,7 @@ async def test_other_data_on_the_target_is_refused_with_a_remedy(source: str, ta
 
     await create(target, "turns", 1, LOG)
     await fill(target, "turns", 5, partitions=1, name="other")
-    await refused(MirrorConflict, r"turns\[0\] at 0: .* holds other data .* delete the topic there")
+    await refused(MirrorConflict, r"turns\[0\] at 0: .* has other data .* delete the topic on the target")
     await fill(target, "turns", 30, partitions=1, name="more")
     await refused(MirrorConflict, r"ends at 35 .* in use already")
     async with administering(target) as admin:
@@ -321,7 +321,7 @@ async def test_other_data_on_the_target_is_refused_with_a_remedy(source: str, ta
 
     await eventually(recreated)
     await create(target, "turns", 3, LOG)
-    await refused(UsageError, r"1 partitions here and 3 .*keys would come to lie elsewhere")
+    await refused(UsageError, r"has 1 partitions here and 3 .*keys would change their partitions")
     with pytest.raises(UsageError, match="is both source and target"):
         await mirror(source, source)
 
@@ -342,5 +342,5 @@ async def test_a_source_in_use_is_said_so_and_the_rest_follows(source: str, targ
     assert [log.records for log in mirrored.checked] == [30]
     assert (await next_of(target, "headrace-collector", "turns")).key == b"later5"
     await commit(target, "headrace-collector", {("turns", 0): 28})
-    with pytest.raises(MirrorConflict, match=r"group headrace-collector is at 28 .*in use already"):
+    with pytest.raises(MirrorConflict, match=r"group headrace-collector: is at 28 .*in use already"):
         await mirror(source, target)

@@ -43,8 +43,7 @@ class TrainingWait:
                 if time.monotonic() > deadline:
                     raise StartFailed(
                         f"after {timeout_s:g} s {len(self._untrained)} experiences are not trained, and the newest "
-                        "version "
-                        f"is {self._version}; see `headrace logs trainer` and `headrace logs registry`"
+                        f"version is {self._version}; see `headrace logs trainer` and `headrace logs registry`"
                     )
                 await asyncio.sleep(_POLL_S)
                 await self._read(topics)

@@ -73,8 +73,7 @@ SHUFFLED = Control(
     "the same rewards, given to other runs: only their distribution remains",
     "not better",
     "the reward does not cause the learning: given to other runs it raises the score as well. Look for another cause "
-    "of a "
-    "rising score: training tasks that are also held out, or a score that depends on the order of versions",
+    "of a rising score: training tasks that are also held out, or a score that depends on the order of versions",
     _shuffle_rewards,
 )
 FLIPPED = Control(

@@ -46,8 +46,8 @@ async def copy(source: Side, target: Side, topic_partition: TopicPartition, end:
     if present_end > end:
         raise MirrorConflict(
             f"{_name(topic_partition)}: ends at {present_end} on {target.bus} and at {end} on {source.bus}; the "
-            "target is "
-            "in use already, or another bus was copied to it. To copy again, delete the topic on the target first"
+            "target is in use already, or another bus was copied to it. To copy again, delete the topic on the target "
+            "first"
         )
     if present_end <= first:
         await _check_padding(target, topic_partition, begin, present_end)

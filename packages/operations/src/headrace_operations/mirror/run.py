@@ -86,8 +86,7 @@ async def _prepare(target: Side, topics: Mapping[str, Topic], replication: int) 
         if present.partitions != topic.partitions:
             raise UsageError(
                 f"topic {name}: has {topic.partitions} partitions here and {present.partitions} on {target.bus}, so "
-                "keys "
-                "would change their partitions; delete the topic on the target, it will be created as it is here"
+                "keys would change their partitions; delete the topic on the target, it will be created as it is here"
             )
         if present.is_table != topic.is_table:
             raise UsageError(

@@ -214,8 +214,7 @@ class Side:
         if actual != expected:
             raise MirrorConflict(
                 f"{topic_partition.topic}[{topic_partition.partition}] on {self.bus}: a record got offset {actual} "
-                "instead "
-                f"of {expected}, so another producer writes there; stop it, delete the topic and mirror again"
+                f"instead of {expected}, so another producer writes there; stop it, delete the topic and mirror again"
             )
 
     async def commit(self, group: str, positions: Mapping[TopicPartition, tuple[int, str]]) -> None:
@@ -250,9 +249,9 @@ class Side:
             await self.admin.delete_records({topic_partition: RecordsToDelete(before_offset=offset)})
         except (KafkaError, NotImplementedError) as error:
             raise UsageError(
-                f"{topic_partition.topic}[{topic_partition.partition}]: must begin at {offset} on {self.bus} as "
-                "well, but "
-                f"that bus refused to delete records ({error!r}); mirror with the permission to delete records there"
+                f"{topic_partition.topic}[{topic_partition.partition}]: must begin at {offset} on {self.bus} as well, "
+                f"but that bus refused to delete records ({error!r}); mirror with the permission to delete records "
+                "there"
             ) from error
 
 

@@ -29,8 +29,8 @@ async def copy(source: Side, target: Side, topic_partition: TopicPartition, end:
             continue
         raise MirrorConflict(
             f"{topic_partition.topic}[{topic_partition.partition}]: {target.bus} has a row with key {key!r} that is "
-            "newer "
-            f"than on {source.bus} or missing there; the target is in use already. To copy again, delete the topic "
+            f"newer than on {source.bus} or missing there; the target is in use already. To copy again, delete the "
+            "topic "
             "there"
         )
     changed = [row for key, (_, row) in source_rows.items() if key not in target_rows or target_rows[key][1] != row]
