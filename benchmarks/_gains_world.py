@@ -156,12 +156,12 @@ class Scoring:
         rescoring = Rescoring(self._settings, self._pool, self._learning)
         events = [event.model_dump(mode="json") for visit in visits for event in visit.feedback]
         for number, event in enumerate(events):
-            rescoring.know("feedback", FeedbackLine(event=event, place=number).model_dump_json().encode())
+            rescoring.add_line("feedback", FeedbackLine(event=event, place=number).model_dump_json().encode())
         for reward in self._judge_rewards(visits):
-            rescoring.know("reward", reward.to_json())
+            rescoring.add_line("reward", reward.to_json())
         result: list[Experience] = []
         for visit in visits:
-            result += rescoring.taken(await rescoring.score(visit.run.to_json()))
+            result += rescoring.accept(await rescoring.score(visit.run.to_json()))
         return [*result, *[experience async for experience in rescoring.learned()]]
 
     def _judge_rewards(self, visits: Sequence[Visit]) -> Iterator[Reward]:

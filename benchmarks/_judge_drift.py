@@ -27,7 +27,7 @@ def alarm(values: list[float]) -> int | None:
     """Return the number of pairs after which the alarm is raised, or None."""
     state = Agreement()
     for number, value in enumerate(values, 1):
-        state = state.seen(value, reference=REFERENCE, error=ERROR)
+        state = state.with_pair(value, reference=REFERENCE, error=ERROR)
         if state.has_drifted(reference=REFERENCE, error=ERROR):
             return number
     return None

@@ -26,7 +26,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
 from headrace_schemas.base import utcnow
 from headrace_schemas.gate import Tasks
-from headrace_scorer.answer_remarks import Given
+from headrace_scorer.answer_remarks import Corrections
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scores import experience
 
@@ -110,7 +110,7 @@ def function_rewards(run: Trajectory) -> Iterator[SourceReward]:
 
 
 def scored_experiences(
-    run: Trajectory, source_rewards: Sequence[SourceReward], details: Given, policy: RewardPolicy
+    run: Trajectory, source_rewards: Sequence[SourceReward], details: Corrections, policy: RewardPolicy
 ) -> list[Experience]:
     """Return the experiences that the scorer makes, one for each branch."""
     return [

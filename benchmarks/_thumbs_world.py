@@ -97,7 +97,7 @@ def without_width_limit(fitted: FittedThumbs) -> FittedThumbs:
 
     The runs that it does not abstain from are its own choice, and do not show how well it ranks runs.
     """
-    return replace(fitted, demands=replace(fitted.demands, width_max=1.0))
+    return replace(fitted, requirements=replace(fitted.requirements, width_max=1.0))
 
 
 def _ratio(rates: Sequence[float], *, yes: bool) -> float:

@@ -46,7 +46,7 @@ from benchmarks._thumbs_world import KnownRun, People, runs, thumbed, without_wi
 from headrace_cli.progress import ProgressDisplay
 from headrace_scorer import agreement_test
 from headrace_scorer.learned import columns, crowd
-from headrace_scorer.learned.models import FitDemands, Thumb, ThumbedRun
+from headrace_scorer.learned.models import FitRequirements, Thumb, ThumbedRun
 from headrace_scorer.learned.thumbs import FittedThumbs, fit
 
 SECTIONS = ("gains", "thumbs", "drift")
@@ -70,7 +70,7 @@ CASES = {
 def fit_model(seed: int, count: int, people: People, spoil: Spoil = list) -> FittedThumbs:
     rated, silent = thumbed(seed, runs(seed, count), people)
     unrated = silent or runs(seed + 500, _OTHERS)
-    return fit(spoil(rated), [run.features for run in unrated[:_OTHERS]], FitDemands())
+    return fit(spoil(rated), [run.features for run in unrated[:_OTHERS]], FitRequirements())
 
 
 def evaluate_model(model: FittedThumbs, fresh: Sequence[KnownRun]) -> Numbers:

@@ -18,7 +18,7 @@ from headrace_scorer.reward_policy import RewardPolicy
 
 _SET_OF = feedback_matching.feedback_for
 _TASK = feedback_matching.with_task
-_TOGETHER = feedback_entries._together
+_TOGETHER = feedback_entries._combine_raters
 _EDITS = feedback_entries._edits
 _SIDE = answer_remarks._side
 _STATE = scores._state
@@ -38,7 +38,7 @@ def _by_the_clock(*arguments: Any) -> FeedbackSet:
 
 
 def _by_id(name: str, peers: Any, *placed: Iterable[PlacedFeedback]) -> FeedbackSet:
-    listing, general = ([replace(entry, place=0) for entry in some] for some in placed)
+    listing, general = ([replace(entry, offset=0) for entry in some] for some in placed)
     return _SET_OF(name, peers, listing, general)
 
 
@@ -139,7 +139,7 @@ FAULTS = (
     Fault("clocks order what was said", _patch(feedback_matching, "feedback_for", _by_the_clock)),
     Fault("ids order what was said", _patch(feedback_matching, "feedback_for", _by_id)),
     Fault("a task goes before its session", _patch(feedback_matching, "with_task", _task_last)),
-    Fault("the first rater counts alone", _patch(feedback_entries, "_together", _first_word)),
+    Fault("the first rater counts alone", _patch(feedback_entries, "_combine_raters", _first_word)),
     Fault("what was taken back counts", _withdrawal_unheard),
     Fault("all raters have one voice", _one_rater),
     Fault("edits that were taken back stay", _patch(feedback_entries, "_edits", _edits_stay)),

@@ -52,7 +52,7 @@ async def replayed(seed: int, count: int) -> list[str]:
     random.Random(seed).shuffle(sent)
     for saying, event in sent:
         line = FeedbackLine(event=event.model_dump(mode="json"), place=saying.number, turns_until=10**6)
-        rescoring.know("feedback", line.model_dump_json().encode())
+        rescoring.add_line("feedback", line.model_dump_json().encode())
     newest: dict[str, Experience] = {}
     runs = [trajectory(scene) for scene in played_scenes]
     for number, run in enumerate(runs):
@@ -65,8 +65,8 @@ async def replayed(seed: int, count: int) -> list[str]:
             began=run.turns_from,
             partition=partition_of(run.session_key),
         )
-        rescoring.know("closed", closed.model_dump_json().encode())
+        rescoring.add_line("closed", closed.model_dump_json().encode())
     for run in runs:
-        result = rescoring.taken(await rescoring.score(run.to_json()))
+        result = rescoring.accept(await rescoring.score(run.to_json()))
         newest |= {saying.experience_id: saying for saying in result}
     return differences(sayings, played_scenes, newest, Oracle(weight))

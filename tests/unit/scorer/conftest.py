@@ -22,7 +22,7 @@ from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.scores import ScoreStore
-from headrace_scorer.scoring import Done, Scoring
+from headrace_scorer.scoring import CompletedJob, Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
 from tests.support.streams import Bench, ManualClock, Service, bench
@@ -71,7 +71,7 @@ class Rig:
         if done:
             await self.stream.step(self.scoring.enter(done))
 
-    async def perform(self) -> list[Done]:
+    async def perform(self) -> list[CompletedJob]:
         """What the functions say about all that waits, not yet entered."""
         done = []
         while not self.scoring._waiting.empty():

@@ -21,7 +21,7 @@ def test_the_bets_are_fair_however_long_one_looks() -> None:
         for coins in itertools.product((0.0, 1.0), repeat=length):
             state = Agreement(pairs=REFERENCE, bound=bound)
             for coin in coins:
-                state = state.seen(coin, reference=REFERENCE, error=ERROR)
+                state = state.with_pair(coin, reference=REFERENCE, error=ERROR)
             heads = sum(coins)
             expected += bound**heads * (1 - bound) ** (length - heads) * state.evidence(REFERENCE)
         assert expected == pytest.approx(1.0)
@@ -32,8 +32,8 @@ def test_the_bound_is_that_of_an_exact_binomial_or_wider(wrong: int, count: int)
     """A mean above it gives so few wrong ones with less than the allowed error."""
     bound = upper_bound(wrong / count, count, 0.05)
     assert bound >= min(0.95, wrong / count)
-    seen = math.fsum(math.comb(count, n) * bound**n * (1 - bound) ** (count - n) for n in range(wrong + 1))
-    assert wrong == count or seen <= 0.05 + 1e-9
+    with_pair = math.fsum(math.comb(count, n) * bound**n * (1 - bound) ** (count - n) for n in range(wrong + 1))
+    assert wrong == count or with_pair <= 0.05 + 1e-9
 
 
 def _stream(draw: random.Random, count: int, mean: float) -> list[float]:
@@ -43,7 +43,7 @@ def _stream(draw: random.Random, count: int, mean: float) -> list[float]:
 def _alarm(values: list[float]) -> int | None:
     state = Agreement()
     for number, value in enumerate(values, 1):
-        state = state.seen(value, reference=REFERENCE, error=ERROR)
+        state = state.with_pair(value, reference=REFERENCE, error=ERROR)
         if state.has_drifted(reference=REFERENCE, error=ERROR):
             return number
     return None
@@ -62,6 +62,8 @@ def test_what_it_knows_survives_being_stored() -> None:
     draw = random.Random(1)
     one = other = Agreement()
     for value in _stream(draw, 150, 0.3):
-        one = one.seen(value, reference=REFERENCE, error=ERROR)
-        other = Agreement.model_validate_json(other.seen(value, reference=REFERENCE, error=ERROR).model_dump_json())
+        one = one.with_pair(value, reference=REFERENCE, error=ERROR)
+        other = Agreement.model_validate_json(
+            other.with_pair(value, reference=REFERENCE, error=ERROR).model_dump_json()
+        )
     assert one == other

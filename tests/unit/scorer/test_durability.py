@@ -23,7 +23,7 @@ async def test_a_job_that_died_with_its_process_is_done_again(open_scorer: Open)
         rig.stream.clock.advance(10)
         await rig.scoring.take_over(rig.stream.processor)
         rig.stream.clock.advance(10)
-        rig.scoring._held.clear()  # what it knew died with it
+        rig.scoring._leased.clear()  # what it knew died with it
         await rig.scoring.take_over(rig.stream.processor)
         assert await rig.perform() == [], "its lease was renewed 10 s ago"
         rig.stream.clock.advance(6)

@@ -141,7 +141,7 @@ def test_of_many_edits_the_newest_count_and_come_back() -> None:
     raters = [edit(ONE, text=name, rater=name) for name in "abc"]
     found = list(entries(*raters, most=2).values())
     assert [entry.outcome for entry in found] == ["withdrawn", "given", "given"]
-    assert found[0].reason == "there are newer ones than scorer.corrections_max counts"
+    assert found[0].reason == "there are more of them than scorer.corrections_max, and this one is among the oldest"
     gone = feedback("s", ONE, value=None, withdrawn=True, kind="edit", rater="c", comment="sorry")
     found = list(entries(*raters, gone, most=2).values())
     assert [(entry.outcome, entry.reason) for entry in found] == [

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_scorer import schema, upkeep
 from headrace_scorer.handlers import Scorer
-from headrace_scorer.judge_watch import JudgeWatch
+from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned import refitting
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.scores import ScoreStore
@@ -71,7 +71,7 @@ async def learning(url: str, data_dir: Path, *functions: Any, **settings: Any) -
     chosen = ScorerSettings.model_validate({"learned": given, "weights": weights, "reward_wait_s": 60.0, **settings})
     cache, pool = TrajectoryCache(), LocalPool(chosen, functions)
     learned = LearnedSource(chosen.learned, lambda: pool.functions)
-    scores = ScoreStore(cache, learned, JudgeWatch(chosen.drift))
+    scores = ScoreStore(cache, learned, JudgeMonitor(chosen.drift))
     scoring = Scoring(pool, chosen, cache, scores)
     made = Scorer(chosen, cache, scores, scoring)
     handlers: dict[str, Any] = {

@@ -210,7 +210,7 @@ def test_data_files_that_are_read_are_named_as_not_covered(tmp_path: Path, monke
     )
     loader = FunctionLoader()
     loader.load([f"{rewards}:answer"])
-    assert loader.kept.uncovered == (str(tmp_path / "table.json"),)
+    assert loader.modules.uncovered == (str(tmp_path / "table.json"),)
 
 
 def test_two_loaders_keep_files_of_one_name_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

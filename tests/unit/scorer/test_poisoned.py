@@ -133,7 +133,7 @@ async def in_database(rig: Rig, trajectories: Sequence[Trajectory]) -> None:
     await rig.stream.deliver(*trajectories)
     while not rig.scoring._waiting.empty():
         rig.scoring._waiting.get_nowait()
-    rig.scoring._held.clear()
+    rig.scoring._leased.clear()
     rig.stream.clock.advance(1000)
 
 
@@ -186,7 +186,7 @@ async def test_a_process_that_ends_on_purpose_gives_its_jobs_back(open_scorer: O
             await rig.scoring.take_over(rig.stream.processor)
             assert rig.scoring._waiting.qsize() == 1
             await rig.scoring._give_back(rig.stream.processor)
-            rig.scoring._held.clear()
+            rig.scoring._leased.clear()
             rig.scoring._waiting.get_nowait()
         await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()

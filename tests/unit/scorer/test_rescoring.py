@@ -211,9 +211,9 @@ async def test_a_reward_model_goes_on_with_what_it_knew_and_speaks_of_what_is_ne
     for part in (runs[:30], runs[30:]):
         rescoring = Rescoring(settings, pool, learning)
         for place, thumb in enumerate(thumbed(part) if part[0] is runs[0] else []):
-            rescoring.know(*line(thumb, place))
+            rescoring.add_line(*line(thumb, place))
         for one in part:
-            rescoring.taken(await rescoring.score(one.to_json()))
+            rescoring.accept(await rescoring.score(one.to_json()))
         made.append([experience async for experience in rescoring.learned()])
     assert [one.trajectory_id for one in made[1]] == [one.trajectory_id for one in runs[30:]]
     assert all((one.reward or 0.0) > 0.6 for one in made[1][::2])

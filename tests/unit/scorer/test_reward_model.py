@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks._thumbs_world import People, runs, thumbed
 from headrace_scorer.learned import columns, crowd
-from headrace_scorer.learned.models import FitDemands, Thumb, ThumbedRun
+from headrace_scorer.learned.models import FitRequirements, Thumb, ThumbedRun
 from headrace_scorer.learned.thumbs import fit, read
 
-DEMANDS = FitDemands(thumbs_min=20)
+DEMANDS = FitRequirements(thumbs_min=20)
 
 
 def spoken(seed: int = 1, count: int = 400, **people: object) -> list[ThumbedRun]:
@@ -36,7 +36,7 @@ def test_the_fit_is_the_maximum_of_its_objective(monkeypatch: pytest.MonkeyPatch
     taught = [replace(run, thumbs=(*run.thumbs, Thumb("second", 1.0 - (n % 3 == 0)))) for n, run in enumerate(spoken())]
     found, _ = columns.columns_of([run.features for run in taught], [])
     table = columns.table(found, [run.features for run in taught])
-    thumbs, prior = crowd.gathered(taught, 1.0), np.full(len(found), 0.1)
+    thumbs, prior = crowd.thumbs_of(taught, 1.0), np.full(len(found), 0.1)
     monkeypatch.setattr(crowd, "_ROUNDS_MAX", 2000)  # to the end, however slowly it comes nearer
     made = crowd.fit(table, thumbs, prior, 2.0)
     right = dict(zip(thumbs.raters, made.right_A.tolist(), strict=True))
@@ -95,7 +95,7 @@ def test_it_abstains_of_what_it_has_not_seen_enough_of() -> None:
     assert rare is not None
     assert _log_odds(rare.high) - _log_odds(rare.low) > _log_odds(usual.high) - _log_odds(usual.low)
     assert usual.high - usual.low > 0.05
-    assert replace(wide, demands=replace(DEMANDS, width_max=0.05)).judge({"judge:help": 0.55}) is None
+    assert replace(wide, requirements=replace(DEMANDS, width_max=0.05)).judge({"judge:help": 0.55}) is None
 
 
 def _log_odds(share: float) -> float:
@@ -175,9 +175,9 @@ def test_who_contradicts_everybody_is_not_heard() -> None:
 
 def test_nobody_with_a_name_weighs_more_than_his_share() -> None:
     taught = [replace(one, thumbs=(Thumb("busy" if n % 2 else f"u{n}", 1.0),)) for n, one in enumerate(plain(100, "a"))]
-    thumbs = crowd.gathered(taught, 0.1)
+    thumbs = crowd.thumbs_of(taught, 0.1)
     weights = np.bincount(thumbs.rater_T, weights=thumbs.weight_T)
     assert weights[thumbs.raters.index("busy")] == pytest.approx(10.0)
     assert weights.sum() == pytest.approx(60.0)
-    nameless = crowd.gathered(plain(100, ""), 0.1)
+    nameless = crowd.thumbs_of(plain(100, ""), 0.1)
     assert nameless.weight_T.sum() == 100.0, "people without a name are many"

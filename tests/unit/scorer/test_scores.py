@@ -11,7 +11,7 @@ from headrace_schemas import Experience, RewardPart
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
-from headrace_scorer.scores import TrajectoryScore, _all_else_said, _experiences, _ready
+from headrace_scorer.scores import TrajectoryScore, _other_sources_answered, _experiences, _is_ready
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.unit.scorer.conftest import Open, half
@@ -77,9 +77,9 @@ def test_nothing_is_ready_while_functions_have_not_seen_the_newest_feedback(emit
     policy = RewardPolicy({"*": 1.0}, functions=["function:a"])
     score = new_score(SourceReward("function:a", None, "scored", 1.0))
     score.change(emitted=emitted, inputs="new", scored_inputs="old")
-    assert not _ready(score, policy)
+    assert not _is_ready(score, policy)
     score.change(scored_inputs="new")
-    assert _ready(score, policy)
+    assert _is_ready(score, policy)
 
 
 LEARNED = "learned:thumbs"
@@ -87,20 +87,20 @@ LEARNED = "learned:thumbs"
 
 def test_the_reward_model_speaks_when_all_others_have_answered() -> None:
     policy = RewardPolicy({"*": 1.0}, expected=["mine", "learned:*"])
-    assert not _all_else_said(new_score(), policy, LEARNED)
+    assert not _other_sources_answered(new_score(), policy, LEARNED)
     score = new_score(SourceReward("mine", None, "abstained", None))
-    assert _all_else_said(score, policy, LEARNED)
+    assert _other_sources_answered(score, policy, LEARNED)
     score.change(settle_ms=None)
-    assert not _all_else_said(score, policy, LEARNED), "what is not trained waits for nothing"
+    assert not _other_sources_answered(score, policy, LEARNED), "what is not trained waits for nothing"
 
 
 def test_the_reward_model_speaks_anew_of_what_was_emitted_once_functions_have_seen_all() -> None:
     policy = RewardPolicy({"*": 1.0}, expected=["mine"], functions=["function:a"])
     score = new_score()
     score.change(emitted='[{"revision": 0}]', settle_ms=None, inputs="new", scored_inputs="old")
-    assert not _all_else_said(score, policy, LEARNED)
+    assert not _other_sources_answered(score, policy, LEARNED)
     score.change(scored_inputs="new")
-    assert _all_else_said(score, policy, LEARNED)
+    assert _other_sources_answered(score, policy, LEARNED)
 
 
 async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again(open_scorer: Open) -> None:

@@ -87,7 +87,7 @@ async def test_a_process_that_starts_does_what_a_dead_one_left(open_scorer: Open
     async with open_scorer(half, lease_s=15) as rig:
         await rig.stream.deliver(closed())
         await rig.perform()
-        rig.scoring._held.clear()  # it died
+        rig.scoring._leased.clear()  # it died
         if not rig.stream.processor.database.sqlite:  # others may be alive: its lease has to run out
             rig.stream.clock.advance(16)
         async with at_work(rig) as work:
@@ -126,7 +126,7 @@ async def test_a_job_is_leased_as_it_is_added(open_scorer: Open) -> None:
     async with open_scorer(half, lease_s=15) as rig:
         await rig.stream.deliver(closed())
         assert len(await rig.perform()) == 1
-        rig.scoring._held.clear()  # seen from another process
+        rig.scoring._leased.clear()  # seen from another process
         rig.stream.clock.advance(14)
         await look_for_jobs(rig)
         assert await rig.perform() == []

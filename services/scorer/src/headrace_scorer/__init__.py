@@ -1,1 +1,1 @@
-"""The scorer: trajectories, rewards and feedback to experiences."""
+"""The scorer, which turns trajectories, rewards and feedback into experiences."""

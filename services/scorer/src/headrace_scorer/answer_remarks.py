@@ -1,4 +1,4 @@
-"""What was said of the answers of a branch besides their reward: edits, preferences, rewards of single turns. Pure."""
+"""Edits, preferences and turn rewards of the answers of one branch. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace_schemas.events.reward import Outcome
 from headrace_scorer.feedback_entries import ANY_CHOICE, Answer, EntryKey
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
-Given = Mapping[EntryKey, str]
-"""The edits and preferences that stand: the message as JSON, the side."""
+Corrections = Mapping[EntryKey, str]
+"""Edits and preferences that are not withdrawn: each edit's message as JSON, each preference's side."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRemarks:
-    """Of one branch, in the order of its turns."""
+    """Turn rewards, edits and preference sides of one branch, in the order of its turns."""
 
     turn_rewards: tuple[TurnReward, ...] = ()
     edits: tuple[Edit, ...] = ()
@@ -25,33 +25,40 @@ class AnswerRemarks:
 
     @property
     def need_the_branch(self) -> bool:
-        """Whether there is something to train on without a reward."""
+        """Whether the branch can be trained without a reward, by its edits or preferences."""
         return bool(self.edits or self.preferences)
 
 
 def about(rewards: Sequence[SourceReward], branch: Branch) -> list[SourceReward]:
-    """The rewards that are about the branch: a reward of one choice is about the branch that continues it."""
+    """Return the rewards that apply to the branch. A reward of one choice applies to the branches that contain it."""
     answers = answers_of(branch)
-    return [one for one in rewards if one.choice is None or (one.turn_id or "", one.choice) in answers]
+    return [reward for reward in rewards if reward.choice is None or (reward.turn_id or "", reward.choice) in answers]
 
 
 def answers_of(branch: Branch) -> dict[Answer, int]:
-    """Each answer that the model gave in the branch, with its place among them."""
-    return {(span.turn_id, span.choice): place for place, span in enumerate(branch.spans)}
+    """Return the position of each of the model's answers in the branch."""
+    return {(span.turn_id, span.choice): position for position, span in enumerate(branch.spans)}
 
 
-def remarks(branch: Branch, rewards: Sequence[SourceReward], given: Given, policy: RewardPolicy) -> AnswerRemarks:
-    """`rewards` are those about the branch, `given` may be about other branches, too."""
+def remarks(
+    branch: Branch, rewards: Sequence[SourceReward], corrections: Corrections, policy: RewardPolicy
+) -> AnswerRemarks:
+    """Return the turn rewards, edits and preference sides of the branch.
+
+    Args:
+        rewards: rewards that apply to the branch.
+        corrections: edits and preferences of the trajectory; those of other branches are ignored.
+    """
     answers = answers_of(branch)
-    own = sorted(
-        ((key, detail) for key, detail in given.items() if (key.turn_id, key.choice) in answers),
+    matching = sorted(
+        ((key, detail) for key, detail in corrections.items() if (key.turn_id, key.choice) in answers),
         key=lambda item: (answers[item[0].turn_id, item[0].choice], item[0].source, item[0].subject),
     )
     turns = ((turn_id, policy.turn_reward(rewards, turn_id)) for turn_id in branch.turn_ids)
     return AnswerRemarks(
         tuple(TurnReward(turn_id=turn_id, value=value) for turn_id, value in turns if value is not None),
-        tuple(_edit(key, detail) for key, detail in own if key.kind == "edit"),
-        tuple(_side(key, detail) for key, detail in own if key.kind == "preference"),
+        tuple(_edit(key, detail) for key, detail in matching if key.kind == "edit"),
+        tuple(_side(key, detail) for key, detail in matching if key.kind == "preference"),
     )
 
 
@@ -68,6 +75,6 @@ def _side(key: EntryKey, detail: str) -> PreferenceSide:
 
 
 def source_reward(key: EntryKey, outcome: str, value: float | None) -> SourceReward:
-    """A row of the ledger that is a reward, as the policy reads it."""
+    """Return a reward of the ledger in the form that the reward policy reads."""
     choice = None if key.choice == ANY_CHOICE else key.choice
     return SourceReward(key.source, key.turn_id or None, cast(Outcome, outcome), value, choice)

@@ -1,4 +1,4 @@
-"""The scorer's REST interface: list and reload the functions, and show every reward of a trajectory."""
+"""REST interface of the scorer: lists and reloads reward functions, and shows the ledger of a trajectory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[B
         try:
             await pool.reload()
         except FunctionsRefused as error:
-            raise Refused(422, "functions_refused", f"{error}; the functions from before stay in use") from None
+            raise Refused(422, "functions_refused", f"{error}; the functions loaded before stay in use") from None
         return listed()
 
     async def history(request: Request) -> Response:
@@ -42,13 +42,13 @@ def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[B
         async with database.transaction() as tx:
             rows = await ledger.history(tx, trajectory_id)
         if not rows:
-            raise Refused(404, "not_found", f"there is no reward, edit or preference of trajectory {trajectory_id!r}")
-        found = {
+            raise Refused(404, "not_found", f"the ledger has no reward, edit or preference of {trajectory_id!r}")
+        entries = {
             "rewards": [_reward(row) for row in rows if row["kind"] == "reward"],
             "edits": [_edit(row) for row in rows if row["kind"] == "edit"],
             "preferences": [_preference(row) for row in rows if row["kind"] == "preference"],
         }
-        return JSONResponse({"trajectory_id": trajectory_id, **found})
+        return JSONResponse({"trajectory_id": trajectory_id, **entries})
 
     return [
         Route("/functions", functions),
@@ -73,7 +73,7 @@ def _preference(row: ledger.Row) -> dict[str, object]:
 
 
 def _entry(row: ledger.Row) -> dict[str, object]:
-    """What every entry has."""
+    """Return the fields that all kinds of entries have."""
     return {
         **{name: row[name] for name in ("tenant", "source", "revision", "outcome", "reason")},
         "turn_id": row["turn_id"] or None,

@@ -1,4 +1,4 @@
-"""The scorer's composition root."""
+"""Composition root of the scorer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace_scorer import api, learned_api, schema, upkeep
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.handlers import Scorer
-from headrace_scorer.judge_watch import JudgeWatch
+from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned import refitting
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.scores import ScoreStore
@@ -35,7 +35,7 @@ _MEASURE_INTERVAL_S = 5.0
 
 
 async def run(common: Common, settings: ScorerSettings) -> None:
-    """Run until cancelled. Raises `SettingError` when a reward function cannot be used."""
+    """Run the scorer until cancelled. Raises `SettingError` when a reward function cannot be loaded."""
     pool = FunctionPool(settings)
     try:
         await pool.reload()
@@ -52,14 +52,15 @@ async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
 
 
 def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
-    """The reward model, where one is asked for."""
+    """Return the reward model as a source; None if the settings name none."""
     return LearnedSource(settings.learned, lambda: pool.functions) if settings.learned.model is not None else None
 
 
 def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
+    """Build the scorer from its parts."""
     cache = TrajectoryCache()
     learned = _learned(settings, pool)
-    scores = ScoreStore(cache, learned, JudgeWatch(settings.drift))
+    scores = ScoreStore(cache, learned, JudgeMonitor(settings.drift))
     scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)
     versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)

@@ -1,4 +1,4 @@
-"""Checks what would stop the scorer's start: reward functions that cannot be imported, or have unknown parameters."""
+"""Check of the scorer's settings before its start: reward functions can be imported and have known parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_scorer.settings import ScorerSettings
 
 
 async def check(_common: Common, settings: ScorerSettings) -> list[str]:
-    """Loads the functions in a process of their own, as a start does. Raises `SettingError` or `Unavailable`."""
+    """Load the functions in a process of their own, as a start does. Raises `SettingError` or `Unavailable`."""
     pool = FunctionPool(settings.model_copy(update={"function_workers": 1}))
     try:
         await pool.reload()

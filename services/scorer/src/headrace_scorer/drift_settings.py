@@ -10,13 +10,13 @@ from headrace_runtime.settings import Section
 
 
 class DriftSettings(Section):
-    """When a judge that people agree with less than before raises an alarm."""
+    """Alarm for judges that agree with people less than at first."""
 
     judges: tuple[str, ...] = ("judge:*",)
-    """Sources that are watched. Their values are from 0 to 1."""
+    """Sources that are monitored. Their values are from 0 to 1."""
     people: tuple[str, ...] = ("feedback",)
-    """Sources that they are compared with, also from 0 to 1."""
+    """Sources that the judges are compared with. Their values are from 0 to 1."""
     reference: Annotated[int, Field(ge=20)] = 200
-    """Runs that both have scored at first: they say how much disagreement is usual."""
+    """Number of first runs, scored by both, that determine the usual disagreement."""
     false_alarm_rate: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
-    """How probable it is at most that a judge which does not drift ever raises an alarm."""
+    """Largest probability that a judge which does not drift ever raises an alarm."""

@@ -1,4 +1,4 @@
-"""A bounded queue that serves its tenants in turn, so that the slow work of one does not hold up the others."""
+"""A bounded queue that serves its tenants in turn, so that the slow work of one tenant does not delay the others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Holds up to `size` items and then `reserve` of each tenant that has fewer, never more than twice `size`."""
+    """Queue that serves its tenants in turn.
+
+    It holds `size` items. When it is full, each tenant may still have up to `reserve` items, to a total of twice
+    `size`.
+    """
 
     def __init__(self, size: int, reserve: int) -> None:
         self._size = size
         self._reserve = reserve
         self._items: OrderedDict[str, deque[T]] = OrderedDict()
-        """Items of each tenant, the tenant first that is served next."""
+        """Items of each tenant. The first tenant is served next."""
         self._count = 0
         self._changed = asyncio.Event()
 
@@ -29,13 +33,13 @@ class FairQueue(Generic[T]):
     def count(self, tenant: str) -> int:
         return len(self._items.get(tenant, ()))
 
-    def room(self, tenant: str, size: int | None = None) -> int:
+    def free_slots(self, tenant: str, size: int | None = None) -> int:
         """Return how many more items of the tenant fit into a queue of `size`, its reserve included."""
         reserved = min(self._reserve - self.count(tenant), 2 * self._size - self._count)
         return max((self._size if size is None else size) - self._count, reserved, 0)
 
     def put_nowait(self, tenant: str, item: T) -> None:
-        """Add an item. Its caller must have asked for `room`."""
+        """Add an item. The caller must have checked `free_slots`."""
         self._items.setdefault(tenant, deque()).append(item)
         self._count += 1
         self._notify()

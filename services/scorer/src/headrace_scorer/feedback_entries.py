@@ -1,4 +1,4 @@
-"""What the ledger should have of the feedback about one trajectory. Pure; the log alone orders it (P10)."""
+"""Conversion of the feedback about one trajectory into ledger entries. Pure; only log offsets order feedback (P10)."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ from headrace_schemas.source_patterns import fits_any
 from headrace_scorer.feedback_matching import FeedbackSet
 
 ANY_CHOICE = -1
-"""The choice of what is about a turn whatever was answered, or about the whole trajectory."""
+"""Choice in the key of an entry that is about a turn or a trajectory, and not about one answer."""
 
 EntryKind = Literal["reward", "edit", "preference"]
 EntryOutcome = Literal["scored", "abstained", "withdrawn", "given"]
 Answer = tuple[str, int]
-"""A turn and one of its choices: what a span of a branch holds."""
+"""A turn id and the index of one of its choices. Each span of a branch holds one answer."""
 
 
 class EntryKey(NamedTuple):
-    """What a row of the ledger is about. Its revisions replace each other."""
+    """Key of a ledger entry. A later revision of a key replaces the earlier ones."""
 
     kind: EntryKind
     turn_id: str
-    """Empty: the whole trajectory."""
+    """Empty for an entry about the whole trajectory."""
     choice: int
     subject: str
-    """The rater of an edit, the id of a preference; a reward is its raters' together and has none."""
+    """The rater of an edit, or the id of a preference. Empty for a reward, which combines all raters of its source."""
     source: str
 
     @classmethod
     def reward(cls, source: str, turn_id: str = "", choice: int = ANY_CHOICE) -> EntryKey:
+        """Return the key of a reward."""
         return cls("reward", turn_id, choice, "", source)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackEntry:
-    """What feedback amounts to for one key. `origin` names the feedback, so that equal words are entered once."""
+    """The entry that all feedback with one key results in.
+
+    `origin` identifies the feedback events, so that the same events do not add a second revision.
+    """
 
     outcome: EntryOutcome
     origin: str
     value: float | None = None
     detail: str | None = None
-    """The message of an edit as JSON, the side of a preference."""
+    """The message of an edit as JSON, or the side of a preference."""
     reason: str | None = None
 
 
-class _Word(NamedTuple):
-    """The last word of one rater. `value` None: withdrawn, or a label without a value."""
+class _RaterValue(NamedTuple):
+    """The latest value of one rater. `value` is None if it was withdrawn, or if its label has no value."""
 
     feedback: Feedback
     value: float | None
@@ -61,9 +65,12 @@ class _Word(NamedTuple):
 def entries_of(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float], corrections_max: int
 ) -> dict[EntryKey, FeedbackEntry]:
-    """The entry of each key that feedback is about. `answers` are those in the trajectory's branches.
+    """Return the ledger entries that the feedback about a trajectory results in.
 
-    Of edits, and of preferences, the newest `corrections_max` count.
+    Args:
+        answers: answers in the branches of the trajectory.
+        labels: value of each label that feedback may use.
+        corrections_max: the newest edits that count, and the newest preferences. Older ones are withdrawn.
     """
     return {
         **_rewards(feedback_set, answers, labels),
@@ -75,115 +82,119 @@ def entries_of(
 def thumbs_of(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float], teachers: Collection[str]
 ) -> dict[str, float]:
-    """What each rater of these sources says of the run: of the whole, else the mean over its turns. People without a
-    name are one rater, whose name is empty."""
-    found: dict[str, list[float]] = {}
-    by_turn: dict[str, list[float]] = {}
-    for key, words in _said(feedback_set, answers, labels).items():
+    """Return the value that each rater of the sources `teachers` gives to the run.
+
+    That is the mean of the rater's values for the whole run, or else the mean over the turns. All people without a name
+    are one rater with an empty name.
+    """
+    for_run: dict[str, list[float]] = {}
+    for_turns: dict[str, list[float]] = {}
+    for key, latest in _latest_values(feedback_set, answers, labels).items():
         if fits_any(teachers, key.source):
-            for rater, word in words.items():
-                if word.value is not None:
-                    (by_turn if key.turn_id else found).setdefault(rater, []).append(word.value)
-    return {rater: math.fsum(values) / len(values) for rater, values in (by_turn | found).items()}
+            for rater, rated in latest.items():
+                if rated.value is not None:
+                    (for_turns if key.turn_id else for_run).setdefault(rater, []).append(rated.value)
+    return {rater: math.fsum(values) / len(values) for rater, values in (for_turns | for_run).items()}
 
 
 def _rewards(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float]
 ) -> dict[EntryKey, FeedbackEntry]:
-    said = _said(feedback_set, answers, labels)
-    return {key: _together(list(words.values())) for key, words in said.items()}
+    latest_values = _latest_values(feedback_set, answers, labels)
+    return {key: _combine_raters(list(latest.values())) for key, latest in latest_values.items()}
 
 
-def _said(
+def _latest_values(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float]
-) -> dict[EntryKey, dict[str, _Word]]:
-    """The last word of each rater about each thing, in the order of the log."""
-    said: dict[EntryKey, dict[str, _Word]] = defaultdict(dict)
-    for one in feedback_set.all:
-        if one.about != "value":
+) -> dict[EntryKey, dict[str, _RaterValue]]:
+    """Return the latest value of each rater for each key, in the order of the log."""
+    latest_values: dict[EntryKey, dict[str, _RaterValue]] = defaultdict(dict)
+    for event in feedback_set.all:
+        if event.about != "value":
             continue
-        targets = list(_targets(one, answers))
-        for source, value in values_of(one, labels):
+        targets = list(_targets(event, answers))
+        for source, value in values_of(event, labels):
             for turn_id, choice in targets:
-                words = said[EntryKey.reward(source, turn_id, choice)]
-                words.pop(one.rater or "", None)  # so that the words stand in the order of the log
-                words[one.rater or ""] = _Word(one, value)
-    return said
+                latest = latest_values[EntryKey.reward(source, turn_id, choice)]
+                latest.pop(event.rater or "", None)  # insertion order is the order of the log
+                latest[event.rater or ""] = _RaterValue(event, value)
+    return latest_values
 
 
-def _targets(one: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
-    """The turns or answers that it is about; an empty turn is the whole trajectory.
+def _targets(event: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
+    """Yield the turns or answers that feedback is about. An empty turn id means the whole trajectory.
 
-    Without a level, what lists some of the turns in branches is about those, and what lists all of them, or none, is
-    about the whole trajectory.
+    Feedback without a level that lists some of the turns in branches is about those turns. Feedback without a level
+    that lists all of them, or none, is about the whole trajectory.
     """
     turns = {turn for turn, _ in answers}
-    if one.level == "response":
-        if (one.msg_ids[0], one.choice or 0) in answers:
-            yield one.msg_ids[0], one.choice or 0
-    elif one.level == "turn" or (one.level is None and one.msg_ids and not turns <= set(one.msg_ids)):
-        yield from ((turn, ANY_CHOICE) for turn in sorted(turns.intersection(one.msg_ids)))
+    if event.level == "response":
+        if (event.msg_ids[0], event.choice or 0) in answers:
+            yield event.msg_ids[0], event.choice or 0
+    elif event.level == "turn" or (event.level is None and event.msg_ids and not turns <= set(event.msg_ids)):
+        yield from ((turn, ANY_CHOICE) for turn in sorted(turns.intersection(event.msg_ids)))
     else:
         yield "", ANY_CHOICE
 
 
-def _together(words: Sequence[_Word]) -> FeedbackEntry:
-    """The mean of the raters whose word stands; `words` are in the order of the log."""
-    standing = [word for word in words if not word.feedback.withdrawn]
-    if not standing:
-        last = words[-1].feedback
+def _combine_raters(rated: Sequence[_RaterValue]) -> FeedbackEntry:
+    """Return the mean of the values that are not withdrawn. `rated` is in the order of the log."""
+    active = [item for item in rated if not item.feedback.withdrawn]
+    if not active:
+        last = rated[-1].feedback
         return FeedbackEntry("withdrawn", last.event_id, reason=last.comment)
-    ids = sorted(word.feedback.event_id for word in standing)
+    ids = sorted(item.feedback.event_id for item in active)
     origin = ids[0] if len(ids) == 1 else derived_id("raters", *ids)
-    values = [word.value for word in standing if word.value is not None]
+    values = [item.value for item in active if item.value is not None]
     if not values:
-        reason = f"the label {standing[-1].feedback.label!r} has no value in scorer.labels"
+        reason = f"the label {active[-1].feedback.label!r} has no value in scorer.labels"
         return FeedbackEntry("abstained", origin, reason=reason)
-    comment = next((word.feedback.comment for word in reversed(standing) if word.feedback.comment), None)
+    comment = next((item.feedback.comment for item in reversed(active) if item.feedback.comment), None)
     return FeedbackEntry("scored", origin, math.fsum(values) / len(values), reason=comment)
 
 
 def _edits(feedback_set: FeedbackSet, answers: Collection[Answer], most: int) -> dict[EntryKey, FeedbackEntry]:
-    last: dict[EntryKey, Feedback] = {}
-    for one in feedback_set.all:
-        if one.about == "edit" and one.answer in answers:
-            key = EntryKey("edit", *one.answer, one.rater or "", one.source)
-            last.pop(key, None)
-            last[key] = one
-    counted = {key for key, one in [item for item in last.items() if not item[1].withdrawn][-most:]}
+    latest: dict[EntryKey, Feedback] = {}
+    for event in feedback_set.all:
+        if event.about == "edit" and event.answer in answers:
+            key = EntryKey("edit", *event.answer, event.rater or "", event.source)
+            latest.pop(key, None)
+            latest[key] = event
+    counted = {key for key, _ in [item for item in latest.items() if not item[1].withdrawn][-most:]}
     return {
-        key: FeedbackEntry("given", one.event_id, detail=_message(one), reason=one.comment)
+        key: FeedbackEntry("given", event.event_id, detail=_edited_message(event), reason=event.comment)
         if key in counted
-        else _taken_back(one)
-        for key, one in last.items()
+        else _withdrawn_entry(event)
+        for key, event in latest.items()
     }
 
 
 def _preferences(feedback_set: FeedbackSet, answers: Collection[Answer], most: int) -> dict[EntryKey, FeedbackEntry]:
-    last: dict[str, Feedback] = {}
-    for one in feedback_set.all:
-        if one.preference is not None and any((side.turn_id, side.choice) in answers for side in one.preference.pair):
-            preference_id = one.preference_id(one.tenant)
-            last.pop(preference_id, None)
-            last[preference_id] = one
-    counted = {name for name, one in [item for item in last.items() if not item[1].withdrawn][-most:]}
-    found = {}
-    for preference_id, one in last.items():
-        assert one.preference is not None
-        for side, compared in (("chosen", one.preference.chosen), ("rejected", one.preference.rejected)):
+    latest: dict[str, Feedback] = {}
+    for event in feedback_set.all:
+        pair = () if event.preference is None else event.preference.pair
+        if any((side.turn_id, side.choice) in answers for side in pair):
+            preference_id = event.preference_id(event.tenant)
+            latest.pop(preference_id, None)
+            latest[preference_id] = event
+    counted = {name for name, _ in [item for item in latest.items() if not item[1].withdrawn][-most:]}
+    entries = {}
+    for preference_id, event in latest.items():
+        assert event.preference is not None
+        for side, compared in (("chosen", event.preference.chosen), ("rejected", event.preference.rejected)):
             answer = compared.turn_id, compared.choice
             if answer in answers:
-                given = FeedbackEntry("given", one.event_id, detail=side, reason=one.comment)
-                entry = given if preference_id in counted else _taken_back(one)
-                found[EntryKey("preference", *answer, preference_id, one.metric_source)] = entry
-    return found
+                counting = FeedbackEntry("given", event.event_id, detail=side, reason=event.comment)
+                entry = counting if preference_id in counted else _withdrawn_entry(event)
+                entries[EntryKey("preference", *answer, preference_id, event.metric_source)] = entry
+    return entries
 
 
-def _taken_back(one: Feedback) -> FeedbackEntry:
-    full = "there are newer ones than scorer.corrections_max counts"
-    return FeedbackEntry("withdrawn", one.event_id, reason=one.comment if one.withdrawn else full)
+def _withdrawn_entry(event: Feedback) -> FeedbackEntry:
+    too_many = "there are more of them than scorer.corrections_max, and this one is among the oldest"
+    return FeedbackEntry("withdrawn", event.event_id, reason=event.comment if event.withdrawn else too_many)
 
 
-def _message(one: Feedback) -> str:
-    assert one.edit is not None
-    return one.edit.model_dump_json(exclude_none=True)
+def _edited_message(event: Feedback) -> str:
+    assert event.edit is not None
+    return event.edit.model_dump_json(exclude_none=True)

@@ -1,4 +1,4 @@
-"""Which feedback is about which trajectory. Pure; the order of arrival makes no difference (P10)."""
+"""Matching of feedback with trajectories. Pure; the order of arrival makes no difference (P10)."""
 
 from __future__ import annotations
 
@@ -14,80 +14,89 @@ from headrace_schemas.bounds import merge_contexts
 
 @dataclass(frozen=True, slots=True)
 class PlacedFeedback:
-    """A feedback event with its offset on the log. `place` orders the feedback of a session.
+    """A feedback event with its offset on the topic `feedback`, which orders the feedback of a session.
 
-    Turns before offset `turns_until`, and trajectories before `trajectories_until`, existed when the feedback was
-    given. Both are None for feedback that did not come through a gateway.
+    When the event was sent, the topic `turns` ended at the offset `turns_until`, and `trajectories` at
+    `trajectories_until`. Both are None for feedback that did not come through a gateway.
     """
 
     event: Feedback
-    place: int
+    offset: int
     turns_until: int | None = None
     trajectories_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedTrajectory:
-    """What matching needs of a closed trajectory. Trajectories that were closed together have the same time."""
+    """The fields of a closed trajectory that matching reads. Trajectories that were closed together have one time."""
 
     trajectory_id: str
     time_ms: int
-    place: int
+    offset: int
     """Offset on `trajectories`."""
     began: int | None
-    """Offset of its first turn. None: it was ingested, so it began when it was sent."""
+    """Offset of its first turn on `turns`. None if it was ingested: then it began when it was sent."""
 
     def had_begun(self, feedback: PlacedFeedback) -> bool:
-        """Whether the trajectory had begun when the feedback was given."""
+        """Return whether the trajectory had begun when the feedback was sent."""
         if self.began is None:
-            return feedback.trajectories_until is not None and self.place < feedback.trajectories_until
+            return feedback.trajectories_until is not None and self.offset < feedback.trajectories_until
         return feedback.turns_until is not None and self.began < feedback.turns_until
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sorts by beginning. Ingested trajectories come after those that the gateway captured."""
-        return (self.began is None, self.place if self.began is None else self.began)
+        """Sort key by beginning. Ingested trajectories come after those that the gateway captured."""
+        return (self.began is None, self.offset if self.began is None else self.began)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackSet:
     """All feedback about one trajectory: first that about its task, then the rest, each in the order of the log.
 
-    So what is said of a session takes the place of what the same rater said of its task.
+    A later event replaces an earlier one of the same rater, so feedback about a session replaces feedback about its
+    task.
     """
 
     all: tuple[Feedback, ...]
 
     @property
     def listing(self) -> tuple[Feedback, ...]:
-        """The feedback that lists turns of the trajectory."""
-        return tuple(one for one in self.all if one.msg_ids)
+        """Feedback that lists turns of the trajectory."""
+        return tuple(event for event in self.all if event.msg_ids)
 
     @property
     def general(self) -> tuple[Feedback, ...]:
-        """The feedback about its session."""
-        return tuple(one for one in self.all if not one.msg_ids and one.level != "task")
+        """Feedback about the session as a whole."""
+        return tuple(event for event in self.all if not event.msg_ids and event.level != "task")
 
     @property
     def of_task(self) -> tuple[Feedback, ...]:
-        """The feedback about all runs of its task."""
-        return tuple(one for one in self.all if one.level == "task")
+        """Feedback about all runs of the task."""
+        return tuple(event for event in self.all if event.level == "task")
 
     @property
     def parts(self) -> int:
-        """How many sessions the run had."""
-        return max((one.run_sessions for one in self.listing), default=1)
+        """Number of sessions that the run had."""
+        return max((event.run_sessions for event in self.listing), default=1)
 
     def named(self, field: str, otherwise: str | None) -> str | None:
-        """`task_id` or `run_id`: of feedback that lists turns, else `otherwise`, else of feedback about the session."""
-        sure = next((getattr(one, field) for one in reversed(self.listing) if getattr(one, field)), otherwise)
-        return sure or next((getattr(one, field) for one in reversed(self.general) if getattr(one, field)), None)
+        """Return the `task_id` or `run_id` of the trajectory.
 
-    def context(self, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """The facts that reward functions may read. Facts of feedback replace those of the trajectory, and of those
-        what is said of a session, or lists turns, replaces what is said of more. Bounded like one context."""
+        The newest feedback that lists turns determines it, else `otherwise`, else the newest feedback about the
+        session.
+        """
+        certain = next((getattr(event, field) for event in reversed(self.listing) if getattr(event, field)), otherwise)
+        general = (getattr(event, field) for event in reversed(self.general) if getattr(event, field))
+        return certain or next(general, None)
+
+    def context(self, trajectory_context: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return the facts that reward functions may read.
+
+        Facts of feedback replace those of the trajectory. Facts of narrower feedback replace those of wider feedback,
+        in the order task, session, turns. The result is bounded like the context of one event.
+        """
         feedback = (*self.of_task, *self.general, *self.listing)
-        return merge_contexts([given, *(one.context for one in feedback)])
+        return merge_contexts([trajectory_context, *(event.context for event in feedback)])
 
 
 def feedback_for(
@@ -96,22 +105,32 @@ def feedback_for(
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
-    """`listing` lists turns of this trajectory, `general` is about the session whose trajectories are `peers`."""
-    own = [one for one in general if trajectory_id in target_trajectories(one, peers)]
-    ordered = sorted((*listing, *own), key=lambda one: (one.place, one.event.event_id))
-    return FeedbackSet(tuple(one.event for one in ordered))
+    """Return the feedback about a trajectory.
+
+    Args:
+        peers: the closed trajectories of the session, this one among them.
+        listing: feedback that lists turns of the trajectory.
+        general: feedback about the session as a whole.
+    """
+    targeted = [record for record in general if trajectory_id in target_trajectories(record, peers)]
+    ordered = sorted((*listing, *targeted), key=_log_order)
+    return FeedbackSet(tuple(record.event for record in ordered))
 
 
-def with_task(found: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
-    """The same with the feedback about the task, whose copies are all of one partition."""
-    ordered = sorted(of_task, key=lambda one: (one.place, one.event.event_id))
-    return FeedbackSet((*(one.event for one in ordered), *found.all))
+def with_task(session_feedback: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
+    """Return the set with the feedback about its task added. The records in `of_task` are of one partition."""
+    ordered = sorted(of_task, key=_log_order)
+    return FeedbackSet((*(record.event for record in ordered), *session_feedback.all))
+
+
+def _log_order(record: PlacedFeedback) -> tuple[int, str]:
+    return record.offset, record.event.event_id
 
 
 def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
-    """The trajectories that feedback about a session is about.
+    """Return the trajectories that feedback about a session is about.
 
-    That is the trajectory that had begun last when the feedback was given, else the first that began after it, each
+    That is the trajectory that had begun last when the feedback was sent, else the first that began after it, each
     with those that were closed together with it. Without the offsets of a gateway, times decide: the trajectory that
     was closed next after the feedback, else the one that was closed last.
     """
@@ -131,8 +150,7 @@ def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajecto
 
 
 def displaced(trajectory_id: str, peers: Sequence[ClosedTrajectory], general: Iterable[PlacedFeedback]) -> list[str]:
-    """Which other `peers` lose feedback about their session to this trajectory, now that it is one of them."""
-    others = [peer for peer in peers if peer.trajectory_id != trajectory_id]
-    return sorted(
-        {name for one in general for name in target_trajectories(one, others) - target_trajectories(one, peers)}
-    )
+    """Return the trajectories that lose feedback about their session to `trajectory_id`, which is new among `peers`."""
+    earlier = [peer for peer in peers if peer.trajectory_id != trajectory_id]
+    lost = (target_trajectories(record, earlier) - target_trajectories(record, peers) for record in general)
+    return sorted({name for names in lost for name in names})

@@ -1,4 +1,4 @@
-"""What feedback makes of a trajectory: rewards, edits and preferences, in whatever order all of it arrives (P10)."""
+"""Entry of feedback in the ledger as rewards, edits and preferences, independent of its order of arrival (P10)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED_MAX = 10
 
 
 async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[FeedbackSet, Sequence[str]]:
-    """All feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
+    """Return all feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
     key, tenant = trajectory.session_key, trajectory.tenant
     listing, general = await store.feedback_about(tx, key, tenant, trajectory.turn_ids)
     peers = await store.closed_in_session(tx, key, tenant) if general else []
@@ -33,7 +33,7 @@ async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Fee
 
 
 async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
-    """The trajectories, of those known now, that new feedback is about."""
+    """Return the ids of the stored trajectories that new feedback is about."""
     feedback = placed.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
@@ -49,13 +49,17 @@ async def revise(
     entries: ledger.LedgerEntries,
     settings: ScorerSettings,
 ) -> list[Reward]:
-    """Enter what this feedback changes, and return the rewards among it. Edits and preferences are no rewards."""
+    """Enter in the ledger the entries that the feedback changes.
+
+    Returns:
+        New revisions of rewards, to be published. Edits and preferences are only in the ledger.
+    """
     wanted = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
     known = entries.from_feedback
     changes: list[tuple[EntryKey, FeedbackEntry]] = [
         (key, FeedbackEntry("withdrawn", row["feedback_id"]))
         for key, row in known.items()
-        if key not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, which came later
+        if key not in wanted and row["outcome"] != "withdrawn"  # the feedback is now about a later trajectory
     ]
     sources = entries.open_sources
     left_out: set[str] = set()

@@ -18,7 +18,7 @@ from headrace_schemas.sources import owner_of
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
-from headrace_scorer.learned.store import keep_thumbs
+from headrace_scorer.learned.store import store_thumbs
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
@@ -28,24 +28,25 @@ _REMATCHED_AT_ONCE_MAX = 25
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Handlers for the three topics."""
+    """Handlers of the topics `trajectories`, `feedback` and `rewards`."""
 
     settings: ScorerSettings
     cache: store.TrajectoryCache
     scores: ScoreStore
     scoring: Scoring
-    known: ingest_check.Lookup = ingest_check.nothing_known
+    known_models: ingest_check.Lookup = ingest_check.nothing_known
 
     async def on_trajectory(self, trajectory: Trajectory, handling: Handling) -> Sequence[Event]:
-        """Store it, match it with feedback that came before, and start the reward functions.
+        """Store a trajectory, match it with earlier feedback, and start the reward functions.
 
-        Raises `InvalidEvent` for a trajectory that must not come from outside, for a turn of another trajectory, and
-        for the id of another tenant's trajectory.
+        Raises:
+            InvalidEvent: the trajectory was ingested and breaks a rule for that, a turn belongs to another trajectory,
+                or another tenant has a trajectory with this id.
         """
-        await ingest_check.check(trajectory, handling.received, self.known)
+        await ingest_check.check(trajectory, handling.received, self.known_models)
         tx, now = handling.tx, handling.now
-        place, partition = handling.received.log_offset, handling.received.record.partition
-        row = await store.add_trajectory(tx, now, trajectory, place, partition, self.settings.reward_wait_s)
+        offset, partition = handling.received.log_offset, handling.received.record.partition
+        row = await store.add_trajectory(tx, now, trajectory, offset, partition, self.settings.reward_wait_s)
         if row is None:
             return []
         self.cache.keep(trajectory)
@@ -59,9 +60,10 @@ class Scorer:
         return events
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store it for later trajectories, and match it with those that are here.
+        """Store feedback for later trajectories, and match it with the stored ones.
 
-        Raises `InvalidEvent` when a value is outside the declared range of its source.
+        Raises:
+            InvalidEvent: a value is outside the declared range of its source.
         """
         for source, value in values_of(feedback, self.settings.labels):
             self._check_range(source, value)
@@ -79,17 +81,19 @@ class Scorer:
         return events
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Match feedback about tasks with their trajectories, some at a time."""
+        """Match marked trajectories with their feedback again, a limited number in one transaction."""
         marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
         change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
         events = await each(tx, "scorer.rematch", marked, change, fail)
         return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
-        """Enter a reward of another source.
+        """Enter a reward from the bus in the ledger.
 
-        Raises `InvalidEvent` when a trajectory has too many sources, and when the value is outside its declared range.
-        Rewards in the name of another service were refused before (`headrace_runtime.provenance`).
+        `headrace_runtime.provenance` has refused rewards whose source is reserved for another service.
+
+        Raises:
+            InvalidEvent: the trajectory has too many sources, or the value is outside the declared range of its source.
         """
         if not await ledger.receive(handling.tx, handling.now, reward):
             return []
@@ -101,7 +105,8 @@ class Scorer:
             limit = self.settings.sources_max
             raise InvalidEvent(
                 "too_many_sources",
-                f"{reward.source}: a trajectory has {limit} sources at most (scorer.sources_max)",
+                f"source = {reward.source!r}: the trajectory already has rewards of {limit} sources "
+                "(scorer.sources_max)",
             )
         return await self.scores.emit_if_ready(handling.tx, handling.now, score, self.scoring.policy)
 
@@ -134,6 +139,6 @@ class Scorer:
         learned = self.settings.learned
         if learned.model is not None and trajectory.purpose == "train":
             answers = store.branch_answers(trajectory)
-            said = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
-            await keep_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, said)
+            values = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
+            await store_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, values)
         return [*await feedback_rewards.revise(tx, now, trajectory, feedback_set, score.entries, self.settings)]

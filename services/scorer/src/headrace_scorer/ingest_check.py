@@ -1,4 +1,4 @@
-"""Checks trajectories that came from outside over Kafka, by the rules that the gateway has for HTTP."""
+"""Checks of trajectories that other programs send over Kafka, by the same rules as the gateway's for HTTP."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from headrace_schemas.envelope import OWN_SOURCE
 from headrace_schemas.ingest import OWN_END_REASON, KnownModels, find_objection
 
 Lookup = Callable[[str], Awaitable[KnownModels]]
-"""Returns the known models, with the vocabulary of the named one. May raise `Unavailable`."""
+"""Function that returns the known models, with the vocabulary of the named one. It may raise `Unavailable`."""
 
 
 async def nothing_known(_model: str) -> KnownModels:
-    """For a scorer that follows no topics."""
+    """Return no models, for a scorer that does not follow the topics of models."""
     return KnownModels()
 
 
-async def check(trajectory: Trajectory, received: Received, known: Lookup) -> None:
-    """Raises `InvalidEvent` with the field at fault. Trajectories that our own collector made pass unchecked."""
-    ours = received.envelope.source.startswith(OWN_SOURCE)
-    if ours and trajectory.end_reason != OWN_END_REASON:
+async def check(trajectory: Trajectory, received: Received, known_models: Lookup) -> None:
+    """Raise `InvalidEvent` if an ingested trajectory breaks a rule. Trajectories of the collector are not checked."""
+    from_headrace = received.envelope.source.startswith(OWN_SOURCE)
+    if from_headrace and trajectory.end_reason != OWN_END_REASON:
         return
-    if not ours:
+    if not from_headrace:
         _check_fields(received)
-    found = find_objection(trajectory, await known(trajectory.model))
-    if found is not None:
-        raise InvalidEvent(found.code, str(found))
+    violation = find_objection(trajectory, await known_models(trajectory.model))
+    if violation is not None:
+        raise InvalidEvent(violation.code, str(violation))
 
 
 def _check_fields(received: Received) -> None:
-    """Refuse unknown fields of other producers. Our own producers may be newer and have more fields."""
+    """Refuse unknown fields of other producers. Producers of Headrace may be newer and have more fields."""
     value = received.record.value
     if value is None or received.envelope.dataref is not None:
         return

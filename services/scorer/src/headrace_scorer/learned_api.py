@@ -1,4 +1,4 @@
-"""What was learned from people, over HTTP: reward models, and how judges agree. For those with the internal key."""
+"""REST interface of reward models and of the agreement between judges and people. It requires the internal key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace_runtime.settings import Common
 from headrace_runtime.web import parameters_of, require_internal_key
 from headrace_schemas import Event
 from headrace_schemas.text import printable
-from headrace_scorer import judge_watch
+from headrace_scorer import judge_monitor
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import REWARD_MODELS
@@ -28,6 +28,8 @@ _LISTED_MAX = 64
 
 
 def routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequence[BaseRoute]:
+    """Return the routes of the interface."""
+
     async def reward_models(request: Request) -> Response:
         require_internal_key(request, common)
         async with processor.database.transaction() as tx:
@@ -37,7 +39,7 @@ def routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequen
     async def agreement(request: Request) -> Response:
         require_internal_key(request, common)
         async with processor.database.transaction() as tx:
-            return JSONResponse({"data": await judge_watch.listed(tx, drift)})
+            return JSONResponse({"data": await judge_monitor.listed(tx, drift)})
 
     async def forget(request: Request) -> Response:
         require_internal_key(request, common)
@@ -47,13 +49,13 @@ def routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequen
 
         async def step(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             nonlocal forgotten
-            forgotten = await judge_watch.forget(tx, tenant, source)
+            forgotten = await judge_monitor.forget(tx, tenant, source)
             return []
 
         await processor.step(step)
         if not forgotten:
             names = f"source={printable(source)!r} of tenant {printable(tenant)!r}"
-            text = f"{names} was not compared with people; GET /agreement lists who was"
+            text = f"{names}: this source was not compared with people; GET /agreement lists the sources that were"
             raise Refused(404, "not_found", text)
         return JSONResponse({"forgotten": forgotten})
 

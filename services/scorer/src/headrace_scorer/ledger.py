@@ -1,4 +1,7 @@
-"""Every revision of every reward, edit and preference. Functions run in their caller's transaction."""
+"""The ledger table: every revision of every reward, edit and preference.
+
+Functions run in their caller's transaction.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 class LedgerEntries:
-    """The ledger's rows about one trajectory, from its own tenant."""
+    """Ledger rows about one trajectory that belong to the trajectory's tenant."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._latest: dict[EntryKey, Row] = {}
@@ -33,7 +36,7 @@ class LedgerEntries:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add a row. Its revision is higher than that of the rows before it."""
+        """Add a row, whose revision must be higher than those of the earlier rows with its key."""
         key = key_of(row)
         self._latest[key] = row
         if row["feedback_id"] is not None:
@@ -41,21 +44,22 @@ class LedgerEntries:
 
     @property
     def open_sources(self) -> set[str]:
-        """The sources of rewards whose number callers determine: all but the reserved ones of our own services."""
+        """Sources of rewards whose names callers choose: all except the names that Headrace's services reserve."""
         sources = {key.source for key in self._latest if key.kind == "reward"}
         return {source for source in sources if owner_of(source) is None}
 
     @property
     def from_feedback(self) -> dict[EntryKey, Row]:
-        """The newest entry of each key that was made from feedback."""
+        """Newest row of each key among the rows that were computed from feedback."""
         return dict(self._from_feedback)
 
     def next_revision(self, key: EntryKey) -> int:
+        """Return the number of the next revision of `key`; 0 for the first."""
         row = self._latest.get(key)
         return 0 if row is None else int(row["revision"]) + 1
 
     def current(self) -> list[SourceReward]:
-        """The current reward of each source: its highest revision."""
+        """Return the highest revision of each reward, as the reward policy reads it."""
         return [
             source_reward(key, row["outcome"], row["value"])
             for key, row in self._latest.items()
@@ -63,33 +67,34 @@ class LedgerEntries:
         ]
 
     def rewards(self) -> list[Row]:
-        """The newest row of each reward, with its criteria."""
+        """Return the newest row of each reward, which also has its criteria."""
         return [row for key, row in self._latest.items() if key.kind == "reward"]
 
     def reward(self, key: EntryKey) -> Row | None:
-        """The newest row of one."""
+        """Return the newest row of `key`; None if there is none."""
         return self._latest.get(key)
 
-    def given(self) -> dict[EntryKey, str]:
-        """The edits and preferences that stand, each with its message or side."""
+    def corrections(self) -> dict[EntryKey, str]:
+        """Return the edits and preferences that are not withdrawn, each with its message as JSON or its side."""
         return {key: row["detail"] for key, row in self._latest.items() if row["outcome"] == "given"}
 
 
 async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> LedgerEntries:
+    """Read all rows of the tenant about a trajectory."""
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id, ledger.c.tenant == tenant)
     return LedgerEntries([dict(row) for row in (await tx.execute(query)).mappings()])
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
-    """Every revision of everything, for people to read."""
-    what = (ledger.c.kind, ledger.c.source, ledger.c.turn_id, ledger.c.choice, ledger.c.subject)
-    order = (ledger.c.tenant, *what, ledger.c.revision)
+    """Return every revision of every entry about a trajectory, for the REST interface."""
+    key = (ledger.c.kind, ledger.c.source, ledger.c.turn_id, ledger.c.choice, ledger.c.subject)
+    order = (ledger.c.tenant, *key, ledger.c.revision)
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id).order_by(*order)
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
 async def enter(tx: AsyncConnection, now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
-    """Add our functions' new revisions. `entries` was read before; the new rows are added to it."""
+    """Insert new revisions of rewards that the scorer computed itself, and add their rows to `entries`."""
     await _insert(tx, [_row(reward, now) for reward in rewards], entries)
 
 
@@ -100,7 +105,11 @@ async def enter_feedback(
     changes: Iterable[tuple[EntryKey, FeedbackEntry]],
     entries: LedgerEntries,
 ) -> list[Reward]:
-    """Add what feedback changes, and return the rewards among it."""
+    """Insert new revisions of the entries that feedback changes, and add their rows to `entries`.
+
+    Returns:
+        The rewards among the new revisions.
+    """
     rows = []
     rewards = []
     for key, entry in changes:
@@ -121,7 +130,11 @@ async def _insert(tx: AsyncConnection, rows: list[dict[str, Any]], entries: Ledg
 
 
 async def receive(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
-    """Add a revision that came over the bus. False: it is here already, like our own revisions when they come back."""
+    """Insert a revision that was read from the bus.
+
+    Returns:
+        False if the ledger has this revision already, as it has the scorer's own revisions.
+    """
     row = _row(reward, now)
     key = {column.name: row.pop(column.name) for column in ledger.primary_key}
     fresh = await upsert(tx, ledger, key, row, update=False)
@@ -131,6 +144,7 @@ async def receive(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
 
 
 def key_of(row: Row) -> EntryKey:
+    """Return the key of a ledger row."""
     return EntryKey(row["kind"], row["turn_id"], row["choice"], row["subject"], row["source"])
 
 

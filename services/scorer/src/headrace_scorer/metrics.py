@@ -22,7 +22,7 @@ FUNCTION_SECONDS = Histogram(
     buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60),
 )
 REFITS = Counter(
-    "headrace_scorer_refits_total", "Reward models that were fitted, by whether they speak", ["source", "state"]
+    "headrace_scorer_refits_total", "Fits of reward models, by whether the model scores runs", ["source", "state"]
 )
 JUDGE_DISAGREEMENT = Gauge(
     "headrace_scorer_judge_disagreement", "How far a judge is from people on runs that both scored, 0 to 1", ["source"]

@@ -1,4 +1,4 @@
-"""`python -m headrace_scorer.replay`: trajectories in, experiences out, without bus and database (`rescoring.py`)."""
+"""Entry point of `python -m headrace_scorer.replay`, which scores trajectories again (`rescoring.py`)."""
 
 from headrace_runtime.main import Service
 from headrace_scorer.settings import ScorerSettings

@@ -1,4 +1,4 @@
-"""How the rewards of many sources become one reward. Pure.
+"""The reward policy, which combines the rewards of many sources into one. Pure.
 
 The reward of a branch is the weighted mean over the sources that scored it, whose weights are renormalised to 1, or
 their weighted sum. A source that abstained, failed or was late takes no part and never counts as 0 (P6).
@@ -16,19 +16,19 @@ from headrace_schemas.events.reward import Outcome
 from headrace_schemas.source_patterns import fits, fits_any
 
 PARTS_MAX = 64
-"""Most sources that count in one reward: an experience holds as many parts."""
+"""Largest number of sources that count in one reward: an experience holds as many parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceReward:
-    """What one source currently says about a trajectory, or about one turn of it: its newest revision."""
+    """Newest revision of one source's reward for a trajectory or for one of its turns."""
 
     source: str
     turn_id: str | None
     outcome: Outcome
     value: float | None
     choice: int | None = None
-    """Which answer of the turn it is about, when it is about one."""
+    """Index of the answer that the reward is about. None for a reward of the whole turn or trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +39,38 @@ class BranchReward:
     no_reward: NoReward | None
     parts: tuple[RewardPart, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Sources with a weight and a score that do not count, because there are more than `PARTS_MAX`; by name."""
+    """Sources with a weight and a score that do not count, because there are more than `PARTS_MAX`. Sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPolicy:
-    """The weight of each source (the first pattern that fits), which sources are required and which are expected."""
+    """Weights of sources, and the sources that an experience waits for.
+
+    The first pattern in `weights` that fits a source determines its weight.
+    """
 
     weights: Mapping[str, float]
     required: Sequence[str] = ()
     expected: Sequence[str] = ()
     functions: Sequence[str] = ()
-    """Sources that are our own reward functions. They are expected, too."""
+    """Sources that are reward functions of this scorer. They are expected, too."""
     combine: Literal["mean", "sum"] = "mean"
     unrewarded_branches: bool = False
-    """Whether a branch comes with its experience where that has no reward."""
+    """Whether an experience without a reward contains its branch."""
 
     def weight(self, source: str) -> float:
+        """Return the weight of a source; 0 if no pattern fits."""
         return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
 
     def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
-        """Whether everybody that is waited for has answered, but for the source `learned`, which speaks last."""
-        others = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
-        return _each_fits(others, {one.source for one in source_rewards})
+        """Return whether every expected source has answered, apart from the reward model `learned`, which is last."""
+        patterns = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
+        return _each_fits(patterns, {reward.source for reward in source_rewards})
 
     def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
-        """Whether nothing is left to wait for: each expected source has answered, each required one with a score."""
-        answered = {one.source for one in source_rewards}
-        scored = {one.source for one in source_rewards if one.outcome == "scored"}
+        """Return whether each expected source has answered, and each required source with a score."""
+        answered = {reward.source for reward in source_rewards}
+        scored = {reward.source for reward in source_rewards if reward.outcome == "scored"}
         return (
             _each_fits([*self.expected, *self.functions], answered)
             and _each_fits(self.required, scored)
@@ -76,7 +80,12 @@ class RewardPolicy:
     def branch_reward(
         self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str], *, rewarded: bool
     ) -> BranchReward:
-        """The reward of the branch with these turns. `rewarded`: the branch had a reward before."""
+        """Return the reward of a branch.
+
+        Args:
+            turn_ids: turns of the branch.
+            rewarded: whether an earlier revision had a reward. Then a missing reward counts as withdrawn.
+        """
         values = self._values(source_rewards, turn_ids)
         parts = self._parts(values)
         if not parts:
@@ -88,15 +97,15 @@ class RewardPolicy:
         return BranchReward(_total(parts), None, parts, left_out[:PARTS_MAX])
 
     def turn_reward(self, source_rewards: Sequence[SourceReward], turn_id: str) -> float | None:
-        """What the sources that judge this turn by itself amount to, by the same weights; None when none does."""
-        own = [one for one in source_rewards if one.turn_id == turn_id]
-        parts = self._parts(self._values(own, [turn_id]))
+        """Return the combined reward of the sources that scored this turn, with the same weights. None without any."""
+        of_turn = [reward for reward in source_rewards if reward.turn_id == turn_id]
+        parts = self._parts(self._values(of_turn, [turn_id]))
         return _total(parts) if parts else None
 
     def _parts(self, values: Mapping[str, float]) -> tuple[RewardPart, ...]:
-        """The share of each source that counts, by name. In a mean the weights add up to 1.
+        """Return the part of each source that has a weight, sorted by name. For a mean the weights add up to 1.
 
-        Of more than `PARTS_MAX` those that are required count first, then those with the largest weight.
+        At most `PARTS_MAX` sources count: first required sources, then those with the largest weights.
         """
         weights = {source: weight for source in sorted(values) if (weight := self.weight(source))}
         if len(weights) > PARTS_MAX:
@@ -108,20 +117,21 @@ class RewardPolicy:
         )
 
     def _values(self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str]) -> dict[str, float]:
-        """The value of each source: that for the whole trajectory, else the mean of those for turns of the branch.
+        """Return the value of each source: its value for the trajectory, or else the mean of its values for turns.
 
-        What is about the very answer that the branch holds goes before what is about its turn.
+        A value for an answer of the branch takes precedence over a value for the answer's turn.
         """
-        whole: dict[str, float] = {}
+        of_trajectory: dict[str, float] = {}
         by_turn: dict[str, dict[str, float]] = {}
-        for one in sorted(source_rewards, key=lambda item: (item.source, item.turn_id or "", item.choice is not None)):
-            if one.value is None:
+        rewards = sorted(source_rewards, key=lambda item: (item.source, item.turn_id or "", item.choice is not None))
+        for reward in rewards:
+            if reward.value is None:
                 continue
-            if one.turn_id is None:
-                whole[one.source] = one.value
-            elif one.turn_id in turn_ids:
-                by_turn.setdefault(one.source, {})[one.turn_id] = one.value
-        return {source: sum(found.values()) / len(found) for source, found in by_turn.items()} | whole
+            if reward.turn_id is None:
+                of_trajectory[reward.source] = reward.value
+            elif reward.turn_id in turn_ids:
+                by_turn.setdefault(reward.source, {})[reward.turn_id] = reward.value
+        return {source: sum(values.values()) / len(values) for source, values in by_turn.items()} | of_trajectory
 
 
 def _total(parts: Iterable[RewardPart]) -> float:

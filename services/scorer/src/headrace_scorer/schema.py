@@ -22,9 +22,9 @@ from headrace_runtime.stream_tables import StreamTables
 metadata = MetaData()
 stream = StreamTables(metadata)
 
-_WAITS = text("settle_ms IS NOT NULL")  # a few of all that are kept
+_WAITS = text("settle_ms IS NOT NULL")  # only a few of the stored trajectories
 REMATCH = text("rematch IS TRUE")
-"""A query uses the index only when its own condition is spelled like this."""
+"""Condition of the index. A query uses the index only if it contains exactly this text."""
 _OF_TASK = text("task_id IS NOT NULL")
 
 trajectories = Table(

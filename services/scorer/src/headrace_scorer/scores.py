@@ -1,4 +1,4 @@
-"""The score of a trajectory: the rewards of its sources, the combined reward, and the experiences that follow."""
+"""Trajectory scores: the rewards of all sources, the combined reward, and the experiences that result."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Event, Experience, Trajectory
 from headrace_scorer import answer_remarks, ledger, metrics, store
-from headrace_scorer.answer_remarks import AnswerRemarks, Given
-from headrace_scorer.judge_watch import JudgeWatch
+from headrace_scorer.answer_remarks import AnswerRemarks, Corrections
+from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
@@ -25,7 +25,7 @@ _NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": Fa
 
 @dataclass(slots=True)
 class TrajectoryScore:
-    """The score of one trajectory, locked until the transaction ends. `row` is its row in `trajectories`."""
+    """Rewards and state of one trajectory. `row` is its row in `trajectories`, locked until the transaction ends."""
 
     trajectory: Trajectory
     row: dict[str, Any]
@@ -33,27 +33,32 @@ class TrajectoryScore:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def change(self, **values: object) -> None:
-        """Set columns of the row; written by `ScoreStore.emit_if_ready`."""
+        """Set columns of the row. `ScoreStore.emit_if_ready` writes them."""
         for name, value in values.items():
             if self.row[name] != value:
                 self.row[name] = self.changes[name] = value
 
 
 class ScoreStore:
-    """Opens scores, and emits their experiences. `learned`: a reward model speaks, too, after all others."""
+    """Opens scores and emits their experiences.
+
+    Args:
+        learned: reward model that adds its reward after all other sources.
+        watch: monitor of the agreement between judges and people.
+    """
 
     def __init__(
         self,
         cache: store.TrajectoryCache,
         learned: LearnedSource | None = None,
-        watch: JudgeWatch | None = None,
+        judge_monitor: JudgeMonitor | None = None,
     ) -> None:
         self._cache = cache
         self._learned = learned
-        self._watch = watch
+        self._judge_monitor = judge_monitor
 
     async def open(self, tx: AsyncConnection, trajectory_id: str) -> TrajectoryScore | None:
-        """None when the trajectory is not known (any more)."""
+        """Lock and return the score of a trajectory. None if the trajectory is not stored."""
         row = await store.lock(tx, trajectory_id)
         if row is None:
             return None
@@ -64,19 +69,19 @@ class ScoreStore:
     async def emit_if_ready(
         self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, policy: RewardPolicy
     ) -> list[Event]:
-        """Save the changes of the score. Returns a new revision of the experience of each branch that has changed, and
-        before them what a reward model says anew.
+        """Save the changes of the score, and return the events to publish.
 
-        The first revision waits until each expected source has answered, or until the wait is over. Later revisions
-        follow at each change, but not while reward functions are being called again.
+        These are new rewards of the reward model, then a new revision of each experience that has changed. The first
+        revision waits until each expected source has answered, or until the wait is over. Later revisions follow at
+        each change, but not while reward functions are being called again.
         """
         settle_ms = score.row["settle_ms"]
         over = settle_ms is not None and settle_ms <= epoch_ms(now)
         learned = self._learned.name if self._learned is not None else ""
         events: list[Event] = []
-        if over or _all_else_said(score, policy, learned):
-            events += await self._speak_last(tx, now, score)
-        if over or _ready(score, policy):
+        if over or _other_sources_answered(score, policy, learned):
+            events += await self._add_learned_reward(tx, now, score)
+        if over or _is_ready(score, policy):
             events += _experiences(score, now, policy)
             score.change(settle_ms=None)
             if over:
@@ -86,27 +91,29 @@ class ScoreStore:
             score.changes.clear()
         return events
 
-    async def _speak_last(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
-        if self._watch is not None:
-            await self._watch.note(tx, now, score.trajectory, score.entries)
+    async def _add_learned_reward(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
+        """Compare judges with people, then enter and return the new reward of the reward model, if it has one."""
+        if self._judge_monitor is not None:
+            await self._judge_monitor.add_run(tx, now, score.trajectory, score.entries)
         if self._learned is None:
             return []
         arrived_ms = score.row["arrived_ms"]
-        made = await self._learned.speak(tx, now, score.trajectory, arrived_ms, score.entries)
-        await ledger.enter(tx, now, made, score.entries)
-        return [*made]
+        rewards = await self._learned.new_rewards(tx, now, score.trajectory, arrived_ms, score.entries)
+        await ledger.enter(tx, now, rewards, score.entries)
+        return [*rewards]
 
 
-def _all_else_said(score: TrajectoryScore, policy: RewardPolicy, learned: str) -> bool:
-    """Whether it is the turn of the reward model `learned`. Not of what is not trained: that waits for nothing."""
+def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learned: str) -> bool:
+    """Return whether the reward model `learned` may add its reward. False for a trajectory that is not trained."""
     row = score.row
     called = not policy.functions or row["scored_inputs"] == row["inputs"]
     waits = row["settle_ms"] is not None
-    said = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
-    return called and said
+    answered = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+    return called and answered
 
 
-def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
+def _is_ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
+    """Return whether the experiences of the trajectory may be emitted before its wait is over."""
     row = score.row
     if policy.functions and row["scored_inputs"] != row["inputs"]:
         return False
@@ -116,17 +123,18 @@ def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
 
 
 def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) -> list[Experience]:
+    """Return the experiences that differ from the last emitted revision of their branch, and record them as emitted."""
     emitted: Sequence[Mapping[str, Any]] = json.loads(score.row["emitted"])
-    source_rewards, given = score.entries.current(), score.entries.given()
+    source_rewards, corrections = score.entries.current(), score.entries.corrections()
     experiences = []
     states = []
     for index in range(len(score.trajectory.branches)):
         last = emitted[index] if emitted else _NOT_EMITTED
-        made = experience(
+        candidate = experience(
             score.trajectory,
             index,
             source_rewards,
-            given,
+            corrections,
             policy,
             rewarded=last["rewarded"],
             now=now,
@@ -135,18 +143,18 @@ def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) ->
             run_id=score.row["run_id"],
             parts=score.row["parts"],
         )
-        state = _state(made)
+        state = _state(candidate)
         if state != last["state"]:
-            experiences.append(made)
-            rewarded = last["rewarded"] or made.reward is not None
-            last = {"revision": made.revision, "state": state, "rewarded": rewarded}
+            experiences.append(candidate)
+            rewarded = last["rewarded"] or candidate.reward is not None
+            last = {"revision": candidate.revision, "state": state, "rewarded": rewarded}
         states.append(last)
     score.change(emitted=json.dumps(states))
     if experiences and not emitted:
         age_s = (now - score.trajectory.time).total_seconds()
         metrics.EXPERIENCE_SECONDS.observe(max(0.0, age_s))
-    for made in experiences:
-        metrics.EXPERIENCES.labels(made.no_reward or "rewarded").inc()
+    for emission in experiences:
+        metrics.EXPERIENCES.labels(emission.no_reward or "rewarded").inc()
     return experiences
 
 
@@ -154,7 +162,7 @@ def experience(
     trajectory: Trajectory,
     index: int,
     source_rewards: Sequence[SourceReward],
-    given: Given,
+    corrections: Corrections,
     policy: RewardPolicy,
     *,
     rewarded: bool,
@@ -164,12 +172,17 @@ def experience(
     run_id: str | None,
     parts: int,
 ) -> Experience:
-    """The experience of one branch. `rewarded`: it had a reward before."""
+    """Return the experience of the branch with this index.
+
+    Args:
+        rewarded: whether an earlier revision had a reward.
+        parts: sessions of the run, among which the weight of the run is divided.
+    """
     branch = trajectory.branches[index]
-    own = answer_remarks.about(source_rewards, branch)
-    reward = policy.branch_reward(own, branch.turn_ids, rewarded=rewarded)
-    said: AnswerRemarks = answer_remarks.remarks(branch, own, given, policy)
-    wanted = reward.reward is not None or said.need_the_branch or policy.unrewarded_branches
+    branch_rewards = answer_remarks.about(source_rewards, branch)
+    reward = policy.branch_reward(branch_rewards, branch.turn_ids, rewarded=rewarded)
+    remarks: AnswerRemarks = answer_remarks.remarks(branch, branch_rewards, corrections, policy)
+    with_branch = reward.reward is not None or remarks.need_the_branch or policy.unrewarded_branches
     return Experience(
         time=now,
         experience_id=Experience.id_of(trajectory.trajectory_id, index),
@@ -182,24 +195,27 @@ def experience(
         run_id=run_id,
         model=trajectory.model,
         branch_index=index,
-        branch=branch if wanted else None,
+        branch=branch if with_branch else None,
         turn_ids=branch.turn_ids,
         weight=1 / (len(trajectory.branches) * parts),
         reward=reward.reward,
         no_reward=reward.no_reward,
         parts=reward.parts,
         parts_left_out=reward.left_out,
-        turn_rewards=said.turn_rewards,
-        edits=said.edits,
-        preferences=said.preferences,
+        turn_rewards=remarks.turn_rewards,
+        edits=remarks.edits,
+        preferences=remarks.preferences,
     )
 
 
-def _state(made: Experience) -> str:
-    """A digest of the fields that a later revision could change. Without remarks it is that of the first releases."""
-    text = made.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
-    if made.parts_left_out:
-        text += made.model_dump_json(include={"parts_left_out"})
-    if made.turn_rewards or made.edits or made.preferences:
-        text += made.model_dump_json(include={"turn_rewards", "edits", "preferences"})
+def _state(experience: Experience) -> str:
+    """Return a digest of the fields that a later revision may change.
+
+    Fields that the first releases did not have count only where they are set, so that stored digests stay valid.
+    """
+    text = experience.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
+    if experience.parts_left_out:
+        text += experience.model_dump_json(include={"parts_left_out"})
+    if experience.turn_rewards or experience.edits or experience.preferences:
+        text += experience.model_dump_json(include={"turn_rewards", "edits", "preferences"})
     return sha256(text.encode()).hexdigest()[:16]

@@ -23,10 +23,10 @@ Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 
 
 class ScorerSettings(ServiceSettings, SourceValues):
-    """Reward functions, and how the rewards of many sources become one.
+    """Reward functions, and the combination of the rewards of many sources.
 
-    Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, `learned:<model>`, or
-    as a third party chooses. A setting that takes sources also takes patterns such as `judge:*`.
+    Sources are named `feedback` (or by the field `source` of feedback), `function:<name>`, `judge:<rubric>`,
+    `learned:<model>`, or as a third party chooses. A setting that takes sources also takes patterns such as `judge:*`.
     """
 
     COMMON: ClassVar = ("functions", "weights", "required", "expected", "reward_wait_s")
@@ -36,37 +36,40 @@ class ScorerSettings(ServiceSettings, SourceValues):
     functions: tuple[Annotated[str, OrNameIn(REWARDS)], ...] = ()
     """Reward functions: `file.py:name`, `package.module:name`, or the name of an entry point in `headrace.rewards`."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """How long one call of a reward function may take; then its process is killed and the outcome is `timed_out`."""
+    """Seconds that one call of a reward function may take. After that its process is killed and the outcome is
+    `timed_out`."""
     function_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
-    """Address space of such a process; unlimited when not set. Linux only."""
+    """Largest address space of such a process in MiB; unlimited when not set. Linux only."""
     function_environment: tuple[VariableName, ...] = ()
-    """Environment variables that reward functions get besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`, those of
-    Python and of the processors). They do not see the scorer's: those hold keys and passwords."""
+    """Environment variables that reward functions get besides those of the system (`PATH`, `HOME`, `LANG`, `TZ`, those
+    of Python and of the processors). The scorer's other variables are not passed on, because they contain keys and
+    passwords."""
     lease_s: Annotated[float, Field(ge=1)] = 15.0
-    """With several scorers on one database: how long after a scorer died another one makes its calls."""
+    """With several scorers on one database: seconds after the end of a scorer until another one runs its jobs."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
-    """Weight of each source in the reward: that of the first pattern that fits. A source without one does not count."""
+    """Weight of each source in the reward. The first pattern that fits counts. A source that fits none has no
+    weight."""
     required: tuple[str, ...] = ()
-    """Sources without whose score there is no reward."""
+    """Sources that must have scored before there is a reward."""
     expected: tuple[str, ...] = ()
     """Sources to wait for, besides `functions` and `required`, until each has scored, failed or abstained."""
     reward_wait_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long a trajectory waits for rewards after it arrived. Rewards that come later revise its experiences."""
+    """Seconds that a trajectory waits for rewards after it arrived. Later rewards revise its experiences."""
     combine: Literal["mean", "sum"] = "mean"
     """Whether a reward is the weighted mean of its sources or their weighted sum. Metrics and `parts` of feedback are
     sources, too: `feedback:tone`."""
     unrewarded_branches: bool = False
-    """Whether experiences without a reward bring their tokens, for algorithms that train without one
-    (`on_policy_distill`). They take as much room on the bus as others."""
+    """Whether experiences without a reward contain their tokens, for algorithms that train without one
+    (`on_policy_distill`). Such experiences are as large on the bus as the others."""
     corrections_max: Annotated[int, Field(ge=1, le=128)] = 128
-    """Edits of a trajectory that count, and preferences; of more the newest do."""
+    """Largest number of edits of a trajectory that count, and of preferences. The newest count."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
-    """Sources per trajectory besides reward functions, judges and the reward model. Further ones are dead-lettered, and
-    those of feedback are left out."""
+    """Largest number of sources per trajectory besides reward functions, judges and the reward model. Rewards of
+    further sources are dead-lettered; sources of feedback are left out."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0
-    """How long a trajectory and its rewards are kept for revisions."""
+    """Seconds for which a trajectory and its rewards are stored for revisions."""
     learned: LearnedSettings = LearnedSettings()
     drift: DriftSettings = DriftSettings()
 
@@ -79,7 +82,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
         return self
 
     def policy(self, functions: Sequence[str]) -> RewardPolicy:
-        """By these settings; `functions` are the sources of the reward functions that are loaded."""
+        """Return the reward policy of these settings. `functions` are the sources of the loaded reward functions."""
         return RewardPolicy(
             self.weights, self.required, self.expected, functions, self.combine, self.unrewarded_branches
         )

@@ -27,12 +27,12 @@ from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn
 log = get_logger(__name__)
 _CACHED_MAX = 256
 _TURNS_AT_ONCE = 500
-"""Turns that one statement takes."""
+"""Largest number of turns in one SQL statement."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 
 
 class TrajectoryCache:
-    """Trajectories by id. The last few stay in memory, because a new trajectory is soon read again."""
+    """Cache of trajectories by id. The most recent ones stay in memory, because a new trajectory is soon read again."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[str, Trajectory] = OrderedDict()
@@ -43,7 +43,7 @@ class TrajectoryCache:
             self._recent.popitem(last=False)
 
     async def get(self, tx: AsyncConnection, trajectory_id: str) -> Trajectory | None:
-        """None when it is not kept (any more)."""
+        """Return the trajectory from memory or from the database. None when the database does not have it."""
         found = self._recent.get(trajectory_id)
         if found is None:
             query = select(trajectories.c.payload).where(trajectories.c.trajectory_id == trajectory_id)
@@ -58,9 +58,13 @@ class TrajectoryCache:
 async def add_trajectory(
     tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, partition: int, wait_s: float
 ) -> dict[str, Any] | None:
-    """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before.
+    """Store a trajectory. A trajectory that can be trained then waits `wait_s` for its rewards.
 
-    Raises `InvalidEvent` when another tenant has a trajectory of this id.
+    Returns:
+        The new row without its payload, or None if the trajectory was stored before.
+
+    Raises:
+        InvalidEvent: another tenant has a trajectory with this id, or another trajectory has one of its turns.
     """
     waits = trajectory.purpose == "train" and trajectory.untrained is None and trajectory.branches
     row = {
@@ -84,10 +88,12 @@ async def add_trajectory(
     if not await upsert(tx, trajectories, key, {**row, "payload": trajectory.to_json()}, update=False):
         owner = await tx.scalar(select(trajectories.c.tenant).filter_by(**key))
         if owner not in (None, trajectory.tenant):
-            text = f"trajectory_id: {printable(trajectory.trajectory_id)!r} is a trajectory of another tenant"
+            text = (
+                f"trajectory_id = {printable(trajectory.trajectory_id)!r}: another tenant has a trajectory with this id"
+            )
             raise InvalidEvent("trajectory_taken", text)
         return None
-    await _own(tx, trajectory)
+    await _claim_turns(tx, trajectory)
     in_branches = set(branch_turns(trajectory))
     rows = [
         {"turn_id": turn, "trajectory_id": trajectory.trajectory_id, "spoken": turn in in_branches}
@@ -98,11 +104,14 @@ async def add_trajectory(
     return row
 
 
-async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
-    """Make the trajectory the only one of its tenant that holds its turns. Raises `InvalidEvent` when one has another.
+async def _claim_turns(tx: AsyncConnection, trajectory: Trajectory) -> None:
+    """Record the trajectory as the owner of its turns within its tenant.
 
-    Turns are taken in the order of their ids, so that two replicas cannot deadlock, and many at a time: a trajectory
-    from outside may have thousands.
+    Turns are claimed in the order of their ids, so that two replicas cannot deadlock. They are claimed in chunks,
+    because an ingested trajectory may have thousands.
+
+    Raises:
+        InvalidEvent: another trajectory of the tenant owns one of the turns.
     """
     if not trajectory.turn_ids:
         return
@@ -124,34 +133,38 @@ async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
 
 
 def branch_turns(trajectory: Trajectory) -> list[str]:
-    """Turns that are in a branch."""
+    """Return the turns that are in a branch, in the order of the branches."""
     return list(dict.fromkeys(turn for branch in trajectory.branches for turn in branch.turn_ids))
 
 
 def branch_answers(trajectory: Trajectory) -> frozenset[Answer]:
-    """Turns with the choices that are in a branch."""
+    """Return the answers that are in a branch: pairs of turn and choice."""
     return frozenset((span.turn_id, span.choice) for branch in trajectory.branches for span in branch.spans)
 
 
 async def lock(tx: AsyncConnection, trajectory_id: str) -> RowMapping | None:
-    """The row of a trajectory without its content, locked until this transaction ends."""
+    """Return the row of a trajectory without its payload, locked until the transaction ends.
+
+    None if there is no row.
+    """
     query = select(*_STATE).where(trajectories.c.trajectory_id == trajectory_id).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
 
 async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> None:
+    """Set columns in the row of a trajectory."""
     await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
 
 
 async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: PlacedFeedback, partition: int) -> None:
-    """Store feedback as `name`, which is unique among all tenants (`Received.identity`)."""
+    """Store feedback under the key `name`, which is unique among all tenants (`Received.identity`)."""
     event = placed.event
     of_task = event.level == "task"
     row = {
         "session_key": event.session_key,
         "tenant": event.tenant,
         "lists_turns": bool(event.msg_ids),
-        "place": placed.place,
+        "place": placed.offset,
         "turns_until": placed.turns_until,
         "trajectories_until": placed.trajectories_until,
         "task_id": event.task_id if of_task else None,
@@ -167,9 +180,9 @@ async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: Pl
 async def feedback_about(
     tx: AsyncConnection, session_key: str, tenant: str, turn_ids: Collection[str]
 ) -> tuple[list[PlacedFeedback], list[PlacedFeedback]]:
-    """Feedback that lists any of these turns, and feedback about the session as a whole; from this tenant only.
+    """Return the tenant's feedback that lists any of `turn_ids`, and its feedback about the session as a whole.
 
-    A run with several sessions has a copy of its feedback in each; only this session's copy counts.
+    A run with several sessions has a copy of its feedback in each session. Only the copies in this session count.
     """
     lists = select(listed.c.event_id).where(listed.c.turn_id.in_(turn_ids))
     columns = feedback.c.payload, feedback.c.place, feedback.c.turns_until, feedback.c.trajectories_until
@@ -178,44 +191,53 @@ async def feedback_about(
         feedback.c.tenant == tenant,
         or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
     )
-    found = [_placed(*row) for row in await tx.execute(query)]
-    kept = [one for one in found if one is not None]
-    return [one for one in kept if one.event.msg_ids], [one for one in kept if not one.event.msg_ids]
+    stored = [_feedback_record(*row) for row in await tx.execute(query)]
+    records = [record for record in stored if record is not None]
+    return (
+        [record for record in records if record.event.msg_ids],
+        [record for record in records if not record.event.msg_ids],
+    )
 
 
 async def feedback_about_task(
     tx: AsyncConnection, tenant: str, task_id: str, trajectory_id: str
 ) -> list[PlacedFeedback]:
-    """Feedback about all runs of a task: the copies in the partition of the trajectory, which have one order."""
-    own = select(trajectories.c.partition).where(trajectories.c.trajectory_id == trajectory_id).scalar_subquery()
+    """Return the feedback about all runs of a task.
+
+    Each partition has a copy of it. The copies in the partition of the trajectory are returned, because their offsets
+    have one order.
+    """
+    own_partition = (
+        select(trajectories.c.partition).where(trajectories.c.trajectory_id == trajectory_id).scalar_subquery()
+    )
     table = feedback.c
     query = select(table.payload, table.place).where(
-        table.tenant == tenant, table.task_id == task_id, table.partition == own, table.task_id.is_not(None)
+        table.tenant == tenant, table.task_id == task_id, table.partition == own_partition, table.task_id.is_not(None)
     )
-    found = [_placed(*row) for row in await tx.execute(query)]
-    return [one for one in found if one is not None]
+    stored = [_feedback_record(*row) for row in await tx.execute(query)]
+    return [record for record in stored if record is not None]
 
 
-def _placed(
-    payload: bytes, place: int, turns_until: int | None = None, trajectories_until: int | None = None
+def _feedback_record(
+    payload: bytes, offset: int, turns_until: int | None = None, trajectories_until: int | None = None
 ) -> PlacedFeedback | None:
-    """None for feedback that an older release accepted and that breaks a rule of today: it does not count."""
+    """Return stored feedback. None if an older release accepted it and a present rule refuses it: it does not count."""
     try:
-        return PlacedFeedback(Feedback.from_stored(payload), place, turns_until, trajectories_until)
+        return PlacedFeedback(Feedback.from_stored(payload), offset, turns_until, trajectories_until)
     except InvalidEvent as error:
-        log.warning("stored_feedback_left_out", place=place, error=str(error))
+        log.warning("stored_feedback_left_out", place=offset, error=str(error))
         return None
 
 
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
-    """Remember that feedback about a task is new to its trajectories, which may be many."""
+    """Mark the trajectories of a task, which may be many, because there is new feedback about the task."""
     table = trajectories.c
     theirs = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
     await tx.execute(update(trajectories).where(theirs).values(rematch=True))
 
 
 async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
-    """Up to `most` trajectories that were marked, not marked any more."""
+    """Remove the mark from up to `most` marked trajectories, and return their ids."""
     marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
     found = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
     if found:
@@ -224,6 +246,7 @@ async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
 
 
 async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[ClosedTrajectory]:
+    """Return the stored trajectories of a session."""
     table = trajectories.c
     query = select(table.trajectory_id, table.time_ms, table.place, table.began).where(
         table.session_key == session_key, table.tenant == tenant
@@ -232,7 +255,7 @@ async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) 
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:
-    """Which of this tenant's trajectories hold any of these turns."""
+    """Return the ids of the tenant's trajectories that contain any of `turn_ids`."""
     query = (
         select(turns.c.trajectory_id)
         .join(trajectories, trajectories.c.trajectory_id == turns.c.trajectory_id)
@@ -244,7 +267,7 @@ async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tena
 
 
 async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> list[DeadLetter]:
-    """End the wait of a trajectory whose experiences cannot be made, and return its dead letter."""
+    """End the wait of a trajectory whose experiences cannot be computed, and return its dead letter."""
     table = trajectories.c
     query = select(table.partition, table.place, table.session_key, table.payload)
     row = (await tx.execute(query.where(table.trajectory_id == trajectory_id))).one_or_none()

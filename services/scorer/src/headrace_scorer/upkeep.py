@@ -1,4 +1,4 @@
-"""Periodic work: end waiting, delete what is old, measure."""
+"""Periodic work: end the wait for rewards, delete old rows, set gauges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_runtime.isolation import each
 from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import COUNTED_MAX, count_rows
 from headrace_schemas import Event
-from headrace_scorer import judge_watch, metrics, store
+from headrace_scorer import judge_monitor, metrics, store
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.schema import (
     agreement_pairs,
@@ -34,20 +34,21 @@ _FORGOTTEN_AT_ONCE_MAX = 5
 
 
 async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, policy: RewardPolicy) -> Sequence[Event]:
-    """Emit experiences of trajectories whose wait is over, with the rewards that are there."""
-    due = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
-    found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX))).scalars().all()
+    """Emit the experiences of trajectories whose wait is over, with the rewards that have arrived."""
+    overdue = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
+    oldest = overdue.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX)
+    trajectory_ids = (await tx.execute(oldest)).scalars().all()
 
     async def end(trajectory_id: str) -> Sequence[Event]:
         score = await scores.open(tx, trajectory_id)
         return [] if score is None else await scores.emit_if_ready(tx, now, score, policy)
 
-    experiences = await each(tx, "scorer.end_waiting", found, end, partial(store.fail_scoring, tx))
-    return Unfinished(experiences) if len(found) == _ENDED_AT_ONCE_MAX else experiences
+    experiences = await each(tx, "scorer.end_waiting", trajectory_ids, end, partial(store.fail_scoring, tx))
+    return Unfinished(experiences) if len(trajectory_ids) == _ENDED_AT_ONCE_MAX else experiences
 
 
 async def forget_trajectories(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete what is older than `retention_s`, some at a time. It cannot be revised after that."""
+    """Delete trajectories that are older than `retention_s`, with all their rows. Their experiences become final."""
     horizon = _horizon(now, retention_s)
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
@@ -59,10 +60,10 @@ async def forget_trajectories(tx: AsyncConnection, now: datetime, retention_s: f
 
 
 async def forget_feedback(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """As `forget_trajectories`, of feedback."""
+    """Delete feedback that is older than `retention_s`."""
     horizon = _horizon(now, retention_s)
-    said = feedback.c.arrived_ms
-    stale = select(feedback.c.event_id).where(said <= horizon).order_by(said).limit(_FORGOTTEN_AT_ONCE_MAX)
+    arrived = feedback.c.arrived_ms
+    stale = select(feedback.c.event_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
     events = (await tx.execute(stale)).scalars().all()
     for table in (feedback, listed):
         if events:
@@ -71,16 +72,18 @@ async def forget_feedback(tx: AsyncConnection, now: datetime, retention_s: float
 
 
 async def forget_strays(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """As `forget_trajectories`, of the oldest ledger entries about trajectories that are not known. An entry that is
-    older than its trajectory is deleted together with the trajectory."""
+    """Delete ledger entries that are older than `retention_s` and whose trajectories are not stored.
+
+    An entry that arrived before its trajectory is deleted together with the trajectory.
+    """
     horizon = _horizon(now, retention_s)
     entry = ledger.c.arrived_ms
     oldest = select(ledger.c.trajectory_id).where(entry <= horizon).order_by(entry).limit(_FORGOTTEN_AT_ONCE_MAX)
     named = set((await tx.execute(oldest)).scalars())
     if not named:
         return []
-    known = select(trajectories.c.trajectory_id).where(trajectories.c.trajectory_id.in_(named))
-    strays = named - set((await tx.execute(known)).scalars())
+    stored = select(trajectories.c.trajectory_id).where(trajectories.c.trajectory_id.in_(named))
+    strays = named - set((await tx.execute(stored)).scalars())
     if strays:
         old = ledger.c.trajectory_id.in_(strays) & (entry <= horizon)
         await tx.execute(delete(ledger).where(old))
@@ -88,7 +91,7 @@ async def forget_strays(tx: AsyncConnection, now: datetime, retention_s: float) 
 
 
 FORGETTING = (forget_trajectories, forget_feedback, forget_strays)
-"""Each in a transaction of its own, so that nothing else waits long for any of them."""
+"""Deletions. Each runs in a transaction of its own, so that other transactions do not wait long."""
 
 
 def _horizon(now: datetime, retention_s: float) -> int:
@@ -96,7 +99,8 @@ def _horizon(now: datetime, retention_s: float) -> int:
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+    """Set the gauges of waiting trajectories and of judges."""
     waiting = trajectories.c.settle_ms.is_not(None)
     metrics.WAITING.set(await count_rows(tx, waiting, trajectories, COUNTED_MAX))
-    await judge_watch.measure(tx, now)
+    await judge_monitor.measure(tx, now)
     return []

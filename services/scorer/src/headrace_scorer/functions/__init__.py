@@ -1,1 +1,1 @@
-"""Reward functions of users, run in processes of their own."""
+"""Reward functions of users, which run in separate processes."""

@@ -1,7 +1,7 @@
-"""Finds and checks reward functions. Runs in the process that will call them, never in the service itself.
+"""Loading of reward functions. It runs in the process that will call them, never in the scorer's own process.
 
-Modules are made from source text. So a restarted process runs the code of its predecessor, even if the files have
-changed since. `POST /reload` changes all processes together, or none.
+Modules are loaded from source text. So a restarted process runs the code of its predecessor, even if the files have
+changed. `POST /reload` changes all processes together, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from pydantic import BaseModel
 
 from headrace_runtime.registries import PluginError, Registry
-from headrace_scorer.functions.kept_modules import KeptModules
+from headrace_scorer.functions.module_snapshot import ModuleSnapshot
 
 PARAMETERS = ("trajectory", "feedback", "context")
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -26,12 +26,14 @@ REWARDS: Registry[object] = Registry("rewards", object, "reward function")
 
 
 class LoadError(Exception):
-    """A function cannot be used; the message says which and why."""
+    """A reward function cannot be loaded. The message has its spec and the reason."""
 
 
 class RewardFunction(BaseModel):
-    """A loaded function. `digest` is the SHA-256 of its file's source, or of the sources of all modules from the file's
-    folder that it imports (`kept_modules`)."""
+    """A loaded reward function.
+
+    `digest` covers its source and the user's modules that it imports (`ModuleSnapshot`).
+    """
 
     name: str
     spec: str
@@ -41,32 +43,36 @@ class RewardFunction(BaseModel):
 
     @property
     def source(self) -> str:
-        """Its name in the ledger."""
+        """Name of the function as a source in the ledger."""
         return f"function:{self.name}"
 
     @property
     def looks_at_feedback(self) -> bool:
-        """Whether new feedback may change its result."""
+        """Whether new feedback may change the result of the function."""
         return not {"feedback", "context"}.isdisjoint(self.parameters)
 
 
 class FunctionLoader:
-    """Makes functions from specs. `sources` holds the text of each file that was used, for the next process."""
+    """Loads functions from specs.
+
+    Args:
+        sources: text of each file that an earlier process loaded. By default the files are read from the disk.
+    """
 
     def __init__(self, sources: dict[str, str] | None = None) -> None:
-        self.kept = KeptModules(sources)
+        self.modules = ModuleSnapshot(sources)
         self.callables: dict[str, Callable[..., object]] = {}
-        self._modules: dict[str, ModuleType] = {}
+        self._loaded: dict[str, ModuleType] = {}
 
     @property
     def sources(self) -> dict[str, str]:
-        """Return the text of each kept file."""
-        return self.kept.sources
+        """Text of each file that was loaded."""
+        return self.modules.sources
 
     def load(self, specs: Sequence[str]) -> list[RewardFunction]:
-        """Raises `LoadError`."""
-        self.kept.activate()
-        found = []
+        """Load the functions. Raises `LoadError` if one of them cannot be loaded."""
+        self.modules.activate()
+        functions = []
         for spec in specs:
             module, attribute = self._find(spec)
             function = getattr(module, attribute, None)
@@ -76,47 +82,49 @@ class FunctionLoader:
             if name in self.callables:
                 raise LoadError(f"{spec}: there are two functions named {name!r}; rename one")
             self.callables[name] = function
-            found.append(
+            functions.append(
                 RewardFunction(
                     name=name,
                     spec=spec,
                     parameters=_parameters(spec, function),
                     asynchronous=inspect.iscoroutinefunction(function),
-                    digest=self.kept.digest(str(module.__file__)),
+                    digest=self.modules.digest(str(module.__file__)),
                 )
             )
-        self.kept.sealed = True
-        return found
+        self.modules.sealed = True
+        return functions
 
     def _find(self, spec: str) -> tuple[ModuleType, str]:
-        place, _, attribute = _announced(spec).partition(":")
-        if not place or not attribute.isidentifier():
+        """Return the module of a function, and the name of the function in it."""
+        location, _, attribute = _resolve_name(spec).partition(":")
+        if not location or not attribute.isidentifier():
             raise LoadError(f"{spec}: must be file.py:name or package.module:name")
-        if place not in self._modules:
-            self._modules[place] = self._make(spec, place)
-        return self._modules[place], attribute
+        if location not in self._loaded:
+            self._loaded[location] = self._load_module(spec, location)
+        return self._loaded[location], attribute
 
-    def _make(self, spec: str, place: str) -> ModuleType:
-        made = self._file_spec(place) if place.endswith(".py") else self._module_spec(spec, place)
-        if made is None or made.origin is None or not made.origin.endswith(".py"):
-            raise LoadError(f"{spec}: {place} is not a Python file or module here (in {Path.cwd()})")
+    def _load_module(self, spec: str, location: str) -> ModuleType:
+        """Load the file or module `location` from source."""
+        found_spec = self._file_spec(location) if location.endswith(".py") else self._module_spec(spec, location)
+        if found_spec is None or found_spec.origin is None or not found_spec.origin.endswith(".py"):
+            raise LoadError(f"{spec}: {location} is not a Python file or module here (in {Path.cwd()})")
+        name, origin = found_spec.name, found_spec.origin
         try:
-            own = self.kept.entry(made.name, made.origin, made.submodule_search_locations)
-            module = module_from_spec(own)
-            sys.modules[made.name] = module
-            self.kept.execute(module, made.origin)
+            module = module_from_spec(self.modules.entry(name, origin, found_spec.submodule_search_locations))
+            sys.modules[name] = module
+            self.modules.execute(module, origin)
         except BaseException as error:  # a module may do anything at import, also exit
             raise LoadError(f"{spec}: {type(error).__name__}: {error}") from error
         return module
 
-    def _file_spec(self, place: str) -> ModuleSpec | None:
-        path = Path(place).absolute()
-        if str(path) not in self.kept.sources and not path.is_file():
+    def _file_spec(self, file: str) -> ModuleSpec | None:
+        path = Path(file).absolute()
+        if str(path) not in self.modules.sources and not path.is_file():
             return None
         folder = str(path.parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # so that it can import its neighbours
-        self.kept.add_base(path.parent)
+            sys.path.insert(0, folder)  # so that the file can import its neighbours
+        self.modules.add_base(path.parent)
         name = f"headrace_rewards_{sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
         return spec_from_file_location(name, path)
 
@@ -130,21 +138,24 @@ class FunctionLoader:
             raise LoadError(f"{spec}: {error}") from error
 
     def _add_package(self, first: str, name: str) -> None:
-        """Keep the user's package; of an installed package only the folder of the reward module."""
+        """Add the user's package to the snapshot; of an installed package only the folder of the reward module."""
         top = find_spec(first)
         if top is None or top.origin is None or not top.origin.endswith(".py"):
             return
         path = Path(top.origin)
         if path.name != "__init__.py":
-            self.kept.add_base(path.parent, first, path)
+            self.modules.add_base(path.parent, first, path)
             return
         installed = first.startswith("headrace") or not _INSTALLED.isdisjoint(path.parts)
         inner = name.split(".")[1:-1] if installed else ()
-        self.kept.add_base(path.parent.parent, first, path.parent.joinpath(*inner))
+        self.modules.add_base(path.parent.parent, first, path.parent.joinpath(*inner))
 
 
-def _announced(spec: str) -> str:
-    """What a name without a colon stands for: not imported from there, but made from its source as any other."""
+def _resolve_name(spec: str) -> str:
+    """Return `spec`, or the `package.module:name` of the entry point if `spec` has no colon.
+
+    The entry point is not imported; the function is loaded from source like any other.
+    """
     if ":" in spec:
         return spec
     try:
@@ -154,9 +165,10 @@ def _announced(spec: str) -> str:
 
 
 def _parameters(spec: str, function: Callable[..., object]) -> tuple[str, ...]:
+    """Return the names of the function's parameters. Raises `LoadError` for a parameter that cannot be passed."""
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    found = inspect.signature(function).parameters.values()
-    for parameter in found:
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
         if parameter.name not in PARAMETERS or parameter.kind not in named:
             raise LoadError(f"{spec}: parameter {parameter}; a reward function takes any of {', '.join(PARAMETERS)}")
-    return tuple(parameter.name for parameter in found)
+    return tuple(parameter.name for parameter in parameters)

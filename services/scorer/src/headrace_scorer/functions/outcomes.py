@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, as an outcome. Nothing ever becomes 0.0 by accident (P6)."""
+"""Conversion of a reward function's return value or exception into an outcome. None and failures are not 0.0 (P6)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ class Outcome(BaseModel):
     value: float | None = None
     criteria: dict[str, float] = {}
     turns: dict[str, float] = {}
-    """What the function says of single turns, whether or not it scored the run."""
+    """Values of single turns, whether or not the run has a value."""
     reason: str | None = None
     judged_by: str | None = None
     """Digest of the function's source, set by the scorer."""
 
     @classmethod
     def failed(cls, reason: str) -> Outcome:
+        """Return a failed outcome with this reason, shortened if necessary."""
         return cls(outcome="failed", reason=storable(reason[:_REASON_LENGTH_MAX]))
 
 
 def outcome_of(returned: object) -> Outcome:
-    """A number scores; None abstains; a dict of criteria scores by its `value`, else by their mean."""
+    """Return the outcome of a return value.
+
+    A number is a score, and None abstains. A dict of criteria is a score by its `value`, or else by the mean of the
+    criteria.
+    """
     try:
         result = _result(returned)
     except Exception as error:  # noqa: BLE001 (conversions run the user's code: `item`, `__float__`, `items`)
-        return Outcome.failed(_complaint(error))
+        return Outcome.failed(_conversion_error(error))
     value = result.value
     if value is None and result.criteria:
         value = sum(result.criteria.values()) / len(result.criteria)
@@ -70,14 +75,14 @@ def _number(value: object, where: str) -> float:
         raise type(error)(f"{where}: {error}; or None, a dict of numbers, a RewardResult") from None
 
 
-def _complaint(error: Exception) -> str:
+def _conversion_error(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(item["msg"] for item in error.errors(include_url=False, include_input=False)[:3])
     return describe_error(error).partition(": ")[2]
 
 
 def raised(error: BaseException) -> Outcome:
-    """Failed, with the exception and the innermost line of the user's code."""
+    """Return the failed outcome of an exception, with the innermost line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return Outcome.failed(f"{describe_error(error)}{where}")

@@ -1,4 +1,4 @@
-"""The processes of reward functions: as many as the settings say, all with the same code, replaced when they die."""
+"""Pool of processes that run reward functions. All run the same code, and a process that dies is replaced."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RESTART_S = 1.0
 
 
 class FunctionPool:
-    """`functions` are those that are loaded; `call` waits for a free process."""
+    """Pool of `scorer.function_workers` processes. `functions` are the reward functions that are loaded now."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings
         self._idle: asyncio.Queue[FunctionProcess] = asyncio.Queue()
         self._members: set[FunctionProcess] = set()
-        """Processes with the code that is current; others end with their call."""
+        """Processes that run the current code. Other processes are stopped after their call."""
         self._sources: dict[str, str] = {}
         self.functions: tuple[RewardFunction, ...] = ()
 
@@ -34,23 +34,27 @@ class FunctionPool:
             await process.stop()
 
     async def reload(self) -> None:
-        """Read the files, at the start or anew. Raises `FunctionsRefused` and leaves everything as it was."""
+        """Read the files of the functions, and replace all processes.
+
+        Raises:
+            FunctionsRefused: a function cannot be loaded. The processes from before stay in use.
+        """
         if not self._settings.functions:
             return
-        made = await self._fresh()
-        before = self._members
-        self._members = set(made)
-        self._sources, self.functions = made[0].loaded.sources, made[0].loaded.functions
+        started = await self._start_all()
+        loaded, before = started[0].loaded, self._members
+        self._members = set(started)
+        self._sources, self.functions = loaded.sources, loaded.functions
         while not self._idle.empty():
             await self._idle.get_nowait().stop()
-        for process in made:
+        for process in started:
             self._idle.put_nowait(process)
-        if made[0].loaded.uncovered:
-            log.warning("functions_read_other_files", not_covered_by_digests=list(made[0].loaded.uncovered)[:20])
+        if loaded.uncovered:
+            log.warning("functions_read_other_files", not_covered_by_digests=list(loaded.uncovered)[:20])
         log.info("functions_loaded", functions=[function.name for function in self.functions], again=bool(before))
 
     async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
-        """Run one function, in the code that is current when a process is free for it."""
+        """Wait for a free process, and call one function in it."""
         process = await self._idle.get()
         began = time.monotonic()
         outcome = await process.call(call, trajectory, self._settings.function_timeout_s)
@@ -68,7 +72,7 @@ class FunctionPool:
         return outcome
 
     async def _replace(self) -> None:
-        """Start a process in place of one that ended, however long that takes: a pool never gets smaller."""
+        """Start a process in place of one that ended. Retry until it starts, so that the pool never gets smaller."""
         while True:
             try:
                 return await self._add(await self._start(self._sources))
@@ -80,20 +84,20 @@ class FunctionPool:
         if process.loaded.sources == self._sources:
             self._members.add(process)
             self._idle.put_nowait(process)
-        else:  # the code was reloaded while this process started, so another one has its place
+        else:  # the code was reloaded while this process started, so a newer process has replaced it
             await process.stop()
 
-    async def _fresh(self) -> list[FunctionProcess]:
-        """Processes with the files as they are now; all use the text that the first one read."""
-        made = [await self._start({})]
+    async def _start_all(self) -> list[FunctionProcess]:
+        """Start all processes. The first reads the files; the others use the text that it read."""
+        started = [await self._start({})]
         try:
-            while len(made) < self._settings.function_workers:
-                made.append(await self._start(made[0].loaded.sources))
+            while len(started) < self._settings.function_workers:
+                started.append(await self._start(started[0].loaded.sources))
         except BaseException:
-            for process in made:
+            for process in started:
                 await process.stop()
             raise
-        return made
+        return started
 
     async def _start(self, sources: dict[str, str]) -> FunctionProcess:
         return await FunctionProcess.start(

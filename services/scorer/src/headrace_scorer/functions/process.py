@@ -1,4 +1,4 @@
-"""One process of reward functions, seen from the scorer: started, called, and killed when it takes too long."""
+"""Handle of one process that runs reward functions: starts it, calls it, and kills it when a call takes too long."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOAD_TIMEOUT_S = 60.0
 
 
 class FunctionsRefused(HeadraceError):
-    """Reward functions cannot be loaded; the message says which and why."""
+    """A reward function cannot be loaded. The message has its spec and the reason."""
 
 
 class FunctionProcess:
-    """`start`, `call` one at a time, `stop`. After a time-out or a crash it is `dead` and stays so."""
+    """A process that runs reward functions, one call at a time. After a time-out or a crash it stays `dead`."""
 
     def __init__(self, process: asyncio.subprocess.Process, loaded: LoadResponse) -> None:
         self._process = process
@@ -33,9 +33,15 @@ class FunctionProcess:
 
     @classmethod
     async def start(cls, order: LoadRequest, passed_on: Sequence[str] = ()) -> FunctionProcess:
-        """`passed_on` names variables of our environment that it gets as well.
+        """Start a process, and load the functions in it.
 
-        Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process.
+        Args:
+            order: functions to load.
+            passed_on: names of environment variables that the process gets besides those of the system.
+
+        Raises:
+            FunctionsRefused: the functions cannot be loaded.
+            Unavailable: the process ended before it answered.
         """
         command = bound_to_parent([sys.executable, "-m", "headrace_scorer.functions.worker"])
         pipe = asyncio.subprocess.PIPE
@@ -47,29 +53,31 @@ class FunctionProcess:
             close_fds=True,
             env=program_environment(passed_on),
         )
-        made = cls(process, LoadResponse())
+        started = cls(process, LoadResponse())
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_S):
-                made.loaded = LoadResponse.model_validate_json(await made._ask(order.model_dump_json().encode()))
+                started.loaded = LoadResponse.model_validate_json(
+                    await started._exchange(order.model_dump_json().encode())
+                )
         except TimeoutError:
-            await made.stop()
+            await started.stop()
             raise FunctionsRefused(f"importing {', '.join(order.specs)} took over {_LOAD_TIMEOUT_S:g} s") from None
         except (EOFError, OSError) as error:
-            await made.stop()
-            raise Unavailable(f"the process of reward functions ended as it started ({made.status})") from error
+            await started.stop()
+            raise Unavailable(f"the process of reward functions ended as it started ({started.status})") from error
         except BaseException:
-            await made.stop()
+            await started.stop()
             raise
-        if made.loaded.error is not None:
-            await made.stop()
-            raise FunctionsRefused(made.loaded.error)
-        return made
+        if started.loaded.error is not None:
+            await started.stop()
+            raise FunctionsRefused(started.loaded.error)
+        return started
 
     async def call(self, call: CallRequest, trajectory: bytes, timeout_s: float) -> Outcome:
-        """The outcome, even if the function hangs or ends its process."""
+        """Call a function and return its outcome, also if the function hangs or ends its process."""
         try:
             async with asyncio.timeout(timeout_s):
-                return Outcome.model_validate_json(await self._ask(call.model_dump_json().encode(), trajectory))
+                return Outcome.model_validate_json(await self._exchange(call.model_dump_json().encode(), trajectory))
         except TimeoutError:
             await self.stop()
             return Outcome(outcome="timed_out", reason=f"not done after {timeout_s:g} s")
@@ -79,27 +87,32 @@ class FunctionProcess:
         except asyncio.CancelledError:
             await self.stop()
             raise
-        except Exception as error:  # noqa: BLE001 (what cannot be sent, and an answer that cannot be read)
+        except Exception as error:  # noqa: BLE001 (a request that cannot be sent, or an answer that cannot be read)
             await self.stop()
             return Outcome.failed(reason_of(error))
 
     def digest(self, function: str) -> str | None:
-        """The digest of the function's source in this process."""
-        return next((f"sha256:{found.digest}" for found in self.loaded.functions if found.name == function), None)
+        """Return the digest of the function's source in this process.
+
+        None if the process does not have the function.
+        """
+        return next((f"sha256:{loaded.digest}" for loaded in self.loaded.functions if loaded.name == function), None)
 
     @property
     def status(self) -> str:
+        """Exit status of the process, or the signal that ended it."""
         code = self._process.returncode
         return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
 
     async def stop(self) -> None:
-        """Kill it and everything that it started. Nothing in it has to be saved."""
+        """Kill the process and all processes that it started. Their state does not have to be saved."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(self._process.wait())
 
-    async def _ask(self, *messages: bytes) -> bytes:
+    async def _exchange(self, *messages: bytes) -> bytes:
+        """Send messages, and return the answer of the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(b"".join(LENGTH.pack(len(message)) + message for message in messages))

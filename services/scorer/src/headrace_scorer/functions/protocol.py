@@ -13,7 +13,7 @@ LENGTH = struct.Struct(">I")
 
 
 class LoadRequest(BaseModel):
-    """The first message: what to load. `sources` holds the text of files that were loaded before."""
+    """First message to the process: the functions to load. `sources` has the text of files that were loaded before."""
 
     specs: tuple[str, ...]
     sources: dict[str, str] = {}
@@ -21,7 +21,7 @@ class LoadRequest(BaseModel):
 
 
 class LoadResponse(BaseModel):
-    """Its answer. `error` set: nothing is loaded and the process ends."""
+    """Answer to a `LoadRequest`. If `error` is set, no function is loaded and the process ends."""
 
     functions: tuple[RewardFunction, ...] = ()
     sources: dict[str, str] = {}
@@ -31,27 +31,28 @@ class LoadResponse(BaseModel):
 
 
 class CallRequest(BaseModel):
-    """Run one function. The trajectory is JSON in a message of its own behind this one."""
+    """Request to call one function. The next message is the trajectory as JSON."""
 
     kind: Literal["call"] = "call"
     function: str
     feedback: tuple[str, ...] = ()
-    """Each as JSON."""
+    """Feedback events as JSON."""
     context: dict[str, JsonValue] = {}
 
 
 def send(stream: BinaryIO, message: bytes) -> None:
+    """Write one message with its length."""
     stream.write(LENGTH.pack(len(message)) + message)
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> bytes:
-    """The next message. Raises `EOFError` when the other side is gone."""
-    return _exactly(stream, LENGTH.unpack(_exactly(stream, LENGTH.size))[0])
+    """Read the next message. Raises `EOFError` when the other side has closed the pipe."""
+    return _read_exactly(stream, LENGTH.unpack(_read_exactly(stream, LENGTH.size))[0])
 
 
-def _exactly(stream: BinaryIO, size: int) -> bytes:
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
-        raise EOFError("the other side of the pipe is gone")
+        raise EOFError("the other side has closed the pipe")
     return data

@@ -1,6 +1,6 @@
-"""The process that runs reward functions: `python -m headrace_scorer.functions.worker`, spoken to over its pipes.
+"""The process that runs reward functions, `python -m headrace_scorer.functions.worker`. The scorer uses its pipes.
 
-User code may print, exit, hang or crash here; the scorer only sees one failed call. What user code prints goes to
+User code may print, exit, hang or crash here; for the scorer that is one failed call. Output of user code goes to
 standard error, never into the pipe.
 """
 
@@ -22,7 +22,7 @@ from headrace_scorer.functions.outcomes import Outcome
 
 
 def main() -> None:
-    """Load, then answer calls until the scorer closes the pipe."""
+    """Load the functions, then answer calls until the scorer closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the scorer, which then ends this process
     inbox, outbox = _take_pipes()
     try:
@@ -30,10 +30,11 @@ def main() -> None:
         _limit(order.memory_mb)
         loader = FunctionLoader(order.sources)
         try:
-            found = loader.load(order.specs)
+            functions = tuple(loader.load(order.specs))
         except LoadError as error:
             return protocol.send(outbox, protocol.LoadResponse(error=str(error)).model_dump_json().encode())
-        answer = protocol.LoadResponse(functions=tuple(found), sources=loader.sources, uncovered=loader.kept.uncovered)
+        uncovered = loader.modules.uncovered
+        answer = protocol.LoadResponse(functions=functions, sources=loader.sources, uncovered=uncovered)
         protocol.send(outbox, answer.model_dump_json().encode())
         while True:
             call = protocol.CallRequest.model_validate_json(protocol.receive(inbox))
@@ -44,15 +45,15 @@ def main() -> None:
 
 
 def run(function: Callable[..., object], call: protocol.CallRequest, trajectory: bytes) -> Outcome:
-    """One call. Whatever the function raises, `SystemExit` included, is its failure."""
+    """Call a function and return its outcome. Any exception is a failure, `SystemExit` included."""
     try:
-        offered: dict[str, object] = {
+        arguments: dict[str, object] = {
             "trajectory": _trajectory(trajectory),
-            "feedback": tuple(Feedback.from_stored(one.encode()) for one in call.feedback),
+            "feedback": tuple(Feedback.from_stored(event.encode()) for event in call.feedback),
             "context": call.context,
         }
-        wanted = inspect.signature(function).parameters
-        returned = function(**{name: offered[name] for name in wanted})
+        parameters = inspect.signature(function).parameters
+        returned = function(**{name: arguments[name] for name in parameters})
         if inspect.isawaitable(returned):
             returned = asyncio.run(_awaited(returned))
         return outcomes.outcome_of(returned)
@@ -67,16 +68,16 @@ async def _awaited(returned: object) -> object:
 
 @lru_cache(maxsize=1)
 def _trajectory(value: bytes) -> Trajectory:
-    """The functions of one trajectory are called one after the other."""
+    """Parse a trajectory. The last one is cached, because its functions are called one after the other."""
     return Trajectory.from_stored(value)
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take standard input and output away from user code: it reads nothing and prints to standard error."""
+    """Return the pipes to the scorer, and redirect user code: no standard input, standard output to standard error."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
     return inbox, outbox
 

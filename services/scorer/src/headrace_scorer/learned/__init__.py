@@ -1,1 +1,1 @@
-"""Reward models: what people say of a few runs, learned well enough to speak for the others, as a source of its own."""
+"""Reward models, which learn from people's ratings of a few runs and score all runs as a source of their own."""

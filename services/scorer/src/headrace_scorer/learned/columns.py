@@ -1,7 +1,7 @@
-"""Features of runs as columns of numbers, without those that only runs with thumbs have.
+"""Columns of numbers from the features of runs, without features that reveal whether a run has a thumb.
 
-A feature gives up to two columns: its value, where it is known, and whether it is known at all. Both are standardized
-over all runs; what is not known stands at the mean. Shapes: `_R` runs, `_D` columns.
+A feature gives up to two columns: its value, and whether the run has it. Both are standardized over all runs; a missing
+value is replaced by the mean. Shapes: `_R` runs, `_D` columns.
 """
 
 from __future__ import annotations
@@ -18,70 +18,71 @@ from headrace_scorer.learned.models import Features
 Array = npt.NDArray[np.float64]
 COLUMNS_MAX = 48
 _BINS = 10
-_OTHERS_MIN = 50
+_UNRATED_MIN = 50
 _RARE = 0.01
 _FOREIGN_MAX = 0.1
 
 
 def table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
-    """A row of `_D` numbers for each run."""
+    """Return the feature table: a row of `_D` numbers for each run."""
     rows = [[column.of(run) for column in columns] for run in runs]
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(columns))
 
 
-def columns_of(thumbed: Sequence[Features], others: Sequence[Features]) -> tuple[list[Column], list[str]]:
-    """The columns to learn from, and the names of features that were refused because they tell who has a thumb.
+def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tuple[list[Column], list[str]]:
+    """Return the columns to learn from, and the features refused because they reveal whether a run has a thumb.
 
-    Of too many, those that most runs have.
+    The features that most runs have come first, up to `COLUMNS_MAX` columns.
     """
-    everyone = [*thumbed, *others]
+    all_runs = [*thumbed, *unrated]
     counts: dict[str, int] = {}
-    for run in everyone:
+    for run in all_runs:
         for name in run:
             counts[name] = counts.get(name, 0) + 1
-    refused = [name for name in sorted(counts) if foreign_share(name, thumbed, others) > _FOREIGN_MAX]
-    found: list[Column] = []
-    for name in sorted(counts.keys() - set(refused), key=lambda one: (-counts[one], one)):
-        found += _standardized(name, counts[name], everyone)
-    return found[:COLUMNS_MAX], refused
+    refused = [name for name in sorted(counts) if foreign_share(name, thumbed, unrated) > _FOREIGN_MAX]
+    columns: list[Column] = []
+    for name in sorted(counts.keys() - set(refused), key=lambda feature: (-counts[feature], feature)):
+        columns += _standardized(name, counts[name], all_runs)
+    return columns[:COLUMNS_MAX], refused
 
 
-def foreign_share(name: str, thumbed: Sequence[Features], others: Sequence[Features]) -> float:
-    """How many of the runs with thumbs have a value that others (nearly) never have.
+def foreign_share(name: str, thumbed: Sequence[Features], unrated: Sequence[Features]) -> float:
+    """Return the share of runs with thumbs whose value of the feature is rare among runs without thumbs.
 
-    A feature that was made of the thumb itself is of this kind, because others have no thumb; so is one that came with
-    the feedback. It would look perfect where it is learned, and say nothing where it is asked. Values are compared in
-    ten bins with equally many thumbed runs; not to be known is a bin of its own.
+    A feature that was computed from the thumb, or that came with the feedback, has such values. A model would predict
+    its training data from it perfectly, and could not use it for other runs. Values are compared in ten bins with
+    equally many thumbed runs. A missing value is a bin of its own.
     """
-    if len(others) < _OTHERS_MIN or not thumbed:
+    if len(unrated) < _UNRATED_MIN or not thumbed:
         return 0.0
-    known = np.array([run[name] for run in thumbed if name in run])
-    elsewhere = np.array([run[name] for run in others if name in run])
-    absent = 1 - len(known) / len(thumbed)
-    share = absent if 1 - len(elsewhere) / len(others) < _RARE else 0.0
-    if not len(known):
+    thumbed_values = np.array([run[name] for run in thumbed if name in run])
+    unrated_values = np.array([run[name] for run in unrated if name in run])
+    absent = 1 - len(thumbed_values) / len(thumbed)
+    share = absent if 1 - len(unrated_values) / len(unrated) < _RARE else 0.0
+    if not len(thumbed_values):
         return share
-    values = np.unique(known)
-    edges = values if len(values) <= _BINS else np.unique(np.quantile(known, np.linspace(0, 1, _BINS + 1)))
+    values = np.unique(thumbed_values)
     exact = len(values) <= _BINS
-    own = _binned(known, edges, exact=exact)
-    theirs = _binned(elsewhere, edges, exact=exact) / len(others)
-    return float(share + own[theirs < _RARE].sum() / len(thumbed))
+    edges = values if exact else np.unique(np.quantile(thumbed_values, np.linspace(0, 1, _BINS + 1)))
+    thumbed_counts = _count_bins(thumbed_values, edges, exact=exact)
+    unrated_shares = _count_bins(unrated_values, edges, exact=exact) / len(unrated)
+    return float(share + thumbed_counts[unrated_shares < _RARE].sum() / len(thumbed))
 
 
-def _binned(values: Array, edges: Array, *, exact: bool) -> Array:
-    """Counts; `exact`: of values that equal an edge, else of those between two edges."""
+def _count_bins(values: Array, edges: Array, *, exact: bool) -> Array:
+    """Count the values that equal each edge (`exact`), or else those between two edges."""
     if exact:
         return np.array([(np.abs(values - edge) < 1e-9).sum() for edge in edges], dtype=np.float64)
     return np.histogram(values, edges)[0].astype(np.float64)
 
 
-def _standardized(name: str, known: int, everyone: Sequence[Features]) -> Iterable[Column]:
-    values = [run[name] for run in everyone if name in run]
-    mean = math.fsum(values) / known
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in values) / known)
+def _standardized(name: str, count: int, all_runs: Sequence[Features]) -> Iterable[Column]:
+    """Yield the columns of a feature that `count` runs have. Constant columns are left out."""
+    values = [run[name] for run in all_runs if name in run]
+    mean = math.fsum(values) / count
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / count)
     if deviation > 1e-9 * max(1.0, abs(mean)):
         yield Column(name, presence=False, mean=mean, deviation=deviation, is_reward="/" not in name)
-    share = known / len(everyone)
+    share = count / len(all_runs)
     if 0 < share < 1:
         yield Column(name, presence=True, mean=share, deviation=math.sqrt(share * (1 - share)))

@@ -1,12 +1,13 @@
-"""A logistic model and the reliability of the people who taught it, learned together from few and noisy thumbs.
+"""Logistic regression on few and noisy thumbs, fitted together with the reliability of each rater.
 
-V. C. Raykar et al., Learning From Crowds, JMLR 11 (2010) 1297, with one coin for each rater, as A. P. Dawid and A. M.
-Skene, Applied Statistics 28 (1979) 20, without features. What a run is worth is hidden; a rater says it rightly with a
-probability of his own. That is learned from how he agrees with other raters of the run and with what its features say.
+The model is that of V. C. Raykar et al., Learning From Crowds, JMLR 11 (2010) 1297, with one reliability for each
+rater, as in A. P. Dawid and A. M. Skene, Applied Statistics 28 (1979) 20, which has no features. Whether a run is good
+is a latent variable. A rater's thumb is right with the probability of that rater, which is estimated from the agreement
+with other raters of the same run and with the features of the run.
 
-How far one rater reaches is bounded three times. His reliability has a prior, the crowd's; it never counts below 1/2,
-so who is always wrong is not heard, instead of being believed the other way round; and all his thumbs weigh no more
-than a share of all there are. Shapes: `_R` runs, `_D` columns, `_T` thumbs, `_A` raters.
+The influence of one rater is bounded in three ways. The reliability has a prior, that of the crowd. It never counts
+below 1/2, so thumbs of a rater who is always wrong are ignored and not inverted. All thumbs of a rater have at most a
+share of the total weight. Shapes: `_R` runs, `_D` columns, `_T` thumbs, `_A` raters.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ Index = npt.NDArray[np.int64]
 
 _ROUNDS_MAX = 60
 _NEWTON_STEPS = 3
-_SETTLED = 1e-6
-_RIGHT = (0.5, 0.95)
-"""Between these a rater's reliability counts."""
+_CONVERGED = 1e-6
+_RELIABILITY_RANGE = (0.5, 0.95)
+"""Smallest and largest reliability of a rater that counts."""
 _CROWD_PRIOR = (40.0, 10.0)
-"""Imaginary thumbs of the crowd, right and wrong: without evidence four of five are right."""
+"""Prior pseudo-counts of the crowd, of right and wrong thumbs: without evidence four of five are right."""
 _RATER_PRIOR = 4.0
-"""Imaginary thumbs of each rater, as reliable as the crowd."""
+"""Prior pseudo-count of each rater, with the reliability of the crowd."""
 _INTERCEPT_PRECISION = 0.1
-_DOUBT_PRECISION = 3.0
-"""A prior that was chosen because it does well is no evidence: intervals are as wide as with a weak one."""
-_HEARD_MIN = 5.0
+_COVARIANCE_PRECISION_MAX = 3.0
+"""Largest prior precision in the covariance. A prior that was selected because it fits well is no evidence, so it does
+not narrow the intervals."""
+_RATER_WEIGHT_MIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbs:
-    """All thumbs as arrays: of which run, by whom, what, and how much they weigh."""
+    """All thumbs as arrays: index of the run, index of the rater, value, and weight."""
 
     run_T: Index
     rater_T: Index
     value_T: Array
     weight_T: Array
     raters: tuple[str, ...]
-    """Sorted; an empty name is everybody without one."""
+    """Names, sorted. The empty name stands for all people without a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrowdFit:
-    """`weights_D` with the intercept first, the covariance of these, and how reliable each rater is."""
+    """Fitted weights, the intercept first, with their covariance and the reliability of each rater and of the crowd."""
 
     weights_D: Array
     covariance_DD: Array
@@ -59,100 +61,120 @@ class CrowdFit:
     crowd_right: float
 
 
-def gathered(runs: Sequence[ThumbedRun], share_max: float) -> Thumbs:
-    """The thumbs of `runs`. No named rater weighs more than `share_max` of all thumbs, or five."""
-    said = [(at, thumb.rater, thumb.value) for at, run in enumerate(runs) for thumb in run.thumbs]
-    raters = tuple(sorted({rater for _, rater, _ in said}))
-    number = {name: at for at, name in enumerate(raters)}
-    rater_T = np.array([number[rater] for _, rater, _ in said], dtype=np.int64)
+def thumbs_of(runs: Sequence[ThumbedRun], share_max: float) -> Thumbs:
+    """Return the thumbs of `runs`, weighted so that no named rater has more than `share_max` of all thumbs, or five."""
+    thumbs = [(index, thumb.rater, thumb.value) for index, run in enumerate(runs) for thumb in run.thumbs]
+    raters = tuple(sorted({rater for _, rater, _ in thumbs}))
+    rater_index = {name: index for index, name in enumerate(raters)}
+    rater_T = np.array([rater_index[rater] for _, rater, _ in thumbs], dtype=np.int64)
     counts_A = np.bincount(rater_T, minlength=len(raters)).astype(np.float64)
-    heard_A = np.minimum(1.0, max(_HEARD_MIN, share_max * len(said)) / np.maximum(counts_A, 1.0))
-    heard_A[[at for at, name in enumerate(raters) if not name]] = 1.0
+    weight_A = np.minimum(1.0, max(_RATER_WEIGHT_MIN, share_max * len(thumbs)) / np.maximum(counts_A, 1.0))
+    weight_A[[index for index, name in enumerate(raters) if not name]] = 1.0
     return Thumbs(
-        run_T=np.array([at for at, _, _ in said], dtype=np.int64),
+        run_T=np.array([index for index, _, _ in thumbs], dtype=np.int64),
         rater_T=rater_T,
-        value_T=np.array([value for _, _, value in said], dtype=np.float64),
-        weight_T=heard_A[rater_T],
+        value_T=np.array([value for _, _, value in thumbs], dtype=np.float64),
+        weight_T=weight_A[rater_T],
         raters=raters,
     )
 
 
 def fit(table_RD: Array, thumbs: Thumbs, prior_D: Array, precision: float) -> CrowdFit:
-    """Expectation maximization. Each weight has a normal prior with the mean `prior_D` and this `precision`; only the
-    intercept's is wide. Deterministic."""
+    """Fit weights and reliabilities by expectation maximization. Deterministic.
+
+    Args:
+        table_RD: feature table, without the intercept.
+        prior_D: means of the normal priors of the weights.
+        precision: precision of these priors. The prior of the intercept is wide.
+    """
     rows_RD = with_intercept(table_RD)
     means_D = np.concatenate([[0.0], prior_D])
     precisions_D = np.full(rows_RD.shape[1], precision)
     precisions_D[0] = _INTERCEPT_PRECISION
-    heard_R = np.minimum(1.0, _summed(thumbs.weight_T, thumbs.run_T, len(rows_RD)))
+    run_weight_R = np.minimum(1.0, _sum_by_index(thumbs.weight_T, thumbs.run_T, len(rows_RD)))
     weights_D = means_D
     crowd = _CROWD_PRIOR[0] / sum(_CROWD_PRIOR)
     right_A = np.full(len(thumbs.raters), crowd)
     for _ in range(_ROUNDS_MAX):
-        said_R = _summed(_log_odds(thumbs, right_A), thumbs.run_T, len(rows_RD))
-        good_R = sigmoid(rows_RD @ weights_D + said_R)
+        thumb_log_odds_R = _sum_by_index(_log_odds(thumbs, right_A), thumbs.run_T, len(rows_RD))
+        good_R = sigmoid(rows_RD @ weights_D + thumb_log_odds_R)
         crowd, right_A = _reliabilities(thumbs, good_R)
         before = weights_D
         for _ in range(_NEWTON_STEPS):
-            weights_D = _newton(rows_RD, good_R, heard_R, weights_D, means_D, precisions_D)
-        if float(np.abs(weights_D - before).max()) < _SETTLED:
+            weights_D = _newton(rows_RD, good_R, run_weight_R, weights_D, means_D, precisions_D)
+        if float(np.abs(weights_D - before).max()) < _CONVERGED:
             break
-    information_DD = _information(rows_RD, thumbs, right_A, heard_R, weights_D)
-    information_DD += np.diag(np.minimum(precisions_D, _DOUBT_PRECISION))
+    information_DD = _information(rows_RD, thumbs, right_A, run_weight_R, weights_D)
+    information_DD += np.diag(np.minimum(precisions_D, _COVARIANCE_PRECISION_MAX))
     covariance_DD: Array = np.linalg.inv(information_DD).astype(np.float64)
     return CrowdFit(weights_D, covariance_DD, right_A, crowd)
 
 
 def with_intercept(table_RD: Array) -> Array:
+    """Return the table with a first column of ones."""
     return np.hstack([np.ones((len(table_RD), 1)), table_RD])
 
 
 def sigmoid(value: Array) -> Array:
+    """Return the logistic function of log odds."""
     return 1 / (1 + np.exp(-np.clip(value, -35, 35)))
 
 
-def said_good(good_T: Array, right_T: Array) -> Array:
-    """How probable a thumb up is of a run that is good with `good_T`, by a rater who is right with `right_T`."""
+def thumb_up_probability(good_T: Array, right_T: Array) -> Array:
+    """Return the probability of a thumb up.
+
+    Args:
+        good_T: probability that the run is good.
+        right_T: probability that the rater is right.
+    """
     return (1 - right_T) + (2 * right_T - 1) * good_T
 
 
 def _log_odds(thumbs: Thumbs, right_A: Array) -> Array:
+    """Return the weighted log odds that each thumb adds for its run being good."""
     right_T = right_A[thumbs.rater_T]
     return thumbs.weight_T * (2 * thumbs.value_T - 1) * np.log(right_T / (1 - right_T))
 
 
 def _reliabilities(thumbs: Thumbs, good_R: Array) -> tuple[float, Array]:
-    """Of the crowd, and of each rater; a name that nobody has speaks as the crowd does."""
+    """Return the reliability of the crowd and of each rater, given the probability that each run is good."""
     good_T = good_R[thumbs.run_T]
     agreed_T = thumbs.weight_T * (good_T * thumbs.value_T + (1 - good_T) * (1 - thumbs.value_T))
     crowd = float((_CROWD_PRIOR[0] + agreed_T.sum()) / (sum(_CROWD_PRIOR) + thumbs.weight_T.sum()))
-    agreed_A = _summed(agreed_T, thumbs.rater_T, len(thumbs.raters))
-    spoken_A = _summed(thumbs.weight_T, thumbs.rater_T, len(thumbs.raters))
-    right_A = (_RATER_PRIOR * crowd + agreed_A) / (_RATER_PRIOR + spoken_A)
-    return crowd, np.clip(right_A, *_RIGHT)
+    agreed_A = _sum_by_index(agreed_T, thumbs.rater_T, len(thumbs.raters))
+    weight_A = _sum_by_index(thumbs.weight_T, thumbs.rater_T, len(thumbs.raters))
+    right_A = (_RATER_PRIOR * crowd + agreed_A) / (_RATER_PRIOR + weight_A)
+    return crowd, np.clip(right_A, *_RELIABILITY_RANGE)
 
 
 def _newton(
-    rows_RD: Array, good_R: Array, heard_R: Array, weights_D: Array, means_D: Array, precisions_D: Array
+    rows_RD: Array, good_R: Array, run_weight_R: Array, weights_D: Array, means_D: Array, precisions_D: Array
 ) -> Array:
-    now_R = sigmoid(rows_RD @ weights_D)
-    slope_D = rows_RD.T @ (heard_R * (good_R - now_R)) - precisions_D * (weights_D - means_D)
-    curve_DD = rows_RD.T @ (rows_RD * (heard_R * np.maximum(now_R * (1 - now_R), 1e-6))[:, None])
+    """Return the weights after one Newton step of the regression on `good_R`."""
+    predicted_R = sigmoid(rows_RD @ weights_D)
+    slope_D = rows_RD.T @ (run_weight_R * (good_R - predicted_R)) - precisions_D * (weights_D - means_D)
+    curve_DD = rows_RD.T @ (rows_RD * (run_weight_R * np.maximum(predicted_R * (1 - predicted_R), 1e-6))[:, None])
     return weights_D + np.linalg.solve(curve_DD + np.diag(precisions_D), slope_D)
 
 
-def _information(rows_RD: Array, thumbs: Thumbs, right_A: Array, heard_R: Array, weights_D: Array) -> Array:
-    """Fisher's, of what was said: a thumb that may be wrong tells less than the truth would, and several of one run no
-    more than the truth."""
+def _information(rows_RD: Array, thumbs: Thumbs, right_A: Array, run_weight_R: Array, weights_D: Array) -> Array:
+    """Return the Fisher information of the thumbs about the weights.
+
+    A thumb of an unreliable rater gives less information than knowing whether the run is good, and several thumbs of
+    one run give at most as much.
+    """
     good_R = sigmoid(rows_RD @ weights_D)
     right_T, good_T = right_A[thumbs.rater_T], good_R[thumbs.run_T]
-    up_T = said_good(good_T, right_T)
-    told_T = thumbs.weight_T * ((2 * right_T - 1) * good_T * (1 - good_T)) ** 2 / np.maximum(up_T * (1 - up_T), 1e-9)
-    told_R = np.minimum(_summed(told_T, thumbs.run_T, len(rows_RD)), heard_R * good_R * (1 - good_R))
-    found: Array = rows_RD.T @ (rows_RD * told_R[:, None])
-    return found
+    up_T = thumb_up_probability(good_T, right_T)
+    slope_T = (2 * right_T - 1) * good_T * (1 - good_T)
+    information_T = thumbs.weight_T * slope_T**2 / np.maximum(up_T * (1 - up_T), 1e-9)
+    certain_R = run_weight_R * good_R * (1 - good_R)
+    information_R = np.minimum(_sum_by_index(information_T, thumbs.run_T, len(rows_RD)), certain_R)
+    information_DD: Array = rows_RD.T @ (rows_RD * information_R[:, None])
+    return information_DD
 
 
-def _summed(value_T: Array, index_T: Index, size: int) -> Array:
-    found: Array = np.bincount(index_T, weights=value_T, minlength=size).astype(np.float64)
-    return found
+def _sum_by_index(value_T: Array, index_T: Index, size: int) -> Array:
+    """Return the sum of the values for each index below `size`."""
+    sums: Array = np.bincount(index_T, weights=value_T, minlength=size).astype(np.float64)
+    return sums

@@ -1,4 +1,4 @@
-"""What is known of a run besides what people said: its shape, and what other sources made of it. Pure."""
+"""Features of a run for a reward model: its shape, and the values of sources other than people. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEATURES_MAX = 128
 
 
 def shape_of(trajectory: Trajectory) -> dict[str, float]:
-    """How long it was and who spoke how often. Counts are logarithms of one more, so that ten times is a step."""
+    """Return the lengths and counts of a run, each as log(1 + count), and whether it repeated a tool call."""
     messages = trajectory.messages
     roles = [message.role for message in messages]
     counts = {
@@ -25,28 +25,32 @@ def shape_of(trajectory: Trajectory) -> dict[str, float]:
         "tool results": roles.count("tool"),
         "branches": len(trajectory.branches),
     }
-    found = {f"run/{name}": math.log1p(count) for name, count in counts.items()}
+    features = {f"run/{name}": math.log1p(count) for name, count in counts.items()}
     calls = [_calls(message) for message in messages if message.role == "assistant" and message.tool_calls]
     if calls:
-        found["run/calls again"] = float(any(one == other for one, other in pairwise(calls)))
-    return found
+        features["run/calls again"] = float(any(earlier == later for earlier, later in pairwise(calls)))
+    return features
 
 
 def features_of(
     trajectory: Trajectory, rows: Iterable[Mapping[str, Any]], counts: Callable[[str], bool]
 ) -> dict[str, float]:
-    """The run's shape, and the value and criteria of each source that `counts`. `rows` are those of the ledger.
+    """Return the features of a run, at most `FEATURES_MAX`, sorted by name.
 
-    What was made from feedback is never a feature: it is what is to be learned. Of too many, the first by name.
+    Rewards from feedback are never features, because they are the target of the model.
+
+    Args:
+        rows: rewards of the run as rows of the ledger.
+        counts: returns whether the rewards of a source are features.
     """
-    found = shape_of(trajectory)
+    features = shape_of(trajectory)
     for row in rows:
         if row["turn_id"] or row["feedback_id"] is not None or row["outcome"] != "scored" or not counts(row["source"]):
             continue
-        found[row["source"]] = float(row["value"])
+        features[row["source"]] = float(row["value"])
         criteria = json.loads(row["criteria"]) if row["criteria"] else {}
-        found |= {f"{row['source']}/{name}": float(value) for name, value in criteria.items()}
-    return dict(sorted(found.items())[:FEATURES_MAX])
+        features |= {f"{row['source']}/{name}": float(value) for name, value in criteria.items()}
+    return dict(sorted(features.items())[:FEATURES_MAX])
 
 
 def _calls(message: Any) -> list[tuple[str, str]]:

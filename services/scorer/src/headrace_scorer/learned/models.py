@@ -1,9 +1,9 @@
-"""What a reward model is, and the registry of those that packages announce.
+"""Interface of reward models, and the registry of the reward models that packages announce.
 
     [project.entry-points."headrace.reward_models"]
     thumbs = "my_package.models:THUMBS"
 
-A kind is light to import: what is heavy it imports when it fits.
+The module of a reward model should import heavy packages only in `fit`, so that reading a fitted model is fast.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from headrace_runtime.registries import Registry
 
 Features = Mapping[str, float]
-"""What is known of a run by name. What is not known is left out, and is never a zero."""
+"""Features of a run by name. A feature without a value is left out; it is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thumb:
-    """What one person says of a run: from 0, bad, to 1, good. `rater` is empty for people without a name."""
+    """Value that one person gives to a run, from 0 (bad) to 1 (good). `rater` is empty for people without a name."""
 
     rater: str
     value: float
@@ -28,7 +28,7 @@ class Thumb:
 
 @dataclass(frozen=True, slots=True)
 class ThumbedRun:
-    """A run that people have spoken of."""
+    """A run that people have rated."""
 
     trajectory_id: str
     features: Features
@@ -36,63 +36,63 @@ class ThumbedRun:
 
 
 CONTROLLED = ("run/*", "function:*/tool_failed", "function:*/looped")
-"""Features that an agent controls by what it does, whatever comes of it."""
+"""Features that an agent controls by its actions, independent of their result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LikelyThumb:
-    """How probable it is that a run is good, with the interval in which that probability lies."""
+    """Probability that a run is good, with its confidence interval."""
 
     value: float
     low: float
     high: float
     paid: float
-    """What of it is a reward: the same, as if the run were like all others in what the agent controls."""
+    """Reward of the run: the probability with the features that the agent controls replaced by their means."""
 
 
 @dataclass(frozen=True, slots=True)
-class FitDemands:
-    """When a reward model may speak: the settings that it is fitted and asked with."""
+class FitRequirements:
+    """Conditions under which a reward model scores runs. They come from `LearnedSettings`."""
 
     thumbs_min: int = 30
     width_max: float = 0.6
     confidence: float = 0.9
     rater_share_max: float = 0.1
     controlled: tuple[str, ...] = CONTROLLED
-    """Patterns of features that it learns from, so that no other feature is credited for them, and does not pay."""
+    """Patterns of features that are learned, so that no other feature is credited for them, but do not pay."""
 
 
 class FittedModel(ABC):
-    """A reward model that has learned. Immutable; `judge` takes microseconds and may run on an event loop."""
+    """A fitted reward model. Immutable; `judge` takes microseconds and may run on an event loop."""
 
     model_id: str
-    """Digest of all that it learned: equal facts give an equal id."""
+    """Digest of the fitted model. Equal training data give an equal id."""
 
     @abstractmethod
     def judge(self, features: Features) -> LikelyThumb | None:
-        """None where it is not sure."""
+        """Return the probability that a run is good; None if the model abstains."""
 
     @abstractmethod
     def to_json(self) -> bytes:
-        """What `RewardModel.read` takes."""
+        """Serialize the model for `RewardModel.read`."""
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """What it was learned from and how well it does, for people to read. JSON."""
+        """Return a description of the training data and the quality of the fit as JSON, for the REST interface."""
 
 
-Fit = Callable[[Sequence[ThumbedRun], Sequence[Features], FitDemands], FittedModel]
+Fit = Callable[[Sequence[ThumbedRun], Sequence[Features], FitRequirements], FittedModel]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """A kind of reward model."""
+    """A kind of reward model: functions that fit it and read it back."""
 
     fit: Fit
-    """Learns from what people said of runs; the second are runs that nobody spoke of. Deterministic, and the order of
-    either does not matter. May take seconds: never called on an event loop."""
+    """Fits a model to runs that people have rated, and to the features of runs without ratings. It is deterministic,
+    and the order of the runs does not matter. It may take seconds, so it is never called on an event loop."""
     read: Callable[[bytes], FittedModel]
-    """Reads what `FittedModel.to_json` made."""
+    """Reads a model that `FittedModel.to_json` serialized."""
 
 
 REWARD_MODELS: Registry[RewardModel] = Registry("reward_models", RewardModel, "reward model")

@@ -1,6 +1,6 @@
-"""Fits reward models anew as thumbs come: beside the stream, on a thread, for one tenant after the other.
+"""Refitting of reward models as thumbs arrive: beside the stream, on a thread, for one tenant after the other.
 
-Two replicas may fit at the same time. Equal thumbs give an equal model, and the later one that was written stands.
+Two replicas may fit at the same time. Equal thumbs give an equal model, and the last one that is stored counts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headrace_scorer import metrics
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import FittedModel
 from headrace_scorer.learned.source import LearnedSource
-from headrace_scorer.learned.store import Lesson
+from headrace_scorer.learned.store import TrainingData
 
 log = get_logger(__name__)
 
 
 async def run(learned: LearnedSource, processor: Processor) -> None:
-    """Until cancelled."""
+    """Refit reward models periodically until cancelled."""
     while True:
         await processor.clock.sleep(learned.settings.refit_s)
         try:
@@ -36,17 +36,17 @@ async def run(learned: LearnedSource, processor: Processor) -> None:
 
 
 async def refit(learned: LearnedSource, processor: Processor) -> None:
-    """Fit what has enough new thumbs. Runs that were scored before are scored again where a model has changed."""
+    """Refit the reward models that have enough new thumbs. If a model has changed, mark its runs for rescoring."""
     settings = learned.settings
     async with processor.database.transaction() as tx:
-        tenants = await store.due(tx, learned.name, settings.refit_share)
+        tenants = await store.tenants_to_refit(tx, learned.name, settings.refit_share)
     for tenant in tenants:
         try:
             async with processor.database.transaction() as tx:
-                lesson = await store.lesson(tx, tenant, learned.name, settings.thumbs_max, settings.others_max)
-            made = await asyncio.to_thread(_fit, learned, lesson)
-            await _keep(learned, processor, lesson, made)
-        except Exception as error:  # the model of before goes on, and the next tenant is fitted
+                data = await store.training_data(tx, tenant, learned.name, settings.thumbs_max, settings.others_max)
+            fitted = await asyncio.to_thread(_fit, learned, data)
+            await _store_model(learned, processor, data, fitted)
+        except Exception as error:  # the earlier model stays in use, and the next tenant is fitted
             if is_fatal(error):
                 raise
             log.exception("refit_failed", source=learned.name, tenant=tenant)
@@ -55,18 +55,18 @@ async def refit(learned: LearnedSource, processor: Processor) -> None:
                 await store.wait_for_thumbs(tx, tenant, learned.name)
 
 
-def _fit(learned: LearnedSource, lesson: Lesson) -> FittedModel:
-    return learned.model.fit(lesson.runs(), lesson.others(), learned.settings.demands)
+def _fit(learned: LearnedSource, data: TrainingData) -> FittedModel:
+    return learned.model.fit(data.rated_runs(), data.unrated_features(), learned.settings.requirements)
 
 
-async def _keep(learned: LearnedSource, processor: Processor, lesson: Lesson, made: FittedModel) -> None:
+async def _store_model(learned: LearnedSource, processor: Processor, data: TrainingData, fitted: FittedModel) -> None:
     async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        if await store.keep_model(tx, now, learned.name, lesson, made.model_id, made.to_json()):
-            await store.mark_for_rescoring(tx, lesson.tenant, learned.settings.rescored_max)
+        if await store.store_model(tx, now, learned.name, data, fitted.model_id, fitted.to_json()):
+            await store.mark_for_rescoring(tx, data.tenant, learned.settings.rescored_max)
         return []
 
     await processor.step(step)
-    facts = made.facts()
+    facts = fitted.facts()
     metrics.REFITS.labels(learned.name, "silent" if facts.get("silent") else "speaks").inc()
-    told = {name: facts.get(name) for name in ("thumbs", "raters", "silent", "auroc")}  # no name of a person
-    log.info("reward_model_fitted", source=learned.name, tenant=lesson.tenant, model_id=made.model_id, **told)
+    logged = {name: facts.get(name) for name in ("thumbs", "raters", "silent", "auroc")}  # names of people are left out
+    log.info("reward_model_fitted", source=learned.name, tenant=data.tenant, model_id=fitted.model_id, **logged)

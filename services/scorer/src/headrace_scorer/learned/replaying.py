@@ -1,7 +1,7 @@
-"""A reward model in a replay: all thumbs are known beforehand, so it learns once, from all, and then speaks of all.
+"""Reward model of a replay, which is fitted once to all thumbs and then scores all runs.
 
-What runs looked like is only known when all have been read. So a replay with a reward model reads them twice: once to
-learn, and once, from a file beside, to write experiences.
+The features of a run are known only after its reward functions were called. So a replay with a reward model passes over
+the runs twice: first to compute features, then, from a temporary file, to write experiences.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ _IN_MEMORY_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is kept of one tenant's runs: the newest, in the order of the trajectories."""
+    """Newest runs of one tenant, in the order of the trajectories."""
 
-    runs: deque[ThumbedRun]
-    others: deque[Features]
+    rated: deque[ThumbedRun]
+    unrated: deque[Features]
 
 
 @dataclass(slots=True)
 class LearnedReplay:
-    """First `know` every run, then `fit`, then ask for the `reward` of each."""
+    """Reward model of a replay. Call `add_run` for every run, then `fit`, then `reward` for each run."""
 
     source: LearnedSource
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _fitted: dict[str, FittedModel] = field(default_factory=dict)
 
-    def know(self, trajectory: Trajectory, features: Features, said: Mapping[str, float]) -> None:
+    def add_run(self, trajectory: Trajectory, features: Features, rater_values: Mapping[str, float]) -> None:
+        """Add a run with the value of each rater; without any it is an unrated run."""
         settings = self.source.settings
-        bounds = deque[ThumbedRun](maxlen=settings.thumbs_max), deque[Features](maxlen=settings.others_max)
-        kept = self._tenants.setdefault(trajectory.tenant, _Tenant(*bounds))
-        if said:
-            thumbs = tuple(Thumb(rater, value) for rater, value in sorted(said.items()))
-            kept.runs.append(ThumbedRun(trajectory.trajectory_id, features, thumbs))
+        empty = _Tenant(deque(maxlen=settings.thumbs_max), deque(maxlen=settings.others_max))
+        runs = self._tenants.setdefault(trajectory.tenant, empty)
+        if rater_values:
+            thumbs = tuple(Thumb(rater, value) for rater, value in sorted(rater_values.items()))
+            runs.rated.append(ThumbedRun(trajectory.trajectory_id, features, thumbs))
         else:
-            kept.others.append(features)
+            runs.unrated.append(features)
 
     async def fit(self) -> None:
-        """Of each tenant by itself, on a thread."""
-        for tenant, kept in sorted(self._tenants.items()):
-            if kept.runs:
-                demands = self.source.settings.demands
-                made = await asyncio.to_thread(self.source.model.fit, list(kept.runs), list(kept.others), demands)
-                self._fitted[tenant] = made
+        """Fit the model of each tenant, on a thread."""
+        fit, requirements = self.source.model.fit, self.source.settings.requirements
+        for tenant, runs in sorted(self._tenants.items()):
+            if runs.rated:
+                self._fitted[tenant] = await asyncio.to_thread(fit, list(runs.rated), list(runs.unrated), requirements)
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
-        """What the stream would say in the end."""
+        """Return the reward that the stream would give to the run after it has seen all thumbs."""
         fitted = self._fitted.get(trajectory.tenant)
         likely = None if fitted is None else fitted.judge(features)
         outcome, value = ("abstained", None) if likely is None else ("scored", likely.paid)
@@ -64,21 +64,22 @@ class LearnedReplay:
         return {EntryKey.reward(name): SourceReward(name, None, outcome, value)}  # type: ignore[arg-type]
 
 
-class TwiceRead:
-    """Lines that are written first and read afterwards, in memory while they are few."""
+class TemporaryLines:
+    """Lines that are first written and then read. They are in memory while they are few, else in a temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 (`close`)
 
     def write(self, *lines: bytes) -> None:
-        """None of them has a line break in it."""
+        """Write lines, which must not contain line breaks."""
         self._file.writelines(line + b"\n" for line in lines)
 
     def read(self, count: int) -> Iterator[list[bytes]]:
-        """`count` lines at a time, from the beginning."""
+        """Yield all lines from the beginning, `count` at a time."""
         self._file.seek(0)
         while first := self._file.readline():
             yield [first[:-1], *(self._file.readline()[:-1] for _ in range(count - 1))]
 
     def close(self) -> None:
+        """Delete the lines."""
         self._file.close()

@@ -1,5 +1,8 @@
-"""A reward model as a source of rewards: what it says of a run follows from the run's features and from what it has
-learned, both of which are in the database. So the same tables give the same reward, whichever replica makes it."""
+"""A reward model as a source of rewards.
+
+The reward of a run depends only on its features and on the fitted model, which are both in the database. So every
+replica computes the same reward.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,15 @@ from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel,
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
 
-_KEPT_MAX = 64
+_CACHED_MAX = 64
 
 
 class LearnedSource:
-    """The source `learned:<model>`. `functions` returns the reward functions that are loaded now."""
+    """The source `learned:<model>`.
+
+    Args:
+        functions: returns the reward functions that are loaded now.
+    """
 
     def __init__(self, settings: LearnedSettings, functions: Callable[[], Sequence[RewardFunction]]) -> None:
         assert settings.model is not None
@@ -34,43 +41,47 @@ class LearnedSource:
         self._fitted: OrderedDict[str, FittedModel] = OrderedDict()
 
     def counts(self, source: str) -> bool:
-        """Whether what a source says is a feature: never what has read feedback, nor what has learned from it."""
-        readers = {one.source for one in self._functions() if "feedback" in one.parameters}
-        named = fits_any(self.settings.features, source)
-        taught = fits_any(self.settings.teachers, source)
-        return named and not taught and source not in readers and not source.startswith(PREFIX)
+        """Return whether the rewards of a source are features.
+
+        Sources that read feedback or learn from it are never features.
+        """
+        readers = {function.source for function in self._functions() if "feedback" in function.parameters}
+        selected = fits_any(self.settings.features, source)
+        is_teacher = fits_any(self.settings.teachers, source)
+        return selected and not is_teacher and source not in readers and not source.startswith(PREFIX)
 
     def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:
+        """Return the features of a run."""
         return features_of(trajectory, entries.rewards(), self.counts)
 
-    async def speak(
+    async def new_rewards(
         self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, arrived_ms: int, entries: LedgerEntries
     ) -> list[Reward]:
-        """The reward of a run, where it is new or has changed by `change_min`. Its features are kept for learning."""
+        """Store the features of a run for later fits. Return its reward if it is new or has changed by `change_min`."""
         features = self.features(trajectory, entries)
-        await store.keep_features(tx, trajectory.trajectory_id, trajectory.tenant, arrived_ms, features)
+        await store.store_features(tx, trajectory.trajectory_id, trajectory.tenant, arrived_ms, features)
         fitted = await self.fitted(tx, trajectory.tenant)
-        made = reward_of(self.name, now, trajectory, fitted, features, entries)
-        return [made] if self._is_news(made, entries) else []
+        reward = reward_of(self.name, now, trajectory, fitted, features, entries)
+        return [reward] if self._has_changed(reward, entries) else []
 
     async def fitted(self, tx: AsyncConnection, tenant: str) -> FittedModel | None:
-        """The tenant's reward model; None before there is one."""
+        """Return the tenant's fitted model; None before the first fit."""
         model_id = await store.current(tx, tenant, self.name)
         if model_id is None:
             return None
         if model_id not in self._fitted:
             self._fitted[model_id] = self.model.read(await store.payload(tx, tenant, self.name))
-            while len(self._fitted) > _KEPT_MAX:
+            while len(self._fitted) > _CACHED_MAX:
                 self._fitted.popitem(last=False)
         return self._fitted[model_id]
 
-    def _is_news(self, made: Reward, entries: LedgerEntries) -> bool:
+    def _has_changed(self, reward: Reward, entries: LedgerEntries) -> bool:
         before = entries.reward(EntryKey.reward(self.name))
-        if before is None or before["outcome"] != made.outcome:
+        if before is None or before["outcome"] != reward.outcome:
             return True
-        if made.value is None or before["value"] is None:
+        if reward.value is None or before["value"] is None:
             return False
-        return abs(made.value - float(before["value"])) >= max(self.settings.change_min, 1e-12)
+        return abs(reward.value - float(before["value"])) >= max(self.settings.change_min, 1e-12)
 
 
 def reward_of(
@@ -81,14 +92,17 @@ def reward_of(
     features: Features,
     entries: LedgerEntries,
 ) -> Reward:
-    """What a reward model says of a run, as the next revision. No model, and one that is not sure, abstain."""
+    """Return the next revision of a reward model's reward.
+
+    It abstains without a model, or if the model is uncertain.
+    """
     likely: LikelyThumb | None = None if fitted is None else fitted.judge(features)
     reason = None
     if fitted is None:
-        reason = "nothing was learned yet"
+        reason = "the reward model was not fitted yet"
     elif likely is None:
         silent = fitted.facts().get("silent")
-        reason = str(silent) if silent else "not sure: the interval is wider than scorer.learned.width_max"
+        reason = str(silent) if silent else "uncertain: the interval is wider than scorer.learned.width_max"
     return Reward(
         time=now,
         trajectory_id=trajectory.trajectory_id,

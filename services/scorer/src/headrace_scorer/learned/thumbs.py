@@ -1,16 +1,18 @@
-"""The reward model `thumbs`: few, noisy thumbs over features of runs.
+"""The reward model `thumbs`: a logistic regression from features of runs to few and noisy thumbs.
 
-A reward of another source is better when it is higher, so before the first thumb its weight is expected to be positive;
-nothing is expected of anything else.
+A higher reward of another source is expected to be better, so the priors of the weights of such rewards have a positive
+mean. All other priors have the mean 0.
 
-It speaks only where it may be believed. The precision of its prior is another than the usual one where thumbs that it
-had not seen are clearly more probable under it. On those, it has to tell good from bad better than chance; else it says
-nothing. Of a run whose interval is too wide it says nothing. Values are moderated by what is not known:
-D. J. C. MacKay, The Evidence Framework Applied to Classification Networks, Neural Computation 4 (1992) 720.
+The model scores a run only if there is evidence for the score. Cross-validation selects the precision of the prior: the
+default, unless held-out thumbs are clearly more probable under another one. If the model does not separate held-out
+thumbs up from thumbs down better than chance, it scores no run. It abstains from runs whose interval is too wide.
+Scores
+are moderated by the uncertainty of the weights: D. J. C. MacKay, The Evidence Framework Applied to Classification
+Networks, Neural Computation 4 (1992) 720.
 
-An agent that is paid for what it controls learns to look good instead of being good. So what it controls is learned
-beside the rest and stands at the mean of all runs in what is paid, as the length of answers does in Y. Dubois et al.,
-Length-Controlled AlpacaEval, arXiv:2404.04475.
+An agent whose reward depends on features that it controls learns to look good instead of being good. So these features
+are learned together with the others, and replaced by their means in the reward, as the length of answers is in Y.
+Dubois et al., Length-Controlled AlpacaEval, arXiv:2404.04475.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from headrace_schemas.source_patterns import fits_any
 from headrace_scorer.learned.column import Column
 from headrace_scorer.learned.models import (
     Features,
-    FitDemands,
+    FitRequirements,
     FittedModel,
     LikelyThumb,
     RewardModel,
@@ -39,42 +41,42 @@ if TYPE_CHECKING:
     from headrace_scorer.learned.crowd import Thumbs
 
 _PRECISIONS = (3.0, 10.0, 30.0)
-"""The usual one, and two that keep closer to the prior. With some eighty thumbs, a fifth of them wrong, what unseen
-ones say of a precision is mostly luck, so another one has to be better by `_BETTER_BY` in their log-likelihood."""
+"""Prior precisions: the default, and two that stay closer to the prior. With some eighty thumbs, a fifth of them wrong,
+the likelihood of held-out thumbs is very noisy, so another precision has to be better by `_BETTER_BY` in it."""
 _BETTER_BY = 2.0
 _FOLDS = 5
 _PRIOR_REACH = 2.0
-"""How much better, in log odds, a run is before anything was learned, when all rewards are one deviation higher."""
+"""Prior mean of the increase in log odds when all rewards of a run are one deviation higher."""
 _MISFIT = 0.25
-"""Deviation, in log odds, between any such model and what is true: no number of thumbs makes an interval narrower."""
+"""Assumed standard deviation, in log odds, of the model's own error. More thumbs do not reduce it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitFacts:
-    """What it was learned from, and how well it does on thumbs that it had not seen."""
+    """Size of the training data, and the quality of the model on held-out thumbs."""
 
     thumbs: int
     runs: int
     raters: int
     silent: str | None
-    """Why it says nothing at all; None when it speaks."""
+    """Reason why the model scores no run; None if it does."""
     auroc: float | None = None
-    """How often, of two unseen thumbs, one up and one down, it finds the right one. Noise in thumbs lowers it."""
+    """Area under the ROC curve on held-out thumbs. Noise in the thumbs lowers it."""
     auroc_low: float | None = None
     crowd_right: float | None = None
     precision: float | None = None
     refused: tuple[str, ...] = ()
-    """Features that tell who has a thumb, and were left out."""
+    """Features that were left out because they reveal whether a run has a thumb."""
     unheard: tuple[str, ...] = ()
-    """Raters who are right no more often than chance."""
+    """Raters who are right no more often than chance, and are ignored."""
 
 
 @dataclass(frozen=True)
 class FittedThumbs(FittedModel):
-    """`weights_D` with the intercept first; both are empty when it is silent."""
+    """A fitted logistic regression. The first weight is the intercept. A silent model has no weights."""
 
     fit_facts: FitFacts
-    demands: FitDemands
+    requirements: FitRequirements
     columns: tuple[Column, ...] = ()
     weights_D: tuple[float, ...] = ()
     covariance_DD: tuple[tuple[float, ...], ...] = ()
@@ -88,111 +90,114 @@ class FittedThumbs(FittedModel):
             return None
         row = [1.0, *(column.of(features) for column in self.columns)]
         value, low, high = self._likely(row)
-        if high - low > self.demands.width_max:
+        if high - low > self.requirements.width_max:
             return None
-        shared = [0.0 if column.controlled else own for column, own in zip(self.columns, row[1:], strict=True)]
-        return LikelyThumb(value, low, high, self._likely([1.0, *shared])[0])
+        rewarded = [0.0 if column.controlled else number for column, number in zip(self.columns, row[1:], strict=True)]
+        return LikelyThumb(value, low, high, self._likely([1.0, *rewarded])[0])
 
     def _likely(self, row: Sequence[float]) -> tuple[float, float, float]:
-        """The moderated chance, and its interval. A column at 0 stands at the mean of all runs."""
+        """Return the moderated probability and its interval. A 0 in a column is the mean of all runs."""
         middle = math.fsum(weight * value for weight, value in zip(self.weights_D, row, strict=True))
         variance = _MISFIT**2 + math.fsum(
             left * math.fsum(entry * right for entry, right in zip(line, row, strict=True))
             for left, line in zip(row, self.covariance_DD, strict=True)
             if left
         )
-        reach = NormalDist().inv_cdf(0.5 + self.demands.confidence / 2) * math.sqrt(max(0.0, variance))
-        low, high = _share(middle - reach), _share(middle + reach)
-        value = _share(middle / math.sqrt(1 + math.pi * max(0.0, variance) / 8))
+        reach = NormalDist().inv_cdf(0.5 + self.requirements.confidence / 2) * math.sqrt(max(0.0, variance))
+        low, high = _probability(middle - reach), _probability(middle + reach)
+        value = _probability(middle / math.sqrt(1 + math.pi * max(0.0, variance) / 8))
         return min(high, max(low, value)), low, high
 
     def to_json(self) -> bytes:
-        made = {
+        fields = {
             "facts": asdict(self.fit_facts),
-            "demands": asdict(self.demands),
+            "demands": asdict(self.requirements),
             "columns": [asdict(column) for column in self.columns],
             "weights": self.weights_D,
             "covariance": self.covariance_DD,
         }
-        return json.dumps(made, sort_keys=True).encode()
+        return json.dumps(fields, sort_keys=True).encode()
 
     def facts(self) -> dict[str, object]:
         named = [f"{column.name}{' known' if column.presence else ''}" for column in self.columns]
         return {**asdict(self.fit_facts), "weights": dict(zip(["", *named], self.weights_D, strict=False))}
 
 
-def fit(runs: Sequence[ThumbedRun], others: Sequence[Features], demands: FitDemands) -> FittedThumbs:
-    """`RewardModel.fit`."""
+def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: FitRequirements) -> FittedThumbs:
+    """Fit the model (`RewardModel.fit`). The result is silent if the thumbs do not meet the requirements."""
     from headrace_scorer.learned import columns, crowd
 
     ordered = sorted(_usable(runs), key=lambda run: run.trajectory_id)
-    elsewhere = sorted(others, key=lambda one: sorted(one.items()))
+    unrated = sorted(unrated, key=lambda features: sorted(features.items()))
     facts = FitFacts(
         thumbs=sum(len(run.thumbs) for run in ordered),
         runs=len(ordered),
         raters=len({thumb.rater for run in ordered for thumb in run.thumbs}),
         silent=None,
     )
-    if facts.thumbs < demands.thumbs_min:
-        return _silent(facts, demands, f"{facts.thumbs} thumbs, and {demands.thumbs_min} are wanted (thumbs_min)")
-    found, refused = columns.columns_of([run.features for run in ordered], elsewhere)
-    found = [replace(one, controlled=fits_any(demands.controlled, one.name)) for one in found]
+    if facts.thumbs < requirements.thumbs_min:
+        reason = f"{facts.thumbs} thumbs; scorer.learned.thumbs_min requires {requirements.thumbs_min}"
+        return _silent(facts, requirements, reason)
+    selected, refused = columns.columns_of([run.features for run in ordered], unrated)
+    selected = [replace(column, controlled=fits_any(requirements.controlled, column.name)) for column in selected]
     facts = replace(facts, refused=tuple(refused))
-    if not found:
-        return _silent(facts, demands, "no feature differs between runs")
-    if all(one.controlled for one in found):
-        return _silent(facts, demands, "the agent controls all that it sees (controlled)")
-    table_RD = columns.table(found, [run.features for run in ordered])
-    thumbs, prior_D = crowd.gathered(ordered, demands.rater_share_max), _prior(found)
-    precision, unseen_T = _chosen(table_RD, thumbs, prior_D, [_fold(run.trajectory_id) for run in ordered])
-    auroc, low = _auroc(unseen_T, thumbs.value_T, demands.confidence)
+    if not selected:
+        return _silent(facts, requirements, "no feature differs between runs")
+    if all(column.controlled for column in selected):
+        return _silent(facts, requirements, "the agent controls all features (scorer.learned.controlled)")
+    table_RD = columns.table(selected, [run.features for run in ordered])
+    thumbs, prior_D = crowd.thumbs_of(ordered, requirements.rater_share_max), _prior(selected)
+    folds = [_fold(run.trajectory_id) for run in ordered]
+    precision, held_out_T = _select_precision(table_RD, thumbs, prior_D, folds)
+    auroc, low = _auroc(held_out_T, thumbs.value_T, requirements.confidence)
     facts = replace(facts, auroc=auroc, auroc_low=low, precision=precision)
     if low is None or low <= 0.5:
-        return _silent(facts, demands, "unseen thumbs are told apart no better than by chance")
-    made = crowd.fit(table_RD, thumbs, prior_D, precision)
-    named = zip(thumbs.raters, made.right_A.tolist(), strict=True)
-    unheard = tuple(name for name, right in named if name and right <= 0.5)
+        return _silent(facts, requirements, "the features predict held-out thumbs no better than chance")
+    crowd_fit = crowd.fit(table_RD, thumbs, prior_D, precision)
+    reliabilities = zip(thumbs.raters, crowd_fit.right_A.tolist(), strict=True)
+    unheard = tuple(name for name, right in reliabilities if name and right <= 0.5)
     return FittedThumbs(
-        replace(facts, crowd_right=made.crowd_right, unheard=unheard),
-        demands,
-        tuple(found),
-        tuple(made.weights_D.tolist()),
-        tuple(tuple(line) for line in made.covariance_DD.tolist()),
+        replace(facts, crowd_right=crowd_fit.crowd_right, unheard=unheard),
+        requirements,
+        tuple(selected),
+        tuple(crowd_fit.weights_D.tolist()),
+        tuple(tuple(line) for line in crowd_fit.covariance_DD.tolist()),
     )
 
 
-def _silent(facts: FitFacts, demands: FitDemands, why: str) -> FittedThumbs:
-    return FittedThumbs(replace(facts, silent=why), demands)
+def _silent(facts: FitFacts, requirements: FitRequirements, reason: str) -> FittedThumbs:
+    """Return a model that scores no run."""
+    return FittedThumbs(replace(facts, silent=reason), requirements)
 
 
 def read(payload: bytes) -> FittedThumbs:
-    """`RewardModel.read`."""
-    given = json.loads(payload)
+    """Read a serialized model (`RewardModel.read`)."""
+    fields = json.loads(payload)
     return FittedThumbs(
-        FitFacts(**_with_tuples(given["facts"])),
-        FitDemands(**_with_tuples(given["demands"])),
-        tuple(Column(**one) for one in given["columns"]),
-        tuple(given["weights"]),
-        tuple(tuple(line) for line in given["covariance"]),
+        FitFacts(**_with_tuples(fields["facts"])),
+        FitRequirements(**_with_tuples(fields["demands"])),
+        tuple(Column(**column) for column in fields["columns"]),
+        tuple(fields["weights"]),
+        tuple(tuple(line) for line in fields["covariance"]),
     )
 
 
-def _with_tuples(given: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows lists alone, and what is frozen holds none."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with tuples in place of the lists that JSON has, because frozen values must be hashable."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 THUMBS = RewardModel(fit, read)
 
 
 def _usable(runs: Sequence[ThumbedRun]) -> list[ThumbedRun]:
-    """What is no share says nothing about good or bad."""
-    kept = []
+    """Return the runs with the thumbs that are between 0 and 1, sorted by rater. Runs without any are left out."""
+    usable = []
     for run in runs:
-        said = tuple(thumb for thumb in run.thumbs if 0 <= thumb.value <= 1)
-        if said:
-            kept.append(ThumbedRun(run.trajectory_id, run.features, tuple(sorted(said, key=lambda one: one.rater))))
-    return kept
+        thumbs = sorted((thumb for thumb in run.thumbs if 0 <= thumb.value <= 1), key=lambda thumb: thumb.rater)
+        if thumbs:
+            usable.append(ThumbedRun(run.trajectory_id, run.features, tuple(thumbs)))
+    return usable
 
 
 def _fold(trajectory_id: str) -> int:
@@ -203,13 +208,17 @@ def _prior(columns: Sequence[Column]) -> Array:
     import numpy as np
 
     rewards_D = np.array([column.is_reward for column in columns], dtype=np.float64)
-    found: Array = rewards_D * _PRIOR_REACH / max(1.0, float(rewards_D.sum()))
-    return found
+    means_D: Array = rewards_D * _PRIOR_REACH / max(1.0, float(rewards_D.sum()))
+    return means_D
 
 
-def _chosen(table_RD: Array, thumbs: Thumbs, prior_D: Array, fold_R: Sequence[int]) -> tuple[float, Array]:
-    """The usual precision, or one that unseen thumbs speak for, and the log odds of each of their runs, without the
-    intercepts: those differ between folds, and would be compared."""
+def _select_precision(table_RD: Array, thumbs: Thumbs, prior_D: Array, fold_R: Sequence[int]) -> tuple[float, Array]:
+    """Select the precision of the prior by cross-validation.
+
+    Returns:
+        The precision, and for each thumb the log odds of its run under the model that was fitted without it. The log
+        odds do not contain the intercept, which differs between folds.
+    """
     import numpy as np
 
     from headrace_scorer.learned import crowd
@@ -219,32 +228,33 @@ def _chosen(table_RD: Array, thumbs: Thumbs, prior_D: Array, fold_R: Sequence[in
     for precision in _PRECISIONS:
         score_T, up_T = np.zeros(len(fold_T)), np.full(len(fold_T), 0.5)
         for fold in range(_FOLDS):
-            unseen = fold_T == fold
-            if not unseen.any() or unseen.all():
+            held_out = fold_T == fold
+            if not held_out.any() or held_out.all():
                 continue
-            known = crowd.Thumbs(
-                thumbs.run_T[~unseen],
-                thumbs.rater_T[~unseen],
-                thumbs.value_T[~unseen],
-                thumbs.weight_T[~unseen],
+            training = crowd.Thumbs(
+                thumbs.run_T[~held_out],
+                thumbs.rater_T[~held_out],
+                thumbs.value_T[~held_out],
+                thumbs.weight_T[~held_out],
                 thumbs.raters,
             )
-            made = crowd.fit(table_RD, known, prior_D, precision)
-            score_T[unseen] = (table_RD @ made.weights_D[1:])[thumbs.run_T[unseen]]
-            good_T = crowd.sigmoid(made.weights_D[0] + score_T[unseen])
-            up_T[unseen] = crowd.said_good(good_T, made.right_A[thumbs.rater_T[unseen]])
+            crowd_fit = crowd.fit(table_RD, training, prior_D, precision)
+            score_T[held_out] = (table_RD @ crowd_fit.weights_D[1:])[thumbs.run_T[held_out]]
+            good_T = crowd.sigmoid(crowd_fit.weights_D[0] + score_T[held_out])
+            up_T[held_out] = crowd.thumb_up_probability(good_T, crowd_fit.right_A[thumbs.rater_T[held_out]])
         value_T = thumbs.value_T
-        likely = float((thumbs.weight_T * (value_T * np.log(up_T) + (1 - value_T) * np.log(1 - up_T))).sum())
-        if best is None or likely > best[0] + _BETTER_BY:
-            best = likely, precision, score_T
+        log_likelihood = float((thumbs.weight_T * (value_T * np.log(up_T) + (1 - value_T) * np.log(1 - up_T))).sum())
+        if best is None or log_likelihood > best[0] + _BETTER_BY:
+            best = log_likelihood, precision, score_T
     assert best is not None
     return best[1:]
 
 
 def _auroc(score_T: Array, value_T: Array, confidence: float) -> tuple[float | None, float | None]:
-    """The area under the ROC curve for thumbs up against thumbs down, and its lower bound.
+    """Return the area under the ROC curve of thumbs up against thumbs down, and its lower confidence bound.
 
-    The standard error is that of J. A. Hanley and B. J. McNeil, Radiology 143 (1982) 29. None without both kinds.
+    The standard error is that of J. A. Hanley and B. J. McNeil, Radiology 143 (1982) 29. Both values are None if there
+    are no thumbs up or no thumbs down.
     """
     up, down = score_T[value_T > 0.5], score_T[value_T < 0.5]
     if not len(up) or not len(down):
@@ -256,5 +266,5 @@ def _auroc(score_T: Array, value_T: Array, confidence: float) -> tuple[float | N
     return area, area - NormalDist().inv_cdf(confidence) * error
 
 
-def _share(log_odds: float) -> float:
+def _probability(log_odds: float) -> float:
     return 1 / (1 + math.exp(-max(-35.0, min(35.0, log_odds))))

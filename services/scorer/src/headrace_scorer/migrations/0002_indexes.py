@@ -1,4 +1,4 @@
-"""What waits for its reward is found, and counted, without all that is kept."""
+"""Partial index of the trajectories that wait for rewards, so that finding and counting them reads no other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn belongs to one trajectory, whoever sends it."""
+"""Table of the trajectory that owns each turn. A turn belongs to one trajectory."""
 
 from __future__ import annotations
 

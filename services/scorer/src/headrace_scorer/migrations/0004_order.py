@@ -1,6 +1,6 @@
-"""Feedback and trajectories keep their places on the log: what was said last, and about what, is told by them.
+"""Columns for the offsets of feedback and trajectories, which order feedback and match it with trajectories.
 
-What is there already has no place: it gets a number below every offset, in the order in which it arrived.
+Rows that exist already have no offset. They get numbers below every offset, in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ branch_labels = None
 depends_on = None
 
 BEFORE_ALL = 10_000_000_000_000
-"""More than any time in milliseconds."""
+"""A number larger than any time in milliseconds."""
 
 
 def upgrade() -> None:
@@ -22,9 +22,9 @@ def upgrade() -> None:
     _add("trajectories", "place", "began")
 
 
-def _add(table: str, place: str, *others: str) -> None:
-    op.add_column(table, sa.Column(place, sa.BigInteger, nullable=False, server_default="0"))
-    for name in others:
+def _add(table: str, offset: str, *nullable: str) -> None:
+    op.add_column(table, sa.Column(offset, sa.BigInteger, nullable=False, server_default="0"))
+    for name in nullable:
         op.add_column(table, sa.Column(name, sa.BigInteger))
-    rows = sa.table(table, sa.column(place), sa.column("arrived_ms"))
-    op.execute(sa.update(rows).values({place: rows.c.arrived_ms - BEFORE_ALL}))
+    rows = sa.table(table, sa.column(offset), sa.column("arrived_ms"))
+    op.execute(sa.update(rows).values({offset: rows.c.arrived_ms - BEFORE_ALL}))

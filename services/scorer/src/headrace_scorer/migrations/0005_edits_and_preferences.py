@@ -1,6 +1,6 @@
-"""The ledger takes edits and preferences, and what is about one answer of a turn; feedback may be about a task.
+"""Edits, preferences and rewards of single answers in the ledger, and feedback about tasks.
 
-The key of the ledger grows, so its table is made anew.
+The ledger gets a longer primary key, so its table is created again and the rows are copied.
 """
 
 from __future__ import annotations

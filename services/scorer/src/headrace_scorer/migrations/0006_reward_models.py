@@ -1,4 +1,4 @@
-"""Reward models: what is known of runs, what people said of them, what was learned; agreement of judges with people."""
+"""Tables of reward models (features, thumbs, fitted models) and of the agreement between judges and people."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Watches how judges agree with people: a standing measure of each, and an alarm when one drifts.
+"""Monitor of the agreement between judges and people, with an alarm when a judge drifts.
 
-A run counts once for each judge, when both have first scored it. An alarm changes no reward: it asks a person to look.
+A run counts once for each judge, when both have first scored it. An alarm changes no reward; an operator has to act.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _WEEK_MS = 7 * 86_400_000
 
 
 class _Pair(NamedTuple):
-    """What a judge and people say of one run."""
+    """Difference between the value of a judge and the mean value of people for one run."""
 
     source: str
     judged_by: str
     disagreement: float
 
 
-class JudgeWatch:
-    """Part of the scorer's transactions."""
+class JudgeMonitor:
+    """Counts the disagreement of each judge with people, within the scorer's transactions."""
 
     def __init__(self, settings: DriftSettings) -> None:
         self._settings = settings
 
-    async def note(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, entries: LedgerEntries) -> None:
-        """Count the run for each judge that has scored it, if people have."""
+    async def add_run(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, entries: LedgerEntries) -> None:
+        """Count the run for each judge that has scored it, if people have scored it, too."""
         for pair in self._pairs(entries):
             key = {"trajectory_id": trajectory.trajectory_id, "source": pair.source}
             if await upsert(tx, agreement_pairs, key, {}, update=False):
@@ -54,12 +54,12 @@ class JudgeWatch:
     def _pairs(self, entries: LedgerEntries) -> list[_Pair]:
         rows = [row for row in entries.rewards() if not row["turn_id"] and row["outcome"] == "scored"]
         rows = [row for row in rows if 0 <= row["value"] <= 1]
-        said = [row["value"] for row in rows if fits_any(self._settings.people, row["source"])]
-        if not said:
+        values = [row["value"] for row in rows if fits_any(self._settings.people, row["source"])]
+        if not values:
             return []
-        people = math.fsum(said) / len(said)
+        mean = math.fsum(values) / len(values)
         return [
-            _Pair(row["source"], row["judged_by"] or "", abs(row["value"] - people))
+            _Pair(row["source"], row["judged_by"] or "", abs(row["value"] - mean))
             for row in rows
             if fits_any(self._settings.judges, row["source"]) and row["feedback_id"] is None
         ]
@@ -70,7 +70,7 @@ class JudgeWatch:
         where = [agreement.c[name] == value for name, value in key.items()]
         row = (await tx.execute(select(agreement).where(*where).with_for_update())).mappings().one_or_none()
         before = Agreement() if row is None else Agreement.model_validate_json(row["state"])
-        after = before.seen(pair.disagreement, reference=reference, error=error)
+        after = before.with_pair(pair.disagreement, reference=reference, error=error)
         drifted_ms = None if row is None else row["drifted_ms"]
         if drifted_ms is None and after.has_drifted(reference=reference, error=error):
             drifted_ms = epoch_ms(now)
@@ -89,8 +89,10 @@ class JudgeWatch:
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> None:
-    """Set the gauges. Of several tenants and versions of a judge the worst counts; after a week without a run that both
-    have scored one does not count any more."""
+    """Set the gauges of each judge to the worst values among its tenants and versions.
+
+    Versions that were compared with people on no run for a week do not count.
+    """
     worst: dict[str, tuple[float, float]] = {}
 
     async def add(row: Row[tuple[object, ...]]) -> Sequence[Event]:
@@ -100,22 +102,22 @@ async def measure(tx: AsyncConnection, now: datetime) -> None:
         worst[row.source] = max(disagreement, state.recent or 0.0), max(drifted, alarm)
         return ()
 
-    async def begin_anew(row: Row[tuple[object, ...]], _reason: str) -> Sequence[Event]:
+    async def discard(row: Row[tuple[object, ...]], _reason: str) -> Sequence[Event]:
         await forget(tx, row.tenant, row.source)
         return ()
 
-    await each(tx, "scorer.measure", await _newest(tx, epoch_ms(now) - _WEEK_MS), add, begin_anew)
+    await each(tx, "scorer.measure", await _newest(tx, epoch_ms(now) - _WEEK_MS), add, discard)
     for source, (disagreement, drifted) in worst.items():
         metrics.JUDGE_DISAGREEMENT.labels(source).set(disagreement)
         metrics.JUDGE_DRIFTED.labels(source).set(drifted)
 
 
 async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
-    """Each judge, the one that was compared last first. For people to read."""
-    found: list[dict[str, object]] = []
+    """Return the state of each judge for the REST interface, the most recently compared one first."""
+    judges: list[dict[str, object]] = []
     for row in await _newest(tx, 0):
         state = Agreement.model_validate_json(row.state)
-        found.append(
+        judges.append(
             {
                 **{name: getattr(row, name) for name in ("tenant", "source", "judged_by")},
                 "pairs": state.pairs,
@@ -126,13 +128,17 @@ async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str,
                 "drifted_at": None if row.drifted_ms is None else from_epoch_ms(row.drifted_ms).isoformat(),
             }
         )
-    return found
+    return judges
 
 
 async def forget(tx: AsyncConnection, tenant: str, source: str) -> int:
-    """Begin anew with a judge, with a new reference. Returns how many of its versions were known."""
-    own = (agreement.c.tenant == tenant) & (agreement.c.source == source)
-    return (await tx.execute(delete(agreement).where(own))).rowcount
+    """Delete the state of a judge, so that its next runs are a new reference.
+
+    Returns:
+        Number of versions of the judge whose state was deleted.
+    """
+    of_judge = (agreement.c.tenant == tenant) & (agreement.c.source == source)
+    return (await tx.execute(delete(agreement).where(of_judge))).rowcount
 
 
 async def _newest(tx: AsyncConnection, since_ms: int) -> Sequence[Row[tuple[object, ...]]]:

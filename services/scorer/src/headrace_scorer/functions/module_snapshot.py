@@ -1,9 +1,9 @@
-"""Import of the user's modules from kept text, so that a digest covers all code that a reward function runs.
+"""Import of the user's modules from a snapshot of their source, so that a digest covers all code of a reward function.
 
 A module belongs to the user's code if its file is in the folder of a reward file, or in the package of a reward module.
-Such modules are read once, when the functions are loaded: those that are imported then, and those that an import
-statement names anywhere in them. Later imports, and processes that start later, use the kept text, whatever is on the
-disk by then.
+The snapshot is taken when the functions are loaded. It has the modules that are imported then, and those that an import
+statement anywhere in them names. Later imports, and processes that start later, use the snapshot even if the files have
+changed.
 """
 
 from __future__ import annotations
@@ -24,44 +24,50 @@ CHARACTERS_MAX = 16 * 1024 * 1024
 _FOREIGN = frozenset({"site-packages", "dist-packages"})
 
 
-class KeptModules(MetaPathFinder):
-    """The user's modules by file. One instance is active in a process: it replaces the one before it.
+class ModuleSnapshot(MetaPathFinder):
+    """Source texts of the user's modules, and the finder that imports them. One instance is active in a process.
 
     Args:
-        sources: text of each file that was kept before. With any, nothing more is read from the disk.
+        sources: text of each file of an earlier snapshot. If there is any, no other file is read from the disk.
     """
 
     def __init__(self, sources: dict[str, str] | None = None) -> None:
         self.sources = dict(sources or {})
         self.sealed = bool(sources)
         self._bases: list[tuple[Path, str, Path]] = []
-        """Folders that modules are looked for in, the first name of these modules (empty: all names), and the folder
-        or file that the user's modules are in."""
+        """Folders to search for modules, each with the top-level name of its modules (empty: any name) and the folder
+        or file whose modules belong to the user."""
         self._edges: dict[str, set[str]] = {}
         self._loading: list[str] = []
         self._data: dict[str, None] = {}
 
     def activate(self) -> None:
-        """Become the process's finder, and forget modules that another instance made."""
-        for finder in [one for one in sys.meta_path if isinstance(one, KeptModules)]:
+        """Make this the active instance, and remove the modules that another instance imported."""
+        for finder in [finder for finder in sys.meta_path if isinstance(finder, ModuleSnapshot)]:
             sys.meta_path.remove(finder)
         for name, module in list(sys.modules.items()):
-            if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _KeptLoader):
+            if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _SnapshotLoader):
                 del sys.modules[name]
         sys.meta_path.insert(0, self)
         global _active
         _active = self
 
     def add_base(self, base: Path, first_name: str = "", root: Path | None = None) -> None:
-        """Regard modules in `root`, else in `base`, as the user's; with `first_name` only that module or package."""
+        """Add a folder whose modules belong to the user.
+
+        Args:
+            base: folder to search.
+            first_name: the only module or package to search for. Empty: any name.
+            root: folder or file that the user's modules are in. By default `base`.
+        """
         if (base, first_name, root or base) not in self._bases:
             self._bases.append((base, first_name, root or base))
 
     def text(self, path: str) -> str:
-        """Return the kept text of a file, which is read the first time.
+        """Return the text of a file. The first call reads it from the disk.
 
         Raises:
-            ImportError: nothing more may be read, or there is too much.
+            ImportError: the snapshot is complete and does not have the file, or it has become too large.
             OSError: the file cannot be read.
         """
         if path not in self.sources:
@@ -81,7 +87,7 @@ class KeptModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the user; None for all others."""
+        """Return the spec of a module of the user; None for all other modules."""
         del target
         if fullname in sys.builtin_module_names:
             return None
@@ -95,27 +101,27 @@ class KeptModules(MetaPathFinder):
                 if file in self.sources:
                     return self._spec(fullname, file, [base] if is_package else None)
             if self._owns(base) and any(file.startswith(f"{base}/") for file in self.sources):
-                spec = ModuleSpec(fullname, None, is_package=True)
-                spec.submodule_search_locations = [base]
-                return spec
-        found = PathFinder.find_spec(fullname, path)
-        if found is None or found.origin is None or not self._owns(found.origin):
+                namespace = ModuleSpec(fullname, None, is_package=True)
+                namespace.submodule_search_locations = [base]
+                return namespace
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.origin is None or not self._owns(spec.origin):
             return None
-        if not found.origin.endswith(".py"):
-            self._data[found.origin] = None
+        if not spec.origin.endswith(".py"):
+            self._data[spec.origin] = None
             return None
-        return self._spec(fullname, found.origin, found.submodule_search_locations)
+        return self._spec(fullname, spec.origin, spec.submodule_search_locations)
 
     def entry(self, name: str, path: str, locations: Sequence[str] | None) -> ModuleSpec:
-        """Return the spec of a reward module, which has a name of its own."""
+        """Return the spec of a reward module under the name `name`."""
         return self._spec(name, path, locations)
 
     def execute(self, module: ModuleType, path: str) -> None:
-        """Run a module's kept text, and keep the modules that its import statements name."""
+        """Run a module, and add the modules that its import statements name to the snapshot."""
         text = self.text(path)
         if self._loading:
             self._edges.setdefault(self._loading[-1], set()).add(path)
-        self._keep_imports(path, module.__package__ or "")
+        self._add_imports(path, module.__package__ or "")
         code = compile(text, path, "exec")
         self._loading.append(path)
         try:
@@ -124,7 +130,7 @@ class KeptModules(MetaPathFinder):
             self._loading.pop()
 
     def digest(self, path: str) -> str:
-        """Return the SHA-256 of a module: of its text, or of the texts of all modules of the user that it imports."""
+        """Return the SHA-256 of a module's text, or of the texts of it and all modules of the user that it imports."""
         covered, pending = {path}, [path]
         while pending:
             for other in self._edges.get(pending.pop(), ()):
@@ -134,16 +140,16 @@ class KeptModules(MetaPathFinder):
         if covered == {path}:
             return sha256(self.sources[path].encode()).hexdigest()
         folder = str(Path(path).parent)
-        lines = sorted(f"{relpath(one, folder)} {sha256(self.sources[one].encode()).hexdigest()}" for one in covered)
+        lines = sorted(f"{relpath(file, folder)} {sha256(self.sources[file].encode()).hexdigest()}" for file in covered)
         return sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def uncovered(self) -> tuple[str, ...]:
-        """Return files of the user that were read and are no Python source; no digest covers them."""
+        """Files of the user that were read and are not Python source. No digest covers them."""
         return tuple(self._data)[:MODULES_MAX]
 
     def note_read(self, path: object) -> None:
-        """Record a file that was opened while modules were loaded."""
+        """Record a file of the user that was opened while modules were loaded."""
         if self._loading and isinstance(path, str) and not path.endswith((".py", ".pyc")):
             absolute = str(Path(path).absolute())
             if self._owns(absolute) and Path(absolute).is_file():
@@ -153,21 +159,21 @@ class KeptModules(MetaPathFinder):
         spec = spec_from_file_location(
             name,
             path,
-            loader=_KeptLoader(self, path),
+            loader=_SnapshotLoader(self, path),
             submodule_search_locations=list(locations) if locations else None,
         )
         assert spec is not None
         return spec
 
     def _owns(self, path: str) -> bool:
-        place = Path(path)
+        file = Path(path)
         return any(
-            place.is_relative_to(root) and _FOREIGN.isdisjoint(place.relative_to(root).parts)
+            file.is_relative_to(root) and _FOREIGN.isdisjoint(file.relative_to(root).parts)
             for _, _, root in self._bases
         )
 
-    def _keep_imports(self, path: str, package: str) -> None:
-        """Keep the modules that the import statements of a kept file name, and those that these name."""
+    def _add_imports(self, path: str, package: str) -> None:
+        """Add the modules that the import statements of a file name to the snapshot, and recursively their imports."""
         pending = [(path, package)]
         while pending:
             file, package = pending.pop()
@@ -178,7 +184,7 @@ class KeptModules(MetaPathFinder):
                     pending.append((other, of_other))
 
     def _imports(self, path: str, package: str) -> list[tuple[str, str]]:
-        """Return the user's files that a file's import statements name, each with its package."""
+        """Return the files of the user that the import statements of a file name, each with its package."""
         try:
             tree = ast.parse(self.text(path))
         except (SyntaxError, ValueError, RecursionError):
@@ -193,24 +199,24 @@ class KeptModules(MetaPathFinder):
                 except ImportError:
                     continue
                 names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        found = {}
+        packages = {}
         for name in names:
             parts = name.split(".")
             for length in range(1, len(parts) + 1):
                 located = self._locate(parts[:length])
                 if located is not None:
-                    found[located[0]] = located[1]
-        return list(found.items())
+                    packages[located[0]] = located[1]
+        return list(packages.items())
 
     def _locate(self, parts: Sequence[str]) -> tuple[str, str] | None:
-        """Return the file of a module of the user and its package; None where there is none."""
+        """Return the file and the package of a module of the user; None if it is not the user's."""
         for base, first, _ in self._bases:
             if first not in ("", parts[0]):
                 continue
-            place = base.joinpath(*parts)
+            stem = base.joinpath(*parts)
             for file, package in (
-                (place / "__init__.py", ".".join(parts)),
-                (place.with_name(f"{place.name}.py"), ".".join(parts[:-1])),
+                (stem / "__init__.py", ".".join(parts)),
+                (stem.with_name(f"{stem.name}.py"), ".".join(parts[:-1])),
             ):
                 if str(file) in self.sources:
                     return str(file), package
@@ -220,10 +226,10 @@ class KeptModules(MetaPathFinder):
         return None
 
 
-class _KeptLoader(Loader):
-    """Loader of one module from its kept text. Tracebacks show that text."""
+class _SnapshotLoader(Loader):
+    """Loader of one module from the snapshot. Tracebacks show the text of the snapshot."""
 
-    def __init__(self, modules: KeptModules, path: str) -> None:
+    def __init__(self, modules: ModuleSnapshot, path: str) -> None:
         self._modules = modules
         self._path = path
 
@@ -239,7 +245,7 @@ class _KeptLoader(Loader):
         return compile(self._modules.text(self._path), self._path, "exec")
 
 
-_active: KeptModules | None = None
+_active: ModuleSnapshot | None = None
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
