@@ -40,16 +40,20 @@ class ModuleSnapshot(MetaPathFinder):
         self._edges: dict[str, set[str]] = {}
         self._loading: list[str] = []
         self._data: dict[str, None] = {}
+        self._namespaces: set[str] = set()
+        """Namespace packages that this instance found. Their modules do not have its loader."""
 
     def activate(self) -> None:
         """Make this the active instance, and remove the modules that another instance imported."""
         for finder in [finder for finder in sys.meta_path if isinstance(finder, ModuleSnapshot)]:
             sys.meta_path.remove(finder)
+        global _active
+        for name in _active._namespaces if _active is not None else ():
+            sys.modules.pop(name, None)
         for name, module in list(sys.modules.items()):
             if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _SnapshotLoader):
                 del sys.modules[name]
         sys.meta_path.insert(0, self)
-        global _active
         _active = self
 
     def add_base(self, base: Path, first_name: str = "", root: Path | None = None) -> None:
@@ -103,6 +107,7 @@ class ModuleSnapshot(MetaPathFinder):
             if self._owns(base) and any(file.startswith(f"{base}/") for file in self.sources):
                 namespace = ModuleSpec(fullname, None, is_package=True)
                 namespace.submodule_search_locations = [base]
+                self._namespaces.add(fullname)
                 return namespace
         spec = PathFinder.find_spec(fullname, path)
         if spec is None or spec.origin is None or not self._owns(spec.origin):
