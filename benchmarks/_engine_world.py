@@ -180,7 +180,7 @@ class CapturingClient:
         began = utcnow()
         completion = await self._completions.begin(request, self.version, self._tokenizer)
         try:
-            response = json.loads(await completion.whole())
+            response = json.loads(await completion.complete())
         finally:
             completion.close()
         key = session_key("default", self._session)

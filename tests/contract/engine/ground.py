@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
-from headrace_inference.importing.native import opened
+from headrace_inference.importing.native import load_model
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas.manifest import Manifest
@@ -129,4 +129,4 @@ def recomputed(of: Stored, prompt: Sequence[int], sampled: Sequence[int], temper
 
 @cache
 def _model(folder: Path, base: Path | None) -> Any:
-    return opened(base or folder, folder if base else None, torch.float32).eval()
+    return load_model(base or folder, folder if base else None, torch.float32).eval()

@@ -14,7 +14,7 @@ from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Start, Tokens
-from headrace_inference.grammar.compiler import GrammarCompiler, HeldAnswer
+from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_runtime.errors import Refused
@@ -23,7 +23,7 @@ from tests.contract.engine.ground import Ground, prompt_of, recomputed
 FORM = AnswerForm({"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 3, "maxItems": 3})
 
 
-async def compiled(ground: Ground, *resumed: Sequence[int]) -> tuple[HeldAnswer, ChatTokenizer]:
+async def compiled(ground: Ground, *resumed: Sequence[int]) -> tuple[CompiledGrammar, ChatTokenizer]:
     of = ground.versions.first
     tokenizer = ChatTokenizer(of.folder, of.manifest)
     grammars = GrammarCompiler(Parsers(HERMES), GrammarSettings())

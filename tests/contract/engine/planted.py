@@ -13,9 +13,9 @@ import torch
 
 from headrace_inference.streams import Stream
 from headrace_inference.vllm_engine import adapters, engine, requests
-from headrace_inference.vllm_engine.apart import StepSeparation
-from headrace_inference.vllm_engine.core import Request, Started
+from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.engine import VllmEngine
+from headrace_inference.vllm_engine.step_separation import StepSeparation
 from headrace_schemas import Probe
 from tests.contract.engine import held, promises
 from tests.contract.engine.promises import Promise
@@ -99,7 +99,7 @@ def one_cache_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     start = StandIn.start
 
-    def started(library: StandIn, folder: Path) -> Started:
+    def started(library: StandIn, folder: Path) -> StartedCore:
         return replace(start(library, folder), context_tokens=10**6)
 
     monkeypatch.setattr(StandIn, "start", started)
@@ -178,7 +178,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         promises.other_weights_than_the_fingerprints_do_not_pass,
     ),
     ("no truncation", patched(StandInLLM, "truncated", not_truncated), promises.truncation_is_in_the_logprobs),
-    ("the worst first", patched(requests, "_best", worst_first), promises.the_best_tokens_come_first),
+    ("the worst first", patched(requests, "_most_likely", worst_first), promises.the_best_tokens_come_first),
     ("probes among all others", mixed_steps, promises.a_probe_takes_nothing_from_whom_it_is_beside),
     ("streams draw otherwise", streams_draw_otherwise, promises.a_stream_brings_what_a_whole_answer_does),
     ("no seeds", no_seeds, promises.a_seed_gives_the_same_tokens_in_any_company),
@@ -190,7 +190,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         resumed_tokens_do_not_count,
         promises.a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved,
     ),
-    ("any penalty is taken", patched(engine, "refuse_unkept", nothing), promises.a_penalty_is_counted_or_refused),
+    ("any penalty is taken", patched(engine, "refuse_unsupported", nothing), promises.a_penalty_is_counted_or_refused),
     ("one cache for all", one_cache_for_all, promises.what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt),
     ("no context", no_context, promises.bounds_are_refused_by_name),
     ("an endless queue", endless_queue, promises.more_than_may_wait_are_refused_and_leaving_makes_room),
@@ -203,7 +203,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     ),
     ("no grammar", no_grammar, held.answers_keep_to_their_grammar),
-    ("grammars begin anew", patched(engine, "refuse_unkept", nothing), held.a_held_answer_goes_on_or_is_refused),
+    ("grammars begin anew", patched(engine, "refuse_unsupported", nothing), held.a_held_answer_goes_on_or_is_refused),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
 )
 """What is broken, and the promise that finds it."""

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from headrace_inference.importing.native import opened
-from headrace_inference.vllm_engine.core import Request, RequestPiece, Started
+from headrace_inference.importing.native import load_model
+from headrace_inference.vllm_engine.core import Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.settings import VllmSettings
 
 BLOCK = 16
@@ -72,7 +72,7 @@ class StandIn:
         self.hold: threading.Event | None = None
         """Set it, and `start` waits for it."""
 
-    def start(self, folder: Path) -> Started:
+    def start(self, folder: Path) -> StartedCore:
         while self.hold is not None and not self.hold.wait(0.01):
             if self.abandoned:
                 raise CoreDied("killed while it started")
@@ -80,7 +80,7 @@ class StandIn:
         self.started.append(llm)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         context = min(self.settings.context_tokens_max, config["max_position_embeddings"])
-        return Started(llm, config["vocab_size"], context)
+        return StartedCore(llm, config["vocab_size"], context)
 
     def core(self, folder: Path) -> StandInLLM:
         return StandInLLM(folder, self.settings)
@@ -121,7 +121,7 @@ class StandInLLM:
     def __init__(self, folder: Path, settings: VllmSettings) -> None:
         self._folder = folder
         self._settings = settings
-        self._weights: dict[int, Any] = {0: opened(folder, None, torch.float32).eval()}
+        self._weights: dict[int, Any] = {0: load_model(folder, None, torch.float32).eval()}
         self._pinned: set[int] = set()
         self._cached: set[tuple[str, int, tuple[int, ...]]] = set()
         self.running: set[str] = set()
@@ -247,7 +247,7 @@ class StandInLLM:
         return True
 
     def adapted(self, folder: Path) -> Any:
-        return opened(self._folder, folder, torch.float32).merge_and_unload().eval()
+        return load_model(self._folder, folder, torch.float32).merge_and_unload().eval()
 
     async def pin_lora(self, lora_id: int) -> bool:
         self._pinned.add(lora_id)

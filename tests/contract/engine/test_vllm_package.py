@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_inference.chat.answer import Answer, Reading
-from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Asked, Parsers
+from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, ParserContext, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.vllm_engine import library
 from headrace_inference.vllm_engine.core import Request
@@ -44,10 +44,10 @@ def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, st
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
         for name in ("search", "read")
     ]
-    answer = Answer(tokenizer, Reading.of("", parsers, tools=True, asked=Asked(tokenizer.outer, tools)))
+    answer = Answer(tokenizer, Reading.of("", parsers, tools=True, context=ParserContext(tokenizer.outer, tools)))
     answer.feed([*tokenizer.encode(text), tokenizer.eos_id or 0])
     answer.end()
-    complete_answer = answer.whole
+    complete_answer = answer.total
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in complete_answer.calls]
     return complete_answer.reasoning.strip(), complete_answer.content.strip(), calls
 

@@ -228,7 +228,7 @@ def test_a_vocabulary_that_begins_one_more_word_of_bits_is_held_to_its_last_toke
     batch = batch_of(replace(model, vocabulary=33))
     batch.running = [sequence(prompt_of(3), 1)]
     batch.running[0].guide = Last()
-    logits_RV = batch._sampler.hold(batch.running, torch.zeros(1, 33))
+    logits_RV = batch._sampler.apply_grammars(batch.running, torch.zeros(1, 33))
     assert logits_RV.isfinite().nonzero().tolist() == [[0, 32]]
 
 

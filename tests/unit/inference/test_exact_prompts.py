@@ -278,8 +278,8 @@ def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) 
         prompts.remember(prompt, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
     other = prompts.build(tokenizer, [MORE], (), {})
     prompts.remember(other, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
-    assert prompts._tokens == sum(len(known.token_ids) for known in prompts._known.values()) <= 200
-    assert len(prompts._known) == 2, "one conversation, remembered twenty times, is one; the other fits beside it"
+    assert prompts._tokens == sum(len(entry.token_ids) for entry in prompts._conversations.values()) <= 200
+    assert len(prompts._conversations) == 2, "one conversation remembered twenty times is one entry"
 
 
 def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:

@@ -17,7 +17,7 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Start
-from headrace_inference.grammar.compiler import GrammarCompiler, HeldAnswer
+from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm, form_of, grammar_of
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
@@ -57,12 +57,12 @@ async def grammars() -> AsyncIterator[GrammarCompiler]:
 
 async def held(
     grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: AnswerForm, *resumed: list[int], opened: bool = False
-) -> HeldAnswer:
+) -> CompiledGrammar:
     return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened)
 
 
 async def answer(
-    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, found: HeldAnswer, **how: Any
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, found: CompiledGrammar, **how: Any
 ) -> tuple[str, Any]:
     start = Start(guide=found.guides[0], resumed=how.pop("resumed", ()))
     options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": found.text, **how}
@@ -266,7 +266,7 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
     go_on = threading.Event()
     compiled = grammars._compile
 
-    def slow(work: Any) -> HeldAnswer:
+    def slow(work: Any) -> CompiledGrammar:
         import time
 
         work.begun_s = time.monotonic()

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from headrace_inference.torch_engine.sampler import hold
+from headrace_inference.torch_engine.sampler import mask_forbidden
 
 
 @pytest.mark.parametrize("vocabulary", [31, 32, 33, 40, 64, 100])
@@ -20,7 +20,7 @@ def test_only_tokens_whose_bit_is_set_stay_possible_and_other_rows_are_as_they_w
     signed = [[word - 2**32 if word >= 2**31 else word for word in mask] for mask in masks]
     logits = torch.arange(3.0 * vocabulary).reshape(3, vocabulary)
     before = logits.clone()
-    found = hold(logits, torch.tensor([0, 2]), torch.tensor(signed, dtype=torch.int32))
+    found = mask_forbidden(logits, torch.tensor([0, 2]), torch.tensor(signed, dtype=torch.int32))
     assert torch.equal(found[1], before[1])
     for row, mask in zip((0, 2), masks, strict=True):
         for token in range(vocabulary):

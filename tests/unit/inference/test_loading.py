@@ -209,7 +209,7 @@ def test_an_adapter_with_another_scaling_is_another_recording(models: Models, tm
 def test_recordings_can_be_switched_off(models: Models) -> None:
     model = Loader(CPU, torch.float32, 4096, trace=False).load(models.first.folder, models.first.manifest, None, None)
     assert not model.program.traced
-    assert Programs(trace=False)._known == {}
+    assert Programs(trace=False)._programs == {}
     assert len(tensors_of(model.module)) == len(model.weights)
 
 

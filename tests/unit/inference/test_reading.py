@@ -29,9 +29,9 @@ def read(pieces: Sequence[str], how: Reading = BOTH) -> Delta:
         grown += text.feed(piece)
     grown += text.end()
     assert (grown.reasoning, grown.content, grown.calls) == (
-        text.whole.reasoning,
-        text.whole.content,
-        text.whole.calls,
+        text.total.reasoning,
+        text.total.content,
+        text.total.calls,
     )
     return grown
 

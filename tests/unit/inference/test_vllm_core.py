@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import cast
 
-from headrace_inference.vllm_engine.core import LLM, Core, Started
+from headrace_inference.vllm_engine.core import LLM, Core, StartedCore
 
 
 class Listening:
@@ -28,7 +28,7 @@ class Listening:
 async def test_a_core_that_is_told_to_end_does_not_report_a_failure() -> None:
     llm = Listening()
     await asyncio.sleep(0.01)
-    await Core("tiny@1", Started(cast(LLM, llm), 10, 10)).stop()
+    await Core("tiny@1", StartedCore(cast(LLM, llm), 10, 10)).stop()
     await asyncio.wait([llm.output_handler])
     assert llm.gone.is_set()
     assert llm.said == []

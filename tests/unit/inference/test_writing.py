@@ -13,7 +13,7 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.writing.program import opened, written
+from headrace_inference.writing.program import open_writer, write_row
 from headrace_inference.writing.tokens import ConversationWriter, Unwritable
 from headrace_runtime.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
@@ -167,14 +167,14 @@ def test_a_template_that_loses_something_is_found(
 
 
 def test_the_program_answers_each_row_with_its_number(models: Models) -> None:
-    found = opened(BaseLine(folder=str(models.first.folder)), InferenceSettings())
+    found = open_writer(BaseLine(folder=str(models.first.folder)), InferenceSettings())
     assert found.tokens_max == 2048
-    assert opened(BaseLine(folder=str(models.first.folder), tokens_max=20), InferenceSettings()).tokens_max == 20
-    good = written(found, RowLine(number=7, prompt=(ASK,), answers=((ANSWER,), (LAST,))))
+    assert open_writer(BaseLine(folder=str(models.first.folder), tokens_max=20), InferenceSettings()).tokens_max == 20
+    good = write_row(found, RowLine(number=7, prompt=(ASK,), answers=((ANSWER,), (LAST,))))
     assert isinstance(good, WrittenLine)
     assert (good.number, len(good.answers)) == (7, 2)
     assert WrittenLine.model_validate_json(good.model_dump_json()) == good
-    short = opened(BaseLine(folder=str(models.first.folder), tokens_max=5), InferenceSettings())
-    bad = written(short, RowLine(number=8, prompt=(ASK,), answers=((ANSWER,),)))
+    short = open_writer(BaseLine(folder=str(models.first.folder), tokens_max=5), InferenceSettings())
+    bad = write_row(short, RowLine(number=8, prompt=(ASK,), answers=((ANSWER,),)))
     assert isinstance(bad, RefusedLine)
     assert (bad.number, bad.kind) == (8, "too_long")

@@ -70,7 +70,7 @@ def test_it_comes_back_as_it_was_and_order_makes_no_difference() -> None:
 
 
 def test_it_is_silent_with_few_thumbs_and_where_thumbs_say_nothing() -> None:
-    assert "10 thumbs, and 20 are wanted" in str(fit(plain(10, "a"), [], DEMANDS).fit_facts.silent)
+    assert "10 thumbs; scorer.learned.thumbs_min requires 20" in str(fit(plain(10, "a"), [], DEMANDS).fit_facts.silent)
     chance = random.Random(0)
     noise = [replace(one, thumbs=(Thumb("a", float(chance.random() < 0.5)),)) for one in plain(60, "a")]
     assert "chance" in str(fit(noise, [], DEMANDS).fit_facts.silent)

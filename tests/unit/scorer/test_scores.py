@@ -11,7 +11,7 @@ from headrace_schemas import Experience, RewardPart
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
-from headrace_scorer.scores import TrajectoryScore, _other_sources_answered, _experiences, _is_ready
+from headrace_scorer.scores import TrajectoryScore, _experiences, _is_ready, _other_sources_answered
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.unit.scorer.conftest import Open, half
@@ -29,7 +29,7 @@ class FixedEntries(LedgerEntries):
     def current(self) -> list[SourceReward]:
         return self.now
 
-    def given(self) -> dict[EntryKey, str]:
+    def corrections(self) -> dict[EntryKey, str]:
         return {}
 
 

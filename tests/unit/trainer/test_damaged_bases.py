@@ -162,7 +162,7 @@ async def test_a_damaged_base_is_refused_by_name(kind: str, tmp_path: Path) -> N
     assert not any("padded" in line for line in messages), "packing is no remedy for damage"
     blobs = BlobStore((tmp_path / "blobs").as_uri())
     with pytest.raises(VersionUnusable) as refused:
-        Importer(blobs, InferenceSettings()).take(FolderLine(folder=str(base), name="base"))
+        Importer(blobs, InferenceSettings()).import_folder(FolderLine(folder=str(base), name="base"))
     assert words in str(refused.value), refused.value
 
 

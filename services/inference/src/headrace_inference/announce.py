@@ -1,4 +1,4 @@
-"""Publishes heartbeats: which versions this replica has, at every change and every few seconds, and when it stops."""
+"""Publisher of the replica's heartbeats: at every change, periodically, and when the replica stops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from headrace_schemas import LoadedVersion, Replica
 
 log = get_logger(__name__)
 _VERSIONS_MAX = 64
-"""As many as a `Replica` event can carry."""
+"""Largest number of versions in a `Replica` event."""
 
 
 class Announcer:
-    """One task calls `run`. Whoever sets `change` has the news announced soon; several changes are one announcement."""
+    """Publisher of heartbeats. One task calls `run`.
+
+    Setting the event `change` causes a heartbeat soon; several changes may share one heartbeat.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,13 @@ class Announcer:
         change: asyncio.Event,
         holds_forms: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`holds_forms`: whether the forms that `identity` names can be held by the versions that are here now."""
+        """Create the publisher.
+
+        Args:
+            versions: returns the state of each version.
+            in_flight: returns the number of unfinished choices.
+            holds_forms: returns whether all present versions support the answer forms that `identity` names.
+        """
         self._producer = producer
         self._clock = clock
         self._identity = identity
@@ -45,10 +54,11 @@ class Announcer:
 
     @property
     def replica_id(self) -> str:
+        """Name of the replica on the bus."""
         return self._identity.replica_id
 
     async def run(self) -> None:
-        """For ever. While the bus is away, heartbeats are missed and the next one says what is then true."""
+        """Publish heartbeats until cancelled. While the bus is unavailable, heartbeats are left out."""
         while True:
             self._change.clear()
             try:
@@ -62,7 +72,7 @@ class Announcer:
                 continue
 
     async def announce(self, *, stopping: bool = False) -> None:
-        """Raises `Unavailable`."""
+        """Publish a heartbeat. Raises `Unavailable` without a bus."""
         self._last = max(self._clock.now(), self._last)
         beat = {
             "time": self._last,
@@ -74,5 +84,5 @@ class Announcer:
         await self._producer.send(self._identity.model_copy(update=beat))
 
     async def withdraw(self) -> None:
-        """Remove this replica from the table. Raises `Unavailable`."""
+        """Remove this replica from the topic `replicas`. Raises `Unavailable` without a bus."""
         await self._producer.send_raw([tombstone(Replica.topic, self._identity.key)])

@@ -40,15 +40,20 @@ from headrace_schemas.base import utcnow
 log = get_logger(__name__)
 SERVICE = "inference"
 _SWITCH_INTERVAL_S = 0.0005
-"""Longest time that one thread keeps the interpreter from another. Python's 5 ms would stall every decode step several
-times over while a version is loaded."""
+"""Longest time that one thread keeps the interpreter from another. Python's default of 5 ms would delay each decode
+step several times while a version is loaded."""
 _ENGINE_CHECK_S = 1.0
 _INLINE_BYTES = 8192
-"""A request of this size is tokenized in about the time of one decode step."""
+"""Requests up to this size are tokenized in the event loop, which takes about the time of one decode step."""
 
 
 async def run(common: Common, settings: InferenceSettings) -> None:
-    """Serve until cancelled. Raises `Unavailable` without bus or port, `EngineFailed` when only a restart helps."""
+    """Serve until cancelled.
+
+    Raises:
+        Unavailable: the bus or the port is not available.
+        EngineFailed: the engine has failed, and the process must be restarted.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await topics.ensure(common.bus)
     blobs = BlobStore.open(common)
@@ -71,15 +76,15 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         grammars = GrammarCompiler(parsers, settings.grammar)
         stack.callback(grammars.close)
         cache = VersionCache(blobs, _cache_folder(common, settings), common.disk_free_bytes_min)
-        forms = _grammars(engine, parsers)
-        check_forms = grammars.check if forms else _no_forms
+        forms = _supported_forms(engine, parsers)
+        check_forms = grammars.check if forms else _no_check
         fleet = Fleet(engine, cache, _fleet_limits(settings), change.set, check_forms)
         stack.push_async_callback(fleet.close)
         refuse = DeadLetterSender(SERVICE, producer, common.data_dir / "inference")
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
-        aside = WorkerThreads(settings.prepare_threads, _INLINE_BYTES)
-        stack.callback(aside.close)
-        application = _api(common, settings, fleet, engine, aside, parsers, grammars).app(
+        worker_threads = WorkerThreads(settings.prepare_threads, _INLINE_BYTES)
+        stack.callback(worker_threads.close)
+        application = _api(common, settings, fleet, engine, worker_threads, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
         port = await stack.enter_async_context(web.serve(application, settings, common.security))
@@ -110,7 +115,7 @@ async def _watch(engine: Engine) -> None:
 
 
 async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None:
-    """Say that no new work is wanted, finish what was begun, vanish from the table."""
+    """Announce the stop, finish the requests in flight, and remove the replica from the topic `replicas`."""
     with contextlib.suppress(Unavailable):
         await announcer.announce(stopping=True)
     with contextlib.suppress(TimeoutError):
@@ -126,30 +131,30 @@ def _api(
     settings: InferenceSettings,
     fleet: Fleet,
     engine: Engine,
-    aside: WorkerThreads,
+    worker_threads: WorkerThreads,
     parsers: Parsers,
     grammars: GrammarCompiler,
 ) -> Api:
     prompts = ExactPrompts(settings.prompt_memory_tokens_max, parsers)
     rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
-    completions = Completions(engine, prompts, parsers, aside, grammars, rendering)
+    completions = Completions(engine, prompts, parsers, worker_threads, grammars, rendering)
     limits = RequestBounds(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
-    return Api(common, fleet, completions, limits, aside)
+    return Api(common, fleet, completions, limits, worker_threads)
 
 
 def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
     return FleetLimits(settings.versions_max, settings.drain_s, settings.retry_s)
 
 
-def _grammars(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
-    """What this replica can hold an answer to: the engine does it, and the tool parser knows how a call is written."""
+def _supported_forms(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
+    """Return the request fields by which answers can be constrained, as the engine and the tool parser support them."""
     if not engine.grammars:
         return ()
     return (RESPONSE_FORMAT, TOOL_CHOICE) if parsers.tools.form is not None else (RESPONSE_FORMAT,)
 
 
-def _no_forms(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
-    """There is nothing to check where no form is held anyway."""
+def _no_check(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
+    """Return no reason, for a replica that does not constrain answers."""
     return ""
 
 
@@ -171,11 +176,14 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine, forms: tup
 
 
 def _reachable(host: str) -> str:
-    """An address for others: a replica that listens on all addresses is known by its machine's name."""
+    """Return the host name under which others reach the replica: the machine's name if it listens on all addresses."""
     return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (compared, not bound)
 
 
 def _cache_folder(common: Common, settings: InferenceSettings) -> Path:
-    """Where versions lie unpacked. One folder per replica, because each removes what it no longer serves."""
+    """Return the folder of unpacked versions.
+
+    Each replica has its own, because it removes versions it does not serve.
+    """
     name = settings.replica_id or f"{_reachable(settings.host)}-{settings.port}"
     return common.data_dir / SERVICE / re.sub(r"[^A-Za-z0-9._-]", "_", name)

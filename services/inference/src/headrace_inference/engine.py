@@ -1,4 +1,4 @@
-"""The interface of an engine: it takes token ids and returns sampled tokens with their logprobs."""
+"""Interface of an engine, which takes token ids and returns sampled tokens with their logprobs."""
 
 from __future__ import annotations
 
@@ -20,71 +20,74 @@ Finish = Literal["stop", "length"]
 
 
 class Guide(Protocol):
-    """Holds one choice to a grammar. Owned by whoever samples the choice, in one thread at a time."""
+    """Constrains one choice to a grammar. Only the sampler of the choice uses it, in one thread at a time."""
 
     @property
     def error(self) -> str:
-        """Why it cannot go on; empty while it can. It has to be asked after each of the two calls."""
+        """Reason why the guide cannot continue; empty while it can. Check it after each call of the two methods."""
 
     def allowed(self) -> NDArray[np.int32]:
-        """The tokens that may come next, a bit each, lowest first: token `t` is bit `t % 32` of word `t // 32`. The
-        array is its own and changes with the next call. It must be quick: a step waits for it."""
+        """Return the tokens that may come next as a bit mask: token `t` is bit `t % 32` of word `t // 32`.
+
+        The guide owns the array and changes it with the next call. The method must be fast, because a step waits for
+        it.
+        """
 
     def accept(self, token: int) -> None:
-        """`token` was sampled. One that ends the choice need not be told."""
+        """Record a sampled token. A token that ends the choice need not be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the completions of one prompt are sampled; nothing comes from a model's `generation_config`."""
+    """Sampling parameters of the completions of one prompt. The model's `generation_config` is not used."""
 
     max_tokens: int | None = None
-    """None: up to the end of the context."""
+    """None samples up to the end of the context."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
+    """0 keeps all tokens."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Penalties count sampled tokens, not those of the prompt."""
     seed: int | None = None
-    """Equal seeds give equal tokens for an equal prompt, whatever else is in the batch; None draws one."""
+    """Equal seeds give equal tokens for an equal prompt, independent of the batch. None draws a random seed."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a completion; they belong to it."""
+    """Tokens that end a completion. They are part of it."""
     top_logprobs: int = 0
     grammar: str = ""
-    """What the choices are held to, in llguidance's dialect of Lark; each has a `Start.guide` then. Empty: nothing."""
+    """Grammar of the choices in llguidance's dialect of Lark. Each choice then has a `Start.guide`. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How one choice begins."""
+    """Initial state of one choice."""
 
     choice: int = 0
-    """Its number; a seeded choice draws the same tokens whichever others are asked for."""
+    """Index of the choice. A seeded choice draws the same tokens, independent of the other choices."""
     resumed: Sequence[int] = ()
-    """Tokens that were sampled elsewhere; the choice goes on after them and counts them."""
+    """Tokens that another replica sampled. The choice continues after them, and they count as sampled."""
     until: Callable[[int], bool] | None = None
-    """Called by the engine, in any thread, with each new token in order up to a stop token; True ends the choice with
-    `stop`. It has already seen the resumed tokens. It must be quick and must not raise."""
+    """Function that the engine calls, in any thread, with each new token in order up to a stop token. True ends the
+    choice with `stop`. It has already received the resumed tokens. It must be fast and must not raise."""
     guide: Guide | None = None
-    """Holds the choice to `Sampling.grammar`. It has already accepted the resumed tokens."""
+    """Constrains the choice to `Sampling.grammar`. It has already accepted the resumed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose generation it is: what an engine shares its places and its time by."""
+    """Owner of a generation, by which an engine divides its capacity and its time."""
 
     salt: str = ""
-    """It stands for a tenant. What is kept of a prompt is used again for prompts of the same salt alone."""
+    """Stands for a tenant. The cached KV of a prompt is reused only for prompts with the same salt."""
     session: str = ""
     background: bool = False
-    """Evaluations get what users leave."""
+    """Whether the generation is an evaluation, which gets the capacity that users leave."""
 
     @property
     def tenant(self) -> tuple[bool, str]:
-        """Users and evaluations of a tenant count apart."""
+        """Key by which tenants are counted. Users and evaluations of a tenant count separately."""
         return self.background, self.salt
 
 
@@ -93,21 +96,21 @@ NOBODY = Share()
 
 @dataclass(slots=True)
 class Tokens:
-    """What was sampled for one choice since it was last asked for. `len(token_ids) == len(logprobs)`."""
+    """Tokens sampled for one choice since the last delivery. `len(token_ids) == len(logprobs)`."""
 
     choice: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Nats, float32, of the distribution that was sampled from: after grammar, penalties, temperature and truncation.
-    Greedy choices report those at temperature 1."""
+    """Logprobs in nats (float32) in the distribution that was sampled from: after grammar, penalties, temperature and
+    truncation. Greedy choices report logprobs at temperature 1."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The most likely tokens at each position, best first; empty unless asked for."""
+    """Most likely tokens at each position with their logprobs, best first. Empty unless `top_logprobs` is set."""
     finish: Finish | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose KV was already there."""
+    """Prompt tokens whose KV was in the cache."""
 
     def add(self, more: Tokens) -> None:
-        """Take in what came later for the same choice."""
+        """Append later tokens of the same choice."""
         self.token_ids += more.token_ids
         self.logprobs += more.logprobs
         self.top += more.top
@@ -116,9 +119,10 @@ class Tokens:
 
 
 class Generation(Protocol):
-    """The choices of one prompt while they are sampled: iterate until all are finished.
+    """Choices of one prompt while they are sampled. Iterate until all are finished.
 
-    Raises `EngineFailed` when the engine broke. `close` aborts what is unfinished; it may be called at any time.
+    Iteration raises `EngineFailed` if the engine fails. `close` aborts unfinished choices; it may be called at any
+    time.
     """
 
     def __aiter__(self) -> AsyncIterator[Tokens]: ...
@@ -128,37 +132,40 @@ class Generation(Protocol):
 
 @runtime_checkable
 class AnswerScorer(Protocol):
-    """What an engine may have besides."""
+    """Optional interface of an engine that can compute logprobs of given answers."""
 
     async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
-        """The logprobs of given tokens after given prompts, after the temperature. Users' answers go before.
+        """Return the logprobs of given tokens after given prompts, at their temperature. Users' requests have priority.
 
-        Raises `UnknownVersion` or `ContextLengthExceeded`.
+        Raises:
+            UnknownVersion: the version is not loaded.
+            ContextLengthExceeded: a prompt with its answer is longer than the context.
         """
 
 
 class Engine(Protocol):
-    """Several immutable versions side by side. All methods are called from one event loop."""
+    """An engine that serves several immutable versions side by side. All methods are called from one event loop."""
 
     name: str
     capacity: int
-    """Sequences that run at a time without waiting."""
+    """Sequences that can run at a time."""
     resumes: bool
-    """It takes `Start`s that have tokens already. A stock vLLM server does not."""
+    """Whether it accepts `Start`s with resumed tokens. A stock vLLM server does not."""
     grammars: bool
-    """It holds choices to `Sampling.grammar`."""
+    """Whether it can constrain choices to `Sampling.grammar`."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
-        """Make a version ready to generate while others go on generating.
+        """Load a version while others continue to generate. The base of a LoRA version must be loaded before it.
 
-        Raises `VersionUnusable`. A LoRA version needs its base loaded before it.
+        Raises:
+            VersionUnusable: the version cannot be served.
         """
 
     async def unload(self, version: str) -> None:
-        """Forget a version; what still generates with it fails with `EngineFailed`."""
+        """Unload a version. Unfinished generations with it fail with `EngineFailed`."""
 
     async def probe(self, version: str) -> Probe:
-        """Compare what the loaded weights answer with the manifest's fingerprint and with the parent's answer."""
+        """Compare the logprobs of the loaded weights with the manifest's fingerprint and with those of the parent."""
 
     def generate(
         self,
@@ -170,37 +177,45 @@ class Engine(Protocol):
         stream: bool,
         share: Share = NOBODY,
     ) -> Generation:
-        """Begin one choice for each of `starts`. Without `stream` each choice arrives in one piece, which is cheaper.
+        """Start one choice for each of `starts`. Without `stream` each choice is delivered once, which is cheaper.
 
-        Raises `UnknownVersion`, `ContextLengthExceeded`, `Overloaded`, or what `check_tokens` raises, at once.
+        Raises:
+            UnknownVersion: the version is not loaded.
+            ContextLengthExceeded: prompt and completion are longer than the context.
+            Overloaded: too many sequences are running or waiting.
+            PromptEmpty, TokenOutOfVocabulary: see `check_tokens`.
         """
 
     def in_flight(self, version: str | None = None) -> int:
-        """Unfinished choices, of one version or of all."""
+        """Return the number of unfinished choices, of one version or of all."""
 
     async def drained(self, version: str | None = None) -> None:
-        """Returns once nothing is in flight."""
+        """Wait until no choice is in flight, of one version or of all."""
 
     def context_tokens(self, version: str) -> int:
-        """Longest prompt plus completion."""
+        """Return the largest length of prompt plus completion."""
 
     def vocabulary(self, version: str) -> int:
-        """Token ids are below this."""
+        """Return the number of token ids of the version; all ids are below it."""
 
     @property
     def alive(self) -> bool:
         """Whether the engine can still answer."""
 
     def check(self) -> None:
-        """Raises `EngineFailed` when the engine will never answer again."""
+        """Raise `EngineFailed` if the engine cannot answer until the process is restarted."""
 
     async def stop(self) -> None:
-        """Nothing generates afterwards."""
+        """Stop the engine. Unfinished generations fail."""
 
 
 def check_tokens(prompt: Sequence[int], starts: Sequence[Start], vocabulary: int) -> None:
-    """Raise `PromptEmpty` or `TokenOutOfVocabulary` for what no model could compute, before it is in a batch with what
-    others asked for."""
+    """Check tokens before they join a batch with other requests.
+
+    Raises:
+        PromptEmpty: the prompt has no token.
+        TokenOutOfVocabulary: the model's embedding has no row for a token.
+    """
     if not prompt:
         raise PromptEmpty
     for name, ids in (("messages", prompt), *((RESUME, start.resumed) for start in starts)):

@@ -1,7 +1,7 @@
-"""Engines by name: whatever an installed package announces under the entry points `headrace.engines`.
+"""Registry of the engines that installed packages announce under the entry points `headrace.engines`.
 
-An announcement is light; `make` imports the engine, and torch with it. What an engine can do, it says itself
-(`Engine.resumes`, `Engine.capacity`).
+An entry point must be fast to import; only `make` imports the engine, and torch with it. The engine's attributes
+describe its abilities (`Engine.resumes`, `Engine.capacity`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One engine. `settings` are its own: the section `[inference.<name>]`."""
+    """A kind of engine."""
 
     make: Callable[[Any], Engine]
-    """Gets the section. Called once, inside the running event loop; whoever calls it stops the engine."""
+    """Function that starts the engine with its settings. It is called once, inside the running event loop. The caller
+    must stop the engine."""
     settings: type[Section]
+    """Class of the engine's settings, which are the section `[inference.<name>]`."""
 
 
 ENGINES: Registry[EngineKind] = Registry("engines", EngineKind, "engine")

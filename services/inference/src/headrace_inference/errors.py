@@ -1,46 +1,46 @@
-"""What this service raises, besides the shared tree."""
+"""Errors of the inference service."""
 
 from __future__ import annotations
 
 from headrace_runtime.errors import HeadraceError, Refused
 
-_SHOWN_LENGTH = 60
+_TEXT_LENGTH_MAX = 60
 
 
 class VersionUnusable(HeadraceError):
-    """A version that can never be served here as it is: wrong architecture, tokenizer, files or fingerprint."""
+    """A version cannot be served by this replica because of its architecture, tokenizer, files or fingerprint."""
 
 
 class NoRoom(VersionUnusable):
-    """A version that cannot be served here while so many others are; it is tried again when routing changes."""
+    """A version cannot be served beside the present ones. The replica tries again when routing changes."""
 
 
 class EngineFailed(HeadraceError):
-    """The engine broke while it computed; the request may succeed elsewhere or later."""
+    """The engine failed during a computation. The request may succeed on another replica or later."""
 
 
 class UnknownVersion(Refused):
-    """Nobody loaded this version here."""
+    """The version is not loaded on this replica."""
 
     def __init__(self, model: str, detail: str = "") -> None:
         super().__init__(404, "model_not_found", f"model {model!r} is not loaded on this replica{detail}", "model")
 
 
 class ContextLengthExceeded(Refused):
-    """Prompt and completion do not fit; they are never truncated to fit."""
+    """Prompt and completion together are longer than the context. They are never truncated."""
 
     def __init__(self, prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
-        asked = f" and {max_tokens} for the completion" if max_tokens else ""
+        completion = f" and {max_tokens} for the completion" if max_tokens else ""
         super().__init__(
             400,
             "context_length_exceeded",
-            f"the maximum context length is {limit} tokens, you asked for {prompt_tokens} in the messages{asked}",
+            f"the maximum context length is {limit} tokens, you asked for {prompt_tokens} in the messages{completion}",
             "messages",
         )
 
 
 class PromptTooLarge(Refused):
-    """More text than `inference.prompt_bytes_max`, which is known before it is tokenized."""
+    """The text of the prompt is larger than `inference.prompt_bytes_max`. This is checked before it is tokenized."""
 
     def __init__(self, bytes_max: int) -> None:
         super().__init__(
@@ -52,7 +52,7 @@ class PromptTooLarge(Refused):
 
 
 class Overloaded(Refused):
-    """Every place and every waiting place is taken. Says when to come back."""
+    """The replica runs and queues as many sequences as it may. The response has a `retry-after` header."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(503, "overloaded", message)
@@ -60,22 +60,22 @@ class Overloaded(Refused):
 
 
 class TokenOutOfVocabulary(Refused):
-    """A token for which the model's embedding has no row. `shown` names it as the tokenizer writes it."""
+    """The model's embedding has no row for a token. `text` is the token as the tokenizer writes it."""
 
-    def __init__(self, token: int, vocabulary: int, field: str, shown: str = "") -> None:
-        named = f"{token} ({shown[:_SHOWN_LENGTH]!r})" if shown else str(token)
+    def __init__(self, token: int, vocabulary: int, field: str, text: str = "") -> None:
+        description = f"{token} ({text[:_TEXT_LENGTH_MAX]!r})" if text else str(token)
         super().__init__(
             400,
             "invalid_value",
-            f"{field}: token {named} has no row in the model's embedding, whose token ids are below {vocabulary}; "
-            "leave the token out",
+            f"{field}: token {description} has no row in the model's embedding, whose token ids are below "
+            f"{vocabulary}; leave the token out",
             field,
         )
 
 
 class PromptEmpty(Refused):
-    """There is no token after which an answer could begin."""
+    """The prompt has no token."""
 
     def __init__(self) -> None:
-        message = "messages: the chat template makes a prompt without a token of these messages; send some text"
+        message = "messages: the chat template renders these messages to an empty prompt; send some text"
         super().__init__(400, "invalid_value", message, "messages")

@@ -1,7 +1,7 @@
-"""The versions of this replica: what routing wants is loaded and probed, what it dropped is drained and unloaded.
+"""Versions of this replica. Those in routing are loaded and probed; those that routing drops are drained and unloaded.
 
-A version is announced ready only after its own weights answered as its fingerprint says. One
-version's failure is its own state and stops nothing else. Loading goes on beside generation, one version at a time.
+A version is announced as ready only after its weights have reproduced its fingerprint. The failure of one version does
+not affect the others. Versions are loaded one at a time, while others generate.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from headrace_schemas.manifest import Manifest
 
 log = get_logger(__name__)
 _ERROR_LENGTH_MAX = 2000
-_SHOWN_TOKENS = 8
+_LOGGED_TOKENS_MAX = 8
 _ALIASES: tuple[Alias, ...] = ("champion", "canary", "previous")
-"""In the order in which they are loaded; versions without an alias come last."""
+"""Aliases in the order in which their versions are loaded. Versions without an alias come last."""
 
 
 @dataclass(frozen=True)
 class FleetLimits:
-    """How much is held, and how long a dropped version still answers; settings say what each means."""
+    """Limits of the fleet. `InferenceSettings` describes them."""
 
     versions_max: int
     drain_s: float
@@ -43,8 +43,8 @@ class FleetLimits:
 
 
 @dataclass(slots=True)
-class _Held:
-    """One version here. `tokenizer` is set while it answers."""
+class _LocalVersion:
+    """State of one version on this replica. `tokenizer` is set while it answers requests."""
 
     version: str
     ref: BlobRef
@@ -54,20 +54,21 @@ class _Held:
     manifest: Manifest | None = None
     tokenizer: ChatTokenizer | None = None
     no_forms: str = ""
-    """Why its answers cannot be held to a form; empty while they can."""
+    """Reason why its answers cannot be constrained to a form; empty if they can."""
     loaded_at_s: int = 0
     crowded: bool = False
-    """It has no room: it waits for that (`loading`), or failed for want of it only."""
+    """Whether the replica has too many versions for it. It then waits (`loading`) or has failed for this reason
+    only."""
     draining: object = None
-    """Identifies the drop that drains it; a version can be wanted again before it is gone, and dropped again."""
+    """Identity of the drain in progress. Routing may add a version again while it drains, and drop it once more."""
 
 
 class _BaseFirst(Exception):
-    """An adapter has to wait for its base."""
+    """An adapter must wait until its base is loaded."""
 
 
 class Fleet:
-    """Follows routing. `changed` is called after every change that others should hear of; it must not block."""
+    """Loads and unloads versions as routing changes."""
 
     def __init__(
         self,
@@ -77,239 +78,261 @@ class Fleet:
         changed: Callable[[], None],
         check_forms: Callable[[ChatTokenizer, int], str] = lambda _tokenizer, _vocabulary: "",
     ) -> None:
-        """`check_forms` returns why answers with such a tokenizer and vocabulary cannot be held to a form. It may
-        block."""
+        """Create a fleet without versions.
+
+        Args:
+            changed: called after every change that heartbeats report. It must not block.
+            check_forms: returns why answers with a tokenizer and a vocabulary size cannot be constrained; empty if they
+                can. It may block.
+        """
         self._engine = engine
         self._cache = cache
         self._limits = limits
         self._changed = changed
         self._check_forms = check_forms
-        self._held: dict[str, _Held] = {}
-        self._wanted: dict[str, BlobRef] = {}
+        self._local: dict[str, _LocalVersion] = {}
+        self._routed: dict[str, BlobRef] = {}
         self._order = asyncio.Lock()
-        """One load or unload at a time."""
-        self._news = asyncio.Event()
+        """Held during a load or an unload, so that they run one at a time."""
+        self._state_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # What others see
+    # State
 
     def versions(self) -> tuple[LoadedVersion, ...]:
-        """Every version and its state, for the heartbeat."""
+        """Return every version and its state, for the heartbeat."""
         return tuple(
-            LoadedVersion(version=held.version, state=held.state, error=held.error, probe=held.probe)
-            for held in self._held.values()
+            LoadedVersion(version=local.version, state=local.state, error=local.error, probe=local.probe)
+            for local in self._local.values()
         )
 
     def holds_forms(self) -> bool:
-        """Return whether an answer of every version here can be held to a form; requests do not name their version."""
-        return not any(held.no_forms for held in self._held.values())
+        """Return whether answers of every version can be constrained. Requests may not name their version."""
+        return not any(local.no_forms for local in self._local.values())
 
     def serving(self) -> Sequence[Served]:
-        return [served for held in self._held.values() if (served := self._served(held)) is not None]
+        """Return all versions that answer now."""
+        return [served for local in self._local.values() if (served := self._served(local)) is not None]
 
     def find(self, model: str) -> Served:
+        """Return an exact version, or the only ready version of a model. Raises `UnknownVersion`."""
         if "@" in model:
-            served = self._served(self._held[model]) if model in self._held else None
+            served = self._served(self._local[model]) if model in self._local else None
             if served is None:
                 raise UnknownVersion(model)
             return served
         ready = [served for served in self.serving() if served.version.split("@")[0] == model]
-        ready = [served for served in ready if self._held[served.version].state == "ready"]
+        ready = [served for served in ready if self._local[served.version].state == "ready"]
         if len(ready) != 1:
             several = f" as one version but as {len(ready)}: name one of them" if ready else ""
             raise UnknownVersion(model, several)
         return ready[0]
 
-    # What routing wants
+    # Changes of routing
 
     def follow(self, tables: Iterable[Routing]) -> None:
-        """Bring the versions in line with the routing tables of all models. Returns at once; tasks do the work."""
-        self._wanted = {
+        """Start loading and draining versions to match the routing tables of all models. Returns immediately."""
+        self._routed = {
             item.version: item.manifest for table in tables for item in sorted(table.serve, key=_urgency(table))
         }
         self._reconcile()
 
     async def close(self) -> None:
-        """Stop loading and draining; what is loaded stays until the engine stops."""
+        """Stop loading and draining. Loaded versions remain until the engine stops."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _reconcile(self) -> None:
-        for held in list(self._held.values()):
-            if held.version not in self._wanted:
-                self._drop(held)
-        for version, ref in self._wanted.items():
-            known = self._held.get(version)
-            if known is None or (known.crowded and (self._room() or known.state == "loading")):
-                self._begin(_Held(version, ref))
-            elif known.state == "draining":  # wanted again before it was gone
-                known.draining = None
-                self._set(known, "ready")
+        for local in list(self._local.values()):
+            if local.version not in self._routed:
+                self._drop(local)
+        for version, ref in self._routed.items():
+            present = self._local.get(version)
+            if present is None or (present.crowded and (self._has_capacity() or present.state == "loading")):
+                self._begin(_LocalVersion(version, ref))
+            elif present.state == "draining":  # routing added it again before it was unloaded
+                present.draining = None
+                self._set(present, "ready")
 
-    def _begin(self, held: _Held) -> None:
-        room = self._room()
-        self._held[held.version] = held
-        if room:
-            self._start(self._load(held))
+    def _begin(self, local: _LocalVersion) -> None:
+        """Start loading a version, or let it wait if the replica has too many versions."""
+        has_capacity = self._has_capacity()
+        self._local[local.version] = local
+        if has_capacity:
+            self._start(self._load(local))
             self._changed()
         else:
-            self._crowd(held, f"{self._limits.versions_max} versions are held already, versions_max allows no more")
+            self._crowd(local, f"inference.versions_max: {self._limits.versions_max} versions are loaded already")
 
-    def _room(self) -> bool:
-        here = sum(held.state != "failed" and not held.crowded for held in self._held.values())
-        return here < self._limits.versions_max
+    def _has_capacity(self) -> bool:
+        present = sum(local.state != "failed" and not local.crowded for local in self._local.values())
+        return present < self._limits.versions_max
 
-    def _crowd(self, held: _Held, why: str) -> None:
-        """There is no room for it. A version that drains makes some soon, and is waited for: whoever is told of a
-        failure never asks for the version again."""
-        held.crowded = True
-        if any(other.state == "draining" for other in self._held.values()):
-            log.info("version_waits", version=held.version, error=why)
-            self._set(held, "loading")
+    def _crowd(self, local: _LocalVersion, reason: str) -> None:
+        """Let a version wait if another one is draining, which will make room; otherwise let it fail.
+
+        A failure would be final, because the registry does not route a failed version again.
+        """
+        local.crowded = True
+        if any(other.state == "draining" for other in self._local.values()):
+            log.info("version_waits", version=local.version, error=reason)
+            self._set(local, "loading")
         else:
-            self._fail(held, why)
+            self._fail(local, reason)
 
-    def _drop(self, held: _Held) -> None:
-        if held.state == "ready":
-            held.draining = object()
-            self._set(held, "draining")
-            self._start(self._drain(held, held.draining))
-        elif held.state != "draining":
-            del self._held[held.version]  # a load that is under way notices
-            self._news.set()
+    def _drop(self, local: _LocalVersion) -> None:
+        """Drain a ready version. Remove a version that is loading or has failed."""
+        if local.state == "ready":
+            local.draining = object()
+            self._set(local, "draining")
+            self._start(self._drain(local, local.draining))
+        elif local.state != "draining":
+            del self._local[local.version]  # a load in progress checks for this
+            self._state_changed.set()
             self._changed()
 
-    # The work
+    # Loading and unloading
 
-    async def _load(self, held: _Held) -> None:
-        """Until the version is ready, has failed for good, or is no longer wanted."""
-        while self._held.get(held.version) is held:
+    async def _load(self, local: _LocalVersion) -> None:
+        """Retry until the version is ready, has finally failed, or is no longer in routing."""
+        while self._local.get(local.version) is local:
             try:
                 async with self._order:
                     with metrics.LOAD_SECONDS.time():
-                        await self._load_once(held)
+                        await self._load_once(local)
             except _BaseFirst:
-                self._news.clear()
-                await self._news.wait()
+                self._state_changed.clear()
+                await self._state_changed.wait()
             except Unavailable as error:
-                log.warning("version_waits", version=held.version, error=str(error))
-                self._report_wait(held, str(error))
+                log.warning("version_waits", version=local.version, error=str(error))
+                self._report_wait(local, str(error))
                 await asyncio.sleep(self._limits.retry_s)
             except NoRoom as error:
-                self._crowd(held, str(error))
+                self._crowd(local, str(error))
                 return
             except (VersionUnusable, CorruptBlob) as error:
-                self._fail(held, str(error))
+                self._fail(local, str(error))
                 return
             except Exception as error:
-                log.exception("load_failed", version=held.version)
-                self._fail(held, f"{type(error).__name__}: {error}")
+                log.exception("load_failed", version=local.version)
+                self._fail(local, f"{type(error).__name__}: {error}")
                 return
             else:
                 return
 
-    async def _load_once(self, held: _Held) -> None:
-        manifest, folder = await self._cache.fetch(held.ref)
-        self._check(held, manifest)
+    async def _load_once(self, local: _LocalVersion) -> None:
+        """Fetch, check, load and probe a version, then announce it as ready."""
+        manifest, folder = await self._cache.fetch(local.ref)
+        self._check(local, manifest)
         self._check_base(manifest)
         tokenizer = await self._tokenizer(manifest, folder)
         await self._engine.load(folder, manifest)
         try:
-            held.probe = await self._engine.probe(held.version)
-            _judge(held.version, held.probe)
+            local.probe = await self._engine.probe(local.version)
+            _check_probe(local.version, local.probe)
         except BaseException:
-            await self._engine.unload(held.version)
+            await self._engine.unload(local.version)
             raise
-        vocabulary = self._engine.vocabulary(held.version)
+        vocabulary = self._engine.vocabulary(local.version)
         no_forms = await asyncio.to_thread(self._check_forms, tokenizer, vocabulary)
-        if self._held.get(held.version) is not held:  # dropped while it was loading
-            await self._engine.unload(held.version)
+        if self._local.get(local.version) is not local:  # routing dropped it during the load
+            await self._engine.unload(local.version)
             return
-        held.no_forms = no_forms
+        local.no_forms = no_forms
         if no_forms:
-            log.error("forms_not_held", version=held.version, reason=no_forms)
-        _report_tokens_without_row(held.version, tokenizer, vocabulary)
-        held.manifest, held.tokenizer, held.loaded_at_s, held.error = manifest, tokenizer, int(time.time()), None
+            log.error("forms_not_held", version=local.version, reason=no_forms)
+        _report_tokens_without_row(local.version, tokenizer, vocabulary)
+        local.manifest, local.tokenizer, local.loaded_at_s, local.error = manifest, tokenizer, int(time.time()), None
         metrics.LOADS.labels("ready").inc()
-        log.info("version_ready", version=held.version, max_abs_delta=held.probe.max_abs_delta)
-        self._set(held, "ready")
+        log.info("version_ready", version=local.version, max_abs_delta=local.probe.max_abs_delta)
+        self._set(local, "ready")
 
-    async def _drain(self, held: _Held, drop: object) -> None:
-        """Answer until gateways have heard of it, finish what was begun, then forget the version."""
+    async def _drain(self, local: _LocalVersion, drain: object) -> None:
+        """Unload a version after gateways have learned of the change and its requests are finished."""
         await asyncio.sleep(self._limits.drain_s)
-        await self._engine.drained(held.version)
-        if held.draining is not drop:
+        await self._engine.drained(local.version)
+        if local.draining is not drain:
             return
-        del self._held[held.version]
+        del self._local[local.version]
         self._changed()
-        async with self._order:  # if it is wanted again, its next load waits behind this
-            await self._engine.unload(held.version)
-            await asyncio.to_thread(self._cache.keep_only, set(self._held))
-        log.info("version_unloaded", version=held.version)
-        self._reconcile()  # there is room for another one
+        async with self._order:  # if routing adds it again, its next load waits for this
+            await self._engine.unload(local.version)
+            await asyncio.to_thread(self._cache.keep_only, set(self._local))
+        log.info("version_unloaded", version=local.version)
+        self._reconcile()  # a waiting version can now be loaded
 
     # Rules
 
-    def _check(self, held: _Held, manifest: Manifest) -> None:
-        """Raises `VersionUnusable` when the manifest is not what routing named, or changes the model's tokens (P7)."""
-        if manifest.version != held.version:
-            raise VersionUnusable(f"{held.version}: its manifest is that of {manifest.version}")
-        for other in self._held.values():
+    def _check(self, local: _LocalVersion, manifest: Manifest) -> None:
+        """Raise `VersionUnusable` if the manifest is of another version, or changes the tokenizer of the model (P7)."""
+        if manifest.version != local.version:
+            raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")
+        for other in self._local.values():
             if other.manifest is None or other.manifest.name != manifest.name:
                 continue
-            for what in ("tokenizer_sha256", "template_sha256"):
-                if getattr(other.manifest, what) != getattr(manifest, what):
-                    raise VersionUnusable(f"{held.version}: {what} differs from that of {other.version}, loaded here")
-            differing = _differing(manifest, other.manifest)
-            if differing:
-                raise VersionUnusable(f"{held.version}: {differing} differs from that of {other.version}, loaded here")
+            for field in ("tokenizer_sha256", "template_sha256"):
+                if getattr(other.manifest, field) != getattr(manifest, field):
+                    raise VersionUnusable(f"{local.version}: {field} differs from that of {other.version}, loaded here")
+            path = _differing_file(manifest, other.manifest)
+            if path:
+                raise VersionUnusable(f"{local.version}: {path} differs from that of {other.version}, loaded here")
 
     def _check_base(self, manifest: Manifest) -> None:
-        """An adapter's base must be ready. Raises `_BaseFirst` while it is on its way, else `VersionUnusable`."""
-        base = self._held.get(manifest.base or "")
+        """Check that the base of an adapter is ready.
+
+        Raises:
+            _BaseFirst: the base is loading.
+            VersionUnusable: the base has failed or is not in routing.
+        """
+        base = self._local.get(manifest.base or "")
         if manifest.base is None or (base is not None and base.tokenizer is not None):
             return
         if base is None or base.state == "failed":
-            why = "is not in routing" if base is None else f"failed: {base.error}"
-            raise VersionUnusable(f"{manifest.version}: its base {manifest.base} {why}")
+            reason = "is not in routing" if base is None else f"failed: {base.error}"
+            raise VersionUnusable(f"{manifest.version}: its base {manifest.base} {reason}")
         raise _BaseFirst
 
     async def _tokenizer(self, manifest: Manifest, folder: Path) -> ChatTokenizer:
-        """The tokenizer of a version; an adapter has its base's."""
+        """Return the tokenizer of a version. An adapter uses that of its base; equal tokenizers are shared."""
         if manifest.kind == "lora":
-            base = self._held.get(manifest.base or "")
-            if base is None or base.tokenizer is None or base.manifest is None or not _same(base.manifest, manifest):
+            base = self._local.get(manifest.base or "")
+            if (
+                base is None
+                or base.tokenizer is None
+                or base.manifest is None
+                or not _same_tokenizer(base.manifest, manifest)
+            ):
                 raise VersionUnusable(f"{manifest.version}: its tokenizer or template is not that of its base")
             return base.tokenizer
-        for other in self._held.values():
+        for other in self._local.values():
             same = other.manifest is not None and other.manifest.prompt_sha256 == manifest.prompt_sha256
             if same and other.tokenizer is not None:
                 return other.tokenizer
         return await asyncio.to_thread(ChatTokenizer, folder, manifest)
 
-    def _served(self, held: _Held) -> Served | None:
-        if held.tokenizer is None or held.manifest is None:
+    def _served(self, local: _LocalVersion) -> Served | None:
+        if local.tokenizer is None or local.manifest is None:
             return None
-        context = self._engine.context_tokens(held.version)
-        return Served(held.version, held.tokenizer, context, held.loaded_at_s, held.manifest.parent)
+        context = self._engine.context_tokens(local.version)
+        return Served(local.version, local.tokenizer, context, local.loaded_at_s, local.manifest.parent)
 
-    def _set(self, held: _Held, state: LoadState) -> None:
-        held.state = state
-        self._news.set()
+    def _set(self, local: _LocalVersion, state: LoadState) -> None:
+        local.state = state
+        self._state_changed.set()
         self._changed()
 
-    def _report_wait(self, held: _Held, reason: str) -> None:
-        """Let the next heartbeat name what the version waits for."""
-        if held.error != reason[:_ERROR_LENGTH_MAX]:
-            held.error = reason[:_ERROR_LENGTH_MAX]
+    def _report_wait(self, local: _LocalVersion, reason: str) -> None:
+        """Report in the next heartbeat why the version waits."""
+        if local.error != reason[:_ERROR_LENGTH_MAX]:
+            local.error = reason[:_ERROR_LENGTH_MAX]
             self._changed()
 
-    def _fail(self, held: _Held, error: str) -> None:
-        log.error("version_failed", version=held.version, error=error)
+    def _fail(self, local: _LocalVersion, error: str) -> None:
+        log.error("version_failed", version=local.version, error=error)
         metrics.LOADS.labels("failed").inc()
-        held.error = error[:_ERROR_LENGTH_MAX]
-        self._set(held, "failed")
+        local.error = error[:_ERROR_LENGTH_MAX]
+        self._set(local, "failed")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -318,42 +341,44 @@ class Fleet:
 
 
 def _urgency(table: Routing) -> Callable[[ServedVersion], int]:
-    order = {table.aliases[alias]: place for place, alias in reversed([*enumerate(_ALIASES)]) if alias in table.aliases}
+    """Return the sort key by which versions of a routing table are loaded."""
+    order = {table.aliases[alias]: rank for rank, alias in reversed([*enumerate(_ALIASES)]) if alias in table.aliases}
     return lambda item: order.get(item.version, len(_ALIASES))
 
 
-def _judge(version: str, probe: Probe) -> None:
-    """Raises `VersionUnusable` when the weights do not answer as they should."""
+def _check_probe(version: str, probe: Probe) -> None:
+    """Raise `VersionUnusable` if the weights failed the probe."""
     metrics.PROBE_DELTA.labels("fingerprint").set(probe.max_abs_delta)
     if probe.parent_max_abs_delta is not None:
         metrics.PROBE_DELTA.labels("parent").set(probe.parent_max_abs_delta)
     if probe.passed:
         return
     if probe.parent_max_abs_delta == 0:
-        raise VersionUnusable(f"{version}: answers exactly as its parent does; the new weights never arrived")
+        raise VersionUnusable(f"{version}: its logprobs equal those of its parent; the new weights were not loaded")
     raise VersionUnusable(f"{version}: its logprobs differ by {probe.max_abs_delta:.3g} from its fingerprint")
 
 
 def _report_tokens_without_row(version: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:
-    """Log which tokens of the tokenizer no prompt may hold: a request that writes one is refused."""
+    """Log the tokens of the tokenizer that the model does not have. Requests with one of them are refused."""
     outside = tokenizer.tokens_from(vocabulary)
     if outside:
         log.warning(
             "tokens_without_row",
             version=version,
-            tokens=outside[:_SHOWN_TOKENS],
+            tokens=outside[:_LOGGED_TOKENS_MAX],
             count=len(outside),
             remedy=f"the embedding has {vocabulary} rows; resize it to the tokenizer, or remove these added tokens",
         )
 
 
-def _same(one: Manifest, other: Manifest) -> bool:
-    return (one.tokenizer_sha256, one.template_sha256) == (other.tokenizer_sha256, other.template_sha256)
+def _same_tokenizer(left: Manifest, right: Manifest) -> bool:
+    return (left.tokenizer_sha256, left.template_sha256) == (right.tokenizer_sha256, right.template_sha256)
 
 
-def _differing(one: Manifest, other: Manifest) -> str:
-    """A file that makes other tokens of a conversation, empty when there is none. Adapters have their base's."""
-    if "lora" in (one.kind, other.kind):
+def _differing_file(left: Manifest, right: Manifest) -> str:
+    """Return a file that affects tokenization and differs; empty if there is none. Adapters use their base's files."""
+    if "lora" in (left.kind, right.kind):
         return ""
-    mine, theirs = one.token_files, other.token_files
-    return next((path for path in sorted({*mine, *theirs}) if mine.get(path) != theirs.get(path)), "")
+    left_files, right_files = left.token_files, right.token_files
+    paths = sorted({*left_files, *right_files})
+    return next((path for path in paths if left_files.get(path) != right_files.get(path)), "")

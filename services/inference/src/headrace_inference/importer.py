@@ -1,4 +1,4 @@
-"""`python -m headrace_inference.importer`: folders in, versions in the blob store out (`importing/program.py`)."""
+"""Entry point of `python -m headrace_inference.importer`, which stores folders as versions (`importing/program.py`)."""
 
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service

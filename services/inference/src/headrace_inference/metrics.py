@@ -1,10 +1,10 @@
-"""What this service counts. `docs`: README.md of the service."""
+"""Metrics of the inference service. Its README.md describes them."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
-ENGINE = Info("headrace_inference_engine", "What computes the tokens, and what reads the answers")
+ENGINE = Info("headrace_inference_engine", "Engine, tool parser and reasoning parser")
 REQUESTS = Counter("headrace_inference_requests_total", "Chat completions, by HTTP status", ["status"])
 TTFT_SECONDS = Histogram(
     "headrace_inference_ttft_seconds",
@@ -16,7 +16,7 @@ SAMPLED_TOKENS = Counter("headrace_inference_sampled_tokens_total", "Tokens samp
 BATCH_SIZE = Histogram(
     "headrace_inference_batch_size", "Sequences per decode step", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
-WAITING = Gauge("headrace_inference_waiting", "Sequences that wait for a place", ["version"])
+WAITING = Gauge("headrace_inference_waiting", "Sequences that wait for a row of the batch", ["version"])
 RUNNING = Gauge("headrace_inference_running", "Sequences that decode or prefill", ["version"])
 KV_BYTES = Gauge("headrace_inference_kv_bytes", "Memory of KV, by use", ["version", "use"])
 
@@ -34,16 +34,17 @@ PROBE_DELTA = Gauge(
 EXACT_PROMPTS = Counter(
     "headrace_inference_exact_prompts_total", "Prompts that continued a conversation, by outcome", ["outcome"]
 )
-"""`exact`: the tokens of the conversation so far were reused; `diverged`: they did not line up; `new`: none known."""
+"""`exact`: the tokens of the conversation were reused; `diverged`: they did not match the prompt; `new`: no
+conversation was remembered."""
 
 GRAMMARS = Counter(
-    "headrace_inference_grammars_total", "Requests held to a grammar, by whether it was known", ["known"]
+    "headrace_inference_grammars_total", "Requests with a grammar, by whether it was in the cache", ["known"]
 )
-"""`compiled`: it was new; `cached`: it was compiled before."""
+"""`compiled`: the grammar was new; `cached`: it was compiled before."""
 
 
 class VersionGauges:
-    """The gauges of one version's batch, looked up once: they are set after every step."""
+    """Gauges of one version's batch. They are looked up once, because they are set after every step."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -53,7 +54,7 @@ class VersionGauges:
         self.kv_prefixes = KV_BYTES.labels(version, "prefixes")
 
     def remove(self) -> None:
-        """The version is gone and so are its series."""
+        """Remove the series of the version, after it was unloaded."""
         WAITING.remove(self._version)
         RUNNING.remove(self._version)
         KV_BYTES.remove(self._version, "running")

@@ -1,4 +1,4 @@
-"""Reads the `routing` table for a replica."""
+"""Reader of the topic `routing` for a replica."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headrace_schemas import Routing
 
 
 class RoutingFollower:
-    """Hands the routing of all models to `follow` once all of it was read, and again after every change.
+    """Calls `follow` with the routing of all models, once after the topic was read to its end and after every change.
 
-    What a table said before the process started is history: versions of old tables are never loaded.
+    So versions that only older records of the topic name are never loaded.
     """
 
     def __init__(
@@ -33,21 +33,21 @@ class RoutingFollower:
 
     @property
     def ready(self) -> bool:
-        """Whether routing was read; it may be empty."""
+        """Whether the topic was read to its end. It may be empty."""
         return self._table.loaded.is_set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Follow the topic until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._table.run())
             await self._table.loaded.wait()
             self._follow(self._newest.values())
 
     def _changed(self, model: str, routing: Routing | None) -> None:
-        known = self._newest.get(model)
+        newest = self._newest.get(model)
         if routing is None:
             self._newest.pop(model, None)
-        elif known is None or routing.revision >= known.revision:  # a registry that was replaced may still write
+        elif newest is None or routing.revision >= newest.revision:  # a registry that was replaced may still write
             self._newest[model] = routing
         if self.ready:
             self._follow(self._newest.values())

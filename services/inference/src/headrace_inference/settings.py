@@ -1,4 +1,4 @@
-"""Settings of the inference service. Every bound is here."""
+"""Settings of the inference service."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ class TorchSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads per operator; 0 takes one on machines of up to four cores and half the cores on others."""
+    """CPU threads per operator; 0 uses one on machines with up to four cores, else half the cores."""
     trace: bool = True
-    """Record the forward once per architecture and replay it without Python; off runs the model's own code."""
+    """Whether to record the forward pass once per architecture and replay it without Python. `false` runs the model's
+    own code."""
     sequences_max: Annotated[int, Field(ge=1, le=1024)] = 64
     """Sequences of one version that decode together."""
     waiting_max: Annotated[int, Field(ge=0)] = 256
-    """Sequences that may wait for a place in a batch, all versions together; more are answered `overloaded`."""
+    """Sequences that may wait for a row of a batch, of all versions; further requests get the error `overloaded`."""
     prefill_tokens_max: Annotated[int, Field(ge=16)] = 512
-    """Prompt tokens computed between two decode steps; a longer prompt is split so that others keep decoding."""
+    """Prompt tokens computed between two decode steps. A longer prompt is split so that other sequences keep
+    decoding."""
     context_tokens_max: Positive = 32_768
-    """Longest prompt plus completion, where the model allows that much."""
+    """Largest length of prompt plus completion, unless the model's own limit is lower."""
     kv_mib_max: Positive = 2048
     """Memory for the KV of one version's running sequences."""
     prefix_mib_max: Annotated[int, Field(ge=0)] = 256
-    """Memory for the KV of one version's finished sequences, kept for prompts that extend them; 0 keeps none."""
+    """Memory for the KV of one version's finished sequences, which prompts that extend them reuse; 0 stores none."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
+    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint; about 0.1 suits
+    bfloat16."""
 
 
 def _torch(settings: TorchSettings) -> Engine:
@@ -56,56 +59,60 @@ def _torch(settings: TorchSettings) -> Engine:
 
 
 TORCH = EngineKind(_torch, TorchSettings)
-"""The engine of that name (`headrace.engines`)."""
+"""The engine `torch` (`headrace.engines`)."""
 
 
 class InferenceSettings(ServiceSettings):
-    """One replica."""
+    """Settings of one replica."""
 
     port: Port = INFO.port
     """Port of the OpenAI-compatible HTTP interface."""
     replica_id: str = ""
     """Name of this replica on the bus; empty derives it from host and port."""
     advertise_url: str = ""
-    """Where gateways reach this replica; empty derives it from host and port."""
+    """URL at which gateways reach this replica; empty derives it from host and port."""
     engine: Annotated[str, NameIn(ENGINES)] = "torch"
-    """What computes the tokens; its own settings are in the section of its name."""
+    """Engine that computes the tokens. Its own settings are in the section of its name."""
     heartbeat_s: Seconds = 2.0
-    """Time between two heartbeats; a change is announced at once."""
+    """Time between two heartbeats. A change is announced immediately."""
     ttl_s: Seconds = 10.0
-    """Silence after which others take this replica for dead; several heartbeats."""
+    """Time without a heartbeat after which gateways consider this replica dead. It should span several heartbeats."""
     versions_max: Annotated[int, Field(ge=1, le=64)] = 8
-    """Versions held at a time; what routing asks for beyond that waits while another one drains, and else is announced
-    as failed."""
+    """Versions loaded at a time. A further version waits if another one is draining; otherwise it is announced as
+    failed."""
     drain_s: Seconds = 5.0
-    """How long a version that routing dropped still answers: until every gateway has heard of it. So long it also takes
-    over streams of replicas that die."""
+    """Seconds for which a version that routing dropped still answers. All gateways must learn of the change in this
+    time. In this time the version also takes over streams of replicas that die."""
     retry_s: Seconds = 2.0
-    """Pause before a version is fetched again when the blob store was away."""
+    """Pause before a version is fetched again after the blob store was unavailable."""
     stop_timeout_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long a clean stop waits for the requests in flight."""
+    """Seconds that a clean stop waits for the requests in flight."""
     body_bytes_max: Positive = 16_777_216
     """Largest request body."""
     json_values_max: Annotated[int, Field(ge=1024)] = 32_768
-    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
+    """Largest number of values in the JSON of a request body, counted by commas and brackets outside of strings. It
+    determines the cost of parsing."""
     prompt_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
-    """Largest prompt in bytes of text, template and tools included, that is tokenized; more than any context holds."""
+    """Largest prompt in bytes of text, template and tools included, that is tokenized. It is more than any context
+    holds."""
     template_timeout_s: Seconds = 10.0
-    """How long the chat template may take with the messages of one request."""
+    """Seconds that the chat template may take for the messages of one request."""
     prepare_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that parse and tokenize requests beside the event loop; one more takes those over 256 KiB."""
+    """Threads that parse and tokenize requests beside the event loop. One more thread handles requests over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` of a request."""
     tool_parser: Annotated[str, NameIn(TOOL_PARSERS)] = "hermes"
-    """How tool calls are written: `hermes` is `<tool_call>{json}</tool_call>`, and `vllm:NAME` is a parser of vLLM."""
+    """Parser of tool calls: `hermes` reads `<tool_call>{json}</tool_call>`, and `vllm:NAME` is a parser of vLLM."""
     reasoning_parser: Annotated[str, NameIn(REASONING_PARSERS)] = "think"
-    """How reasoning is written: `think` is `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
+    """Parser of reasoning: `think` reads `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
     prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
-    """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""
+    """Token ids of past prompts and answers that are remembered, so that a conversation continues with its exact
+    tokens."""
     grammar: GrammarSettings = GrammarSettings()
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
+        """Return the settings class of each installed engine."""
         return {name: kind.settings for name, kind in ENGINES.all().items()}
 
     @field_validator("ttl_s")

@@ -1,4 +1,4 @@
-"""What an engine has begun to generate and not finished yet. Lives in the event loop."""
+"""Generations of an engine that are not finished. Used in the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from headrace_inference.errors import EngineFailed, Overloaded
 
 
 class OpenStreams:
-    """Of one engine. `abort` is called with a stream that ended before all of its choices did."""
+    """Open streams of one engine.
+
+    Args:
+        abort: called with a stream that was closed before all of its choices ended.
+    """
 
     def __init__(self, abort: Callable[[Stream], None]) -> None:
         self._abort = abort
@@ -18,47 +22,49 @@ class OpenStreams:
         self._ended = asyncio.Event()
 
     def open(self, version: str, choices: int, tenant: tuple[bool, str] = (False, "")) -> Stream:
-        """A generation of `choices`, to be filled by `Stream.put`."""
+        """Open the stream of a generation with `choices` choices. The engine delivers tokens with `Stream.put`."""
         stream = Stream(self, version, choices, tenant)
         self._open.add(stream)
         return stream
 
     def in_flight(self, version: str | None = None) -> int:
-        """See `Engine.in_flight`."""
+        """Return the number of unfinished choices, of one version or of all (`Engine.in_flight`)."""
         return sum(stream.unfinished for stream in self._open if version in (None, stream.version))
 
-    def check_room(self, choices: int, tenant: tuple[bool, str], room: int) -> None:
-        """Check that `choices` more may wait. A tenant that has little in flight is let in also when others have taken
-        all of the `room`, so that no tenant keeps another one out.
+    def check_capacity(self, choices: int, tenant: tuple[bool, str], limit: int) -> None:
+        """Check that `choices` more sequences may run or wait.
+
+        A tenant with few sequences is accepted also when other tenants use the whole `limit`, so that no tenant can
+        block another one.
 
         Raises:
-            Overloaded: there is no room.
+            Overloaded: there would be too many sequences.
         """
         total = self.in_flight() + choices
-        if total <= room:
+        if total <= limit:
             return
-        others = {stream.tenant for stream in self._open} - {tenant}
-        if total > 2 * room or self.of_tenant(tenant) + choices > room // (len(others) + 1):
-            raise Overloaded(f"{total - choices} sequences are running or waiting, {room} are allowed; try again")
+        other_tenants = {stream.tenant for stream in self._open} - {tenant}
+        if total > 2 * limit or self.of_tenant(tenant) + choices > limit // (len(other_tenants) + 1):
+            raise Overloaded(f"{total - choices} sequences are running or waiting, {limit} are allowed; try again")
 
     def of_tenant(self, tenant: tuple[bool, str]) -> int:
-        """Return the unfinished choices of a tenant."""
+        """Return the number of unfinished choices of a tenant."""
         return sum(stream.unfinished for stream in self._open if stream.tenant == tenant)
 
     async def drained(self, version: str | None = None) -> None:
-        """See `Engine.drained`."""
+        """Wait until no choice of the version, or of any version, is unfinished (`Engine.drained`)."""
         while self.in_flight(version):
             self._ended.clear()
             await self._ended.wait()
 
     def fail(self, error: EngineFailed, version: str | None = None) -> None:
-        """End every stream, or those of one version, with `error`."""
+        """End every stream, or every stream of one version, with `error`."""
         for stream in list(self._open):
             if version in (None, stream.version):
                 stream.put(error)
 
     def closed(self, stream: Stream) -> None:
-        """A stream has ended or was left."""
+        """Remove a stream that has ended, or that its reader has closed."""
         self._open.discard(stream)
         self._ended.set()
         if stream.unfinished:
@@ -66,7 +72,7 @@ class OpenStreams:
 
 
 class Stream:
-    """A `Generation`: what the engine delivers, merged until it is asked for."""
+    """A `Generation`. Tokens that the engine delivers are merged until the reader takes them."""
 
     def __init__(self, streams: OpenStreams, version: str, choices: int, tenant: tuple[bool, str]) -> None:
         self.version = version
@@ -78,19 +84,19 @@ class Stream:
         self._arrived = asyncio.Event()
 
     def put(self, piece: Tokens | EngineFailed) -> None:
-        """Called by the engine; what comes after the end is dropped."""
+        """Deliver tokens of one choice, or an error that ends all choices. Deliveries after the end are ignored."""
         if not self.unfinished:
             return
         if isinstance(piece, EngineFailed):
             self._error = piece
-            self._streams.closed(self)  # with what its other choices still had to do
+            self._streams.closed(self)  # this aborts the other choices
             self.unfinished = 0
         else:
-            held = self._pending.get(piece.choice)
-            if held is None:
+            pending = self._pending.get(piece.choice)
+            if pending is None:
                 self._pending[piece.choice] = piece
             else:
-                held.add(piece)
+                pending.add(piece)
             self.unfinished -= piece.finish is not None
         if not self.unfinished:
             self._streams.closed(self)
@@ -110,6 +116,7 @@ class Stream:
         return self._pending.pop(next(iter(self._pending)))
 
     def close(self) -> None:
+        """Abort the unfinished choices."""
         self._streams.closed(self)
         self.unfinished = 0
         self._arrived.set()

@@ -1,11 +1,11 @@
-"""`python -m headrace_inference.written`: conversations in, exact tokens out (`writing/program.py`)."""
+"""Entry point of `python -m headrace_inference.written`, which tokenizes conversations (`writing/program.py`)."""
 
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
     "inference",
-    "Writes conversations as the tokens that a replica would make of them.",
+    "Tokenizes conversations as a replica would.",
     InferenceSettings,
     "headrace_inference.writing.program:run",
 )

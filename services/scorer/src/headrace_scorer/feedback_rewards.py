@@ -24,12 +24,12 @@ async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Fee
     key, tenant = trajectory.session_key, trajectory.tenant
     listing, general = await store.feedback_about(tx, key, tenant, trajectory.turn_ids)
     peers = await store.closed_in_session(tx, key, tenant) if general else []
-    found = feedback_matching.feedback_for(trajectory.trajectory_id, peers, listing, general)
-    task_id = found.named("task_id", trajectory.task_id)
+    feedback_set = feedback_matching.feedback_for(trajectory.trajectory_id, peers, listing, general)
+    task_id = feedback_set.named("task_id", trajectory.task_id)
     if task_id is not None:
         of_task = await store.feedback_about_task(tx, tenant, task_id, trajectory.trajectory_id)
-        found = feedback_matching.with_task(found, of_task)
-    return found, feedback_matching.displaced(trajectory.trajectory_id, peers, general)
+        feedback_set = feedback_matching.with_task(feedback_set, of_task)
+    return feedback_set, feedback_matching.displaced(trajectory.trajectory_id, peers, general)
 
 
 async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
@@ -54,20 +54,21 @@ async def revise(
     Returns:
         New revisions of rewards, to be published. Edits and preferences are only in the ledger.
     """
-    wanted = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
-    known = entries.from_feedback
+    answers = store.branch_answers(trajectory)
+    expected = entries_of(feedback_set, answers, settings.labels, settings.corrections_max)
+    present = entries.from_feedback
     changes: list[tuple[EntryKey, FeedbackEntry]] = [
         (key, FeedbackEntry("withdrawn", row["feedback_id"]))
-        for key, row in known.items()
-        if key not in wanted and row["outcome"] != "withdrawn"  # the feedback is now about a later trajectory
+        for key, row in present.items()
+        if key not in expected and row["outcome"] != "withdrawn"  # the feedback is now about a later trajectory
     ]
     sources = entries.open_sources
     left_out: set[str] = set()
-    for key, entry in wanted.items():
+    for key, entry in expected.items():
         if key.kind == "reward" and len(sources | {key.source}) > settings.sources_max:
             left_out.add(key.source)
             continue
-        if key not in known or _differs(known[key], entry):
+        if key not in present or _differs(present[key], entry):
             changes.append((key, entry))
             sources |= {key.source} if key.kind == "reward" else set()
     if left_out:

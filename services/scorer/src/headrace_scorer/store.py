@@ -44,19 +44,19 @@ class TrajectoryCache:
 
     async def get(self, tx: AsyncConnection, trajectory_id: str) -> Trajectory | None:
         """Return the trajectory from memory or from the database. None when the database does not have it."""
-        found = self._recent.get(trajectory_id)
-        if found is None:
+        trajectory = self._recent.get(trajectory_id)
+        if trajectory is None:
             query = select(trajectories.c.payload).where(trajectories.c.trajectory_id == trajectory_id)
             payload = await tx.scalar(query)
             if payload is None:
                 return None
-            found = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
-            self.keep(found)
-        return found
+            trajectory = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
+            self.keep(trajectory)
+        return trajectory
 
 
 async def add_trajectory(
-    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, partition: int, wait_s: float
+    tx: AsyncConnection, now: datetime, trajectory: Trajectory, offset: int, partition: int, wait_s: float
 ) -> dict[str, Any] | None:
     """Store a trajectory. A trajectory that can be trained then waits `wait_s` for its rewards.
 
@@ -71,7 +71,7 @@ async def add_trajectory(
         "session_key": trajectory.session_key,
         "tenant": trajectory.tenant,
         "time_ms": epoch_ms(trajectory.time),
-        "place": place,
+        "place": offset,
         "began": trajectory.turns_from,
         "arrived_ms": epoch_ms(now),
         "settle_ms": epoch_ms(now + timedelta(seconds=wait_s)) if waits else None,
@@ -126,9 +126,9 @@ async def _claim_turns(tx: AsyncConnection, trajectory: Trajectory) -> None:
             turn_owners.c.turn_id.in_(some),
             turn_owners.c.trajectory_id != trajectory.trajectory_id,
         )
-        taken = (await tx.execute(query.order_by(turn_owners.c.turn_id).limit(1))).first()
-        if taken is not None:
-            text = f"turn {taken[0]!r} belongs to trajectory {taken[1]!r}; a turn is in one trajectory only"
+        conflict = (await tx.execute(query.order_by(turn_owners.c.turn_id).limit(1))).first()
+        if conflict is not None:
+            text = f"turn {conflict[0]!r} belongs to trajectory {conflict[1]!r}; a turn is in one trajectory only"
             raise InvalidEvent("turn_taken", text)
 
 
@@ -232,17 +232,17 @@ def _feedback_record(
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
     """Mark the trajectories of a task, which may be many, because there is new feedback about the task."""
     table = trajectories.c
-    theirs = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
-    await tx.execute(update(trajectories).where(theirs).values(rematch=True))
+    of_task = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
+    await tx.execute(update(trajectories).where(of_task).values(rematch=True))
 
 
 async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
     """Remove the mark from up to `most` marked trajectories, and return their ids."""
     marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
-    found = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
-    if found:
-        await tx.execute(update(trajectories).where(trajectories.c.trajectory_id.in_(found)).values(rematch=False))
-    return found
+    names = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
+    if names:
+        await tx.execute(update(trajectories).where(trajectories.c.trajectory_id.in_(names)).values(rematch=False))
+    return names
 
 
 async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[ClosedTrajectory]:

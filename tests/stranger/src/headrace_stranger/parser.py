@@ -5,56 +5,56 @@ from __future__ import annotations
 import json
 import re
 
-from headrace_inference.chat.parsers import Call, Found, ReasoningParser, ToolParser
+from headrace_inference.chat.parsers import Call, ParsedText, ReasoningParser, ToolParser
 
 _CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
 
 
 class Brackets:
-    """Holds everything back from the first bracket on."""
+    """Buffers all text from the first bracket on."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
 
-    def feed(self, text: str) -> Found:
-        self._held += text
-        found = Found()
-        while match := _CALL.search(self._held):
-            found.content += self._held[: match.start()]
-            self._held = self._held[match.end() :]
+    def feed(self, text: str) -> ParsedText:
+        self._buffer += text
+        parsed = ParsedText()
+        while match := _CALL.search(self._buffer):
+            parsed.content += self._buffer[: match.start()]
+            self._buffer = self._buffer[match.end() :]
             try:
                 json.loads(match[2])
-                found.calls.append(Call(match[1], match[2]))
+                parsed.calls.append(Call(match[1], match[2]))
             except ValueError:
-                found.content += match[0]
-        begun = self._held.find("[")
-        ready = len(self._held) if begun < 0 else begun
-        found.content += self._held[:ready]
-        self._held = self._held[ready:]
-        return found
+                parsed.content += match[0]
+        start = self._buffer.find("[")
+        ready = len(self._buffer) if start < 0 else start
+        parsed.content += self._buffer[:ready]
+        self._buffer = self._buffer[ready:]
+        return parsed
 
-    def end(self) -> Found:
-        held, self._held = self._held, ""
-        return Found(held)
+    def end(self) -> ParsedText:
+        text, self._buffer = self._buffer, ""
+        return ParsedText(text)
 
 
 class Hmm:
-    """Holds back until the first line is over."""
+    """Buffers text until the first line is complete."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
         self._over = False
 
     def feed(self, text: str) -> tuple[str, str]:
         if self._over:
             return "", text
-        self._held += text
-        if not "hmm".startswith(self._held[:3]):
+        self._buffer += text
+        if not "hmm".startswith(self._buffer[:3]):
             return "", self._rest()
-        line, end, rest = self._held.partition("\n")
+        line, end, rest = self._buffer.partition("\n")
         if not end:
             return "", ""
-        self._held = rest
+        self._buffer = rest
         return line, self._rest()
 
     def end(self) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class Hmm:
 
     def _rest(self) -> str:
         self._over = True
-        rest, self._held = self._held, ""
+        rest, self._buffer = self._buffer, ""
         return rest
 
 

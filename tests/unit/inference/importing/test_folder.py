@@ -32,7 +32,7 @@ def importer(models: Models) -> Importer:
 
 
 def take(importer: Importer, folder: Path, **how: object) -> StoredLine:
-    return importer.take(FolderLine.model_validate({"folder": str(folder), "name": "opponent", **how}))
+    return importer.import_folder(FolderLine.model_validate({"folder": str(folder), "name": "opponent", **how}))
 
 
 def manifest(models: Models, stored: StoredLine) -> Manifest:
@@ -215,7 +215,7 @@ def exported(models: Models, folder: Path) -> Path:
 def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, tmp_path: Path) -> None:
     folder = exported(models, tmp_path / "exported")
     elsewhere = BlobStore((tmp_path / "blobs").as_uri())
-    stored = Importer(elsewhere, InferenceSettings()).take(FolderLine(folder=str(folder)))
+    stored = Importer(elsewhere, InferenceSettings()).import_folder(FolderLine(folder=str(folder)))
     assert stored.version == models.first.version
     found = versions.read_manifest(elsewhere, stored.manifest)
     assert versions.unpack(elsewhere, found, tmp_path / "again").joinpath("model.safetensors").exists()
@@ -240,7 +240,7 @@ def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models,
         whole = path.read_bytes()
         path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
         with pytest.raises(VersionUnusable, match=f"{path.name} is not the file that was exported"):
-            importer.take(FolderLine(folder=str(folder)))
+            importer.import_folder(FolderLine(folder=str(folder)))
         path.write_bytes(whole)
     assert list(elsewhere.digests()) == [], "nothing of them is stored"
 

@@ -176,7 +176,7 @@ async def test_whoever_leaves_is_aborted_in_vllm(rig: Rig, models: Models) -> No
 async def test_a_version_dropped_while_its_core_starts_leaves_no_core(rig: Rig) -> None:
     rig.library.hold = threading.Event()
     loading = asyncio.create_task(rig.load("first"))
-    await rig.until(lambda: bool(rig.engine._begun))
+    await rig.until(lambda: bool(rig.engine._starts))
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
@@ -188,7 +188,7 @@ async def test_a_version_dropped_while_its_core_starts_leaves_no_core(rig: Rig) 
 async def test_stopping_does_not_wait_for_a_core_that_starts(rig: Rig) -> None:
     rig.library.hold = threading.Event()
     loading = asyncio.create_task(rig.load("first"))
-    await rig.until(lambda: bool(rig.engine._begun))
+    await rig.until(lambda: bool(rig.engine._starts))
     await asyncio.wait_for(rig.engine.stop(), WAIT_S)
     assert rig.library.abandoned
     with pytest.raises(VersionUnusable, match="killed while it started"):
@@ -210,7 +210,7 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
 
 
 async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
-    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/apart.py`)."""
+    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/step_separation.py`)."""
     await rig.load("first")
     ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
     plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))

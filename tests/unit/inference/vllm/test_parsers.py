@@ -14,7 +14,7 @@ from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
-    Asked,
+    ParserContext,
     Parsers,
     ReasoningParser,
     ToolParser,
@@ -93,7 +93,7 @@ class TagReasoning:
 
 
 def made(tools: list[TagTools] | None = None) -> Parsers:
-    def reader(_asked: Asked) -> VllmTools:
+    def reader(_context: ParserContext) -> VllmTools:
         def make() -> TagTools:
             parser = TagTools()
             if tools is not None:
@@ -125,7 +125,7 @@ def told(message: Message) -> tuple[str | None, str | None, list[tuple[str, str]
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, portion: int) -> None:
     seen: list[TagTools] = []
-    how = Reading.of("", made(seen), tools=True, asked=Asked(tokenizer.outer, [SEARCH]))
+    how = Reading.of("", made(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     ids = [*tokenizer.encode(TEXT), tokenizer.eos_id or 0]
     message, content = answered(tokenizer, how, ids, portion)
     assert told(message) == ("\nlook\n", "\n\nI shall search. ", [("search", '{"query": "a"}')])
@@ -136,7 +136,9 @@ def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, porti
 
 def test_special_tokens_are_text_for_them_and_the_end_is_not(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
-    how = Reading.of("", replace(made(seen), reasoning=Parsers().reasoning), tools=True, asked=Asked(tokenizer.outer))
+    how = Reading.of(
+        "", replace(made(seen), reasoning=Parsers().reasoning), tools=True, context=ParserContext(tokenizer.outer)
+    )
     answered(tokenizer, how, [*tokenizer.encode(CALL), tokenizer.eos_id or 0], 1)
     fed = "".join(text for text, _ in seen[0].fed)
     assert fed == CALL
@@ -148,8 +150,8 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
             raise IndexError(text)
 
     how = replace(
-        Reading.of("", made(), tools=True, asked=Asked(tokenizer.outer)),
-        tools=ToolParser(of_tokens=lambda _asked: VllmTools(Stumbles, None)),
+        Reading.of("", made(), tools=True, context=ParserContext(tokenizer.outer)),
+        tools=ToolParser(of_tokens=lambda _context: VllmTools(Stumbles, None)),
         reasoning=Parsers().reasoning,
     )
     message, content = answered(tokenizer, how, tokenizer.encode(f"Well. {CALL}"), 1)
@@ -160,7 +162,7 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
 def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
     parsers_ = replace(made(seen), reasoning=Parsers().reasoning)
-    how = Reading.of("", parsers_, tools=True, stops=("searching",), asked=Asked(tokenizer.outer))
+    how = Reading.of("", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.outer))
     ids = tokenizer.encode("I shall search. Then searching more")
     message, _ = answered(tokenizer, how, ids, 1)
     assert message.text == "I shall search. Then "
@@ -173,7 +175,7 @@ def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) ->
     prompts = ExactPrompts(10_000, kept)
     question = Message(role="user", content="What is new?")
     prompt = prompts.build(tokenizer, [question], [SEARCH], {})
-    how = Reading.of(prompt.text, kept, tools=True, asked=Asked(tokenizer.outer, [SEARCH]))
+    how = Reading.of(prompt.text, kept, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     sampled = [
         *tokenizer.encode('<tool_call>\n{"name": "search", "arguments": {"query":  "a"}}\n</tool_call>'),
         tokenizer.eos_id or 0,

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
-from headrace_inference.vllm_engine.requests import refuse_unkept, request_of, seed_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, seed_of, tokens_of, until_stopped
 from headrace_runtime.errors import Refused
 
 
@@ -89,22 +89,22 @@ def test_seeds_are_of_a_choice_and_of_a_place() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 2.0])
 def test_temperatures_that_vllm_samples_at(temperature: float) -> None:
-    refuse_unkept(Sampling(temperature=temperature), [Start()])
+    refuse_unsupported(Sampling(temperature=temperature), [Start()])
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:
     """It samples at 0.01 then, and the logprobs would be of another distribution than was asked for."""
     with pytest.raises(Refused, match=r"at 0 \(greedy\) or at 0.01 and above") as refused:
-        refuse_unkept(Sampling(temperature=0.009), [Start()])
+        refuse_unsupported(Sampling(temperature=0.009), [Start()])
     assert (refused.value.status, refused.value.param) == (400, "temperature")
 
 
 def test_a_presence_penalty_on_a_resumed_choice_is_refused_alone() -> None:
     penalised = Sampling(presence_penalty=0.1)
-    refuse_unkept(penalised, [Start(0), Start(1)])
-    refuse_unkept(Sampling(frequency_penalty=0.1), [Start(resumed=[5])])
+    refuse_unsupported(penalised, [Start(0), Start(1)])
+    refuse_unsupported(Sampling(frequency_penalty=0.1), [Start(resumed=[5])])
     with pytest.raises(Refused, match="headrace_resume") as refused:
-        refuse_unkept(penalised, [Start(0), Start(1, resumed=[5])])
+        refuse_unsupported(penalised, [Start(0), Start(1, resumed=[5])])
     assert refused.value.param == "presence_penalty"
 
 

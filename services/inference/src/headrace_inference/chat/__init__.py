@@ -1,1 +1,1 @@
-"""Turns messages into prompt tokens (templates, exact prompts), and tokens into answers (parsers). Knows no engine."""
+"""Conversion of messages to prompt tokens (templates, exact prompts) and of tokens to answers (parsers)."""

@@ -1,4 +1,4 @@
-"""Turns the sampled tokens of one choice into what a client reads, for streams and whole answers alike."""
+"""Conversion of the sampled tokens of one choice into reasoning, content and tool calls, streamed or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from headrace_inference.chat.parsers import NO_REASONING, NO_TOOLS, Asked, Call, Parsers, ReasoningParser, ToolParser
+from headrace_inference.chat.parsers import (
+    NO_REASONING,
+    NO_TOOLS,
+    Call,
+    ParserContext,
+    Parsers,
+    ReasoningParser,
+    ToolParser,
+)
 from headrace_inference.chat.pieces import StopStrings
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_schemas import FunctionCall, Message, ToolCall
@@ -15,15 +23,15 @@ from headrace_schemas import FunctionCall, Message, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How answers to one request are read."""
+    """Parsers and stop strings with which the answers to one request are read."""
 
     tools: ToolParser = NO_TOOLS
     reasoning: ReasoningParser = NO_REASONING
     reasoning_opened: bool = False
-    """The prompt ended inside reasoning."""
+    """Whether the prompt ends inside reasoning."""
     stops: Sequence[str] = ()
-    asked: Asked | None = None
-    """For readers that want tokens."""
+    context: ParserContext | None = None
+    """Context for parsers that read tokens."""
 
     @classmethod
     def of(
@@ -33,21 +41,25 @@ class Reading:
         *,
         tools: bool,
         stops: Sequence[str] = (),
-        asked: Asked | None = None,
+        context: ParserContext | None = None,
     ) -> Reading:
-        """`tools`: some are offered; without one nothing is a call."""
-        found = parsers.tools if tools else NO_TOOLS
-        return cls(found, parsers.reasoning, parsers.reasoning.opened(prompt), stops, asked)
+        """Return the reading of answers to a rendered prompt.
+
+        Args:
+            tools: whether the request offers tools. Without tools, calls are read as content.
+        """
+        tool_parser = parsers.tools if tools else NO_TOOLS
+        return cls(tool_parser, parsers.reasoning, parsers.reasoning.opened(prompt), stops, context)
 
     @property
     def by_token(self) -> bool:
-        """Somebody wants to see each token."""
-        return self.asked is not None and (self.tools.of_tokens is not None or self.reasoning.of_tokens is not None)
+        """Whether a parser reads tokens one by one."""
+        return self.context is not None and (self.tools.of_tokens is not None or self.reasoning.of_tokens is not None)
 
 
 @dataclass(slots=True)
 class Delta:
-    """What became readable."""
+    """New reasoning, content and calls of an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -61,34 +73,35 @@ class Delta:
 
 
 class Text:
-    """Raw text in, deltas out. `whole` is everything so far."""
+    """Reader of the raw text of an answer. `total` is the sum of all deltas."""
 
     def __init__(self, how: Reading) -> None:
         self._stop = StopStrings(how.stops)
-        self._reasoning = how.reasoning.reader(how.asked, opened=how.reasoning_opened)
-        self._tools = how.tools.reader(how.asked)
+        self._reasoning = how.reasoning.reader(how.context, opened=how.reasoning_opened)
+        self._tools = how.tools.reader(how.context)
         self._unread: list[int] = []
-        """Tokens whose text is held back."""
+        """Tokens whose text is still buffered."""
         self._unanswered: list[int] = []
-        """Tokens that were read and are neither reasoning nor answer yet."""
-        self.whole = Delta()
+        """Tokens whose text was read and is neither reasoning nor answer yet."""
+        self.total = Delta()
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
+        """Read the next text with its tokens, and return the part of the answer that is now certain."""
         delta = Delta()
         self._unread += token_ids
         self._read(delta, self._stop.feed(text))
         return self._add(delta)
 
     def end(self, text: str = "") -> Delta:
-        """The last text and all that was held back."""
+        """Read the last text, and return it with everything that was buffered."""
         delta = Delta()
         self._read(delta, self._stop.feed(text) + self._stop.end())
         reasoning, answer = self._reasoning.end()
         delta.reasoning += reasoning
-        self._answer(delta, answer)
-        found = self._tools.end()
-        delta.content += found.content
-        delta.calls += map(_with_id, found.calls)
+        self._read_answer(delta, answer)
+        parsed = self._tools.end()
+        delta.content += parsed.content
+        delta.calls += map(_with_id, parsed.calls)
         return self._add(delta)
 
     def _read(self, delta: Delta, text: str) -> None:
@@ -98,31 +111,32 @@ class Text:
         reasoning, answer = self._reasoning.feed(text, ids)
         delta.reasoning += reasoning
         self._unanswered = ids if reasoning else self._unanswered + ids
-        self._answer(delta, answer)
+        self._read_answer(delta, answer)
 
-    def _answer(self, delta: Delta, text: str) -> None:
+    def _read_answer(self, delta: Delta, text: str) -> None:
         ids: list[int] = []
         if text:
             ids, self._unanswered = self._unanswered, []
-        found = self._tools.feed(text, ids)
-        delta.content += found.content
-        delta.calls += map(_with_id, found.calls)
+        parsed = self._tools.feed(text, ids)
+        delta.content += parsed.content
+        delta.calls += map(_with_id, parsed.calls)
 
     def _add(self, delta: Delta) -> Delta:
-        self.whole += delta
+        self.total += delta
         return delta
 
 
 class Answer:
-    """Tokens in, deltas out. What is readable never changes which tokens were sampled."""
+    """Reader of the tokens of an answer. It does not affect which tokens are sampled."""
 
     def __init__(self, tokenizer: ChatTokenizer, how: Reading) -> None:
-        self._tokens = tokenizer.stream(whole=how.by_token)
+        self._tokens = tokenizer.stream(special_as_text=how.by_token)
         self._text = Text(how)
         self._by_token = how.by_token
         self.token_ids: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> Delta:
+        """Read the next tokens, and return the part of the answer that is now certain."""
         self.token_ids += token_ids
         if not self._by_token:
             return self._text.feed(self._tokens.feed(token_ids))
@@ -132,38 +146,40 @@ class Answer:
         return delta
 
     def end(self) -> Delta:
+        """Return everything that was buffered."""
         return self._text.end(self._tokens.end())
 
     @property
-    def whole(self) -> Delta:
-        """Everything so far."""
-        return self._text.whole
+    def total(self) -> Delta:
+        """Sum of all deltas so far."""
+        return self._text.total
 
     @property
     def calls(self) -> int:
-        """Tool calls so far."""
-        return len(self._text.whole.calls)
+        """Number of tool calls so far."""
+        return len(self._text.total.calls)
 
     @property
     def message(self) -> Message:
-        whole = self._text.whole
+        """The answer so far as a message."""
+        total = self._text.total
         return Message(
             role="assistant",
-            content=whole.content or (None if whole.calls else ""),
-            reasoning_content=whole.reasoning or None,
-            tool_calls=tuple(whole.calls) or None,
+            content=total.content or (None if total.calls else ""),
+            reasoning_content=total.reasoning or None,
+            tool_calls=tuple(total.calls) or None,
         )
 
 
 class StopWatch:
-    """Tells the engine when a stop string is complete. See `headrace_inference.engine.Start.until`."""
+    """Detector of stop strings for an engine (`headrace_inference.engine.Start.until`)."""
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
         self._tokens = tokenizer.stream()
         self._stop = StopStrings(stops)
 
     def replay(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens that were sampled elsewhere; whether they hold a stop string already."""
+        """Read tokens, and return whether the text so far contains a stop string."""
         self._stop.feed(self._tokens.feed(token_ids))
         return self._stop.stopped
 

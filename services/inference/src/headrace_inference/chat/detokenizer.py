@@ -1,7 +1,7 @@
-"""Turns tokens into text as they come, for each kind of tokenizer: byte-level, with byte fallback, and neither.
+"""Incremental conversion of tokens to text, for tokenizers that are byte-level, have byte fallback, or neither.
 
-`tokenizers.DecodeStream` raises where bytes are no characters, and keeps the end of a text that breaks off inside one.
-A model samples both. docs/decisions/archive says what was tried.
+`tokenizers.DecodeStream` raises an error for bytes that are not a character, and loses the end of a text that stops
+inside one. A model samples both. docs/decisions/archive describes what was tried.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from itertools import groupby
 from typing import Any
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""How decoding shows bytes that are no whole character, or not yet."""
+"""Decoders return this for bytes that are not, or not yet, a complete character."""
 _CONTEXT = 8
-"""Tokens before a portion that its text may depend on."""
+"""Number of preceding tokens on which the text of a token may depend."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoding:
-    """What a tokenizer makes of token ids. `silent` are those that are no part of the text."""
+    """Decoder of a tokenizer. Tokens in `silent` have no text."""
 
     def __init__(self, tokenizer: Any, silent: AbstractSet[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self.silent = silent
 
     def of(self, ids: Sequence[int]) -> str:
-        """All of them at once. Of a run of byte tokens that is no text as a whole, this shows no character."""
+        """Decode tokens together. A run of byte tokens that is not valid text has only replacement characters."""
         text: str = self._tokenizer.decode([i for i in ids if i not in self.silent], skip_special_tokens=False)
         return text
 
     @cached_property
     def bytes_of(self) -> dict[int, int]:
-        """Token to byte, where a vocabulary spells what it lacks as `<0xE2>` (SentencePiece's byte fallback)."""
+        """Byte of each token that spells one as `<0xE2>` (SentencePiece's byte fallback)."""
         if "ByteFallback" not in repr(self._tokenizer.decoder):
             return {}
         named = ((number, _BYTE.fullmatch(name)) for name, number in self._tokenizer.get_vocab().items())
@@ -43,17 +43,18 @@ class Decoding:
 
     @cached_property
     def stand_in(self) -> list[int]:
-        """A token that is one plain character. It takes the place of bytes among the neighbours of other tokens."""
+        """Token of one plain character, which replaces byte tokens in the context of other tokens."""
         return [token for token, byte in self.bytes_of.items() if byte == ord("?")]
 
 
 class Detokenizer:
-    """Never gives out half a character; `end` gives what is left.
+    """Incremental decoder. It never returns part of a character; `end` returns the remaining text.
 
-    What was given out depends on the tokens alone, not on the portions they came in: a resumed stream goes on exactly
-    where the one before it stopped. A token's text can depend on its neighbours, so new tokens are decoded together
-    with a few before them, whose own text is cut off. Byte tokens are decoded as UTF-8, each character by itself: the
-    decoders of tokenizers take back a whole run of them when one byte of it is wrong, which a stream cannot.
+    The text depends on the tokens alone, not on the portions in which they arrive, so a resumed stream continues
+    exactly where the earlier one stopped. A token's text can depend on its neighbours, so new tokens are decoded
+    together with a few preceding tokens, whose own text is cut off. Byte tokens are decoded as UTF-8, character by
+    character: decoders of tokenizers replace a whole run of bytes if one of them is invalid, and a stream cannot take
+    text back.
     """
 
     def __init__(self, decoding: Decoding) -> None:
@@ -61,28 +62,27 @@ class Detokenizer:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._before: list[int] = []
         self._open: list[int] = []
-        """Tokens whose text was not given out yet."""
+        """Tokens whose text was not returned yet."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the next tokens. NUL comes out as a replacement character: it is in no event and in no
-        database."""
+        """Return the text of the next tokens. NUL is replaced, because events and databases cannot store it."""
         return self._text(token_ids).replace("\0", _HALF)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         bytes_of = self._decoding.bytes_of
         if not bytes_of:
             return self._words(token_ids)
-        heard = [token for token in token_ids if token not in self._decoding.silent]
-        found = []
-        for are_bytes, part in groupby(heard, bytes_of.__contains__):
+        with_text = [token for token in token_ids if token not in self._decoding.silent]
+        texts = []
+        for are_bytes, part in groupby(with_text, bytes_of.__contains__):
             if are_bytes:
-                found += [self._rest(), self._characters(bytes(bytes_of[token] for token in part))]
+                texts += [self._rest(), self._characters(bytes(bytes_of[token] for token in part))]
             else:
-                found += [self._characters(b"", final=True), self._words(list(part))]
-        return "".join(found)
+                texts += [self._characters(b"", final=True), self._words(list(part))]
+        return "".join(texts)
 
     def end(self) -> str:
-        """Bytes that never became a character come out as replacement characters."""
+        """Return the remaining text. Incomplete characters become replacement characters."""
         return (self._rest() + self._characters(b"", final=True)).replace("\0", _HALF)
 
     def _characters(self, data: bytes, *, final: bool = False) -> str:

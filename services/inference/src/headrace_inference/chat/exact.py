@@ -1,22 +1,21 @@
-"""Continues a conversation with exactly the tokens that it had before.
+"""Prompts that continue a conversation with exactly the tokens that it had before.
 
-A client sends its conversation back as text and JSON. Tokenizing that text again gives other ids than were sampled more
-often than one would think: another split of the same text, other whitespace in a tool call's JSON after a client parsed
-and wrote it again. The collector would then see a history that is no prefix and fork, and what
-was sampled would be trained in one context and continued in another.
+A client sends its conversation back as text and JSON. Tokenizing that text again often gives other ids than the sampled
+ones: another split of the same text, or other whitespace in a tool call's JSON after a client parsed and serialized it.
+The collector would then see a history that is not a prefix and start a new branch, and tokens that were sampled in one
+context would be trained in another.
 
 So the exact ids of a prompt and its answer are remembered under a digest of the conversation up to and including the
-answer's message. When a prompt arrives whose messages begin with a remembered conversation, its text is rendered as
-usual and lined up with what is remembered: the rendered text must begin with the remembered prompt's text, go on with
-an answer that reads the same (equal reasoning, content and tool calls, JSON compared as JSON), and end it with the
-end-of-turn token. Then the remembered ids are used as they are, and only the text behind them is tokenized. When
-anything does not line up, because the template drops earlier reasoning or the client edited a message, the prompt is
-tokenized from its text as a whole: it is a new branch, and the collector shall see it as one.
+answer's message. When the messages of a prompt begin with a remembered conversation, its text is rendered as usual and
+compared: the rendered text must begin with the remembered prompt's text, continue with an equivalent answer (equal
+reasoning, content and tool calls, with arguments compared as JSON), and end it with the end-of-turn token. Then the
+remembered ids are used, and only the text after them is tokenized. Otherwise, because the template drops earlier
+reasoning or the client edited a message, the whole text is tokenized, and the collector correctly sees a new branch.
 
-Tenants do not share conversations: the caller's salt is in each digest.
+Tenants do not share conversations, because the request's salt is part of each digest.
 
-Digests contain tool call ids, which are random, so equal looking answers of different sessions are told apart where
-they call tools. Answers of plain text that look equal share an entry; the later one stays.
+Digests contain tool call ids, which are random, so equal answers of different sessions are distinct if they call tools.
+Equal answers of plain text share an entry; the latest one remains.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from pydantic import JsonValue
 
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, Text
-from headrace_inference.chat.parsers import Asked, Parsers
+from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import argument_value, template_message
 from headrace_schemas import Message, Tool
 
 Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
-"""Reasoning, content and calls, with their arguments as JSON."""
+"""Reasoning, content and calls of an answer. Arguments of calls are parsed JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens, as rendered text, and the digest that the conversation has reached with it."""
+    """A prompt as tokens and as rendered text, with the digest of the conversation up to it."""
 
     token_ids: list[int]
     text: str
@@ -52,23 +51,25 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Conversation:
+    """A remembered prompt with its answer."""
+
     prompt_text: str
     prompt_length: int
     token_ids: array[int]
-    """Prompt and answer."""
+    """Tokens of the prompt and of the answer."""
 
 
 class ExactPrompts:
-    """Bounded by the tokens that it holds; the least recently used conversation goes first.
+    """Builder of prompts, with a memory of conversations. Thread-safe.
 
-    Usable from several threads.
+    The memory is bounded by its number of tokens. The least recently used conversation is removed first.
     """
 
     def __init__(self, tokens_max: int, parsers: Parsers) -> None:
         self._tokens_max = tokens_max
         self._parsers = parsers
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._conversations: OrderedDict[bytes, _Conversation] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -82,7 +83,15 @@ class ExactPrompts:
         salt: str = "",
         limits: RenderLimits = UNLIMITED,
     ) -> Prompt:
-        """Conversations of another `salt` are not known. Raises as `ChatTokenizer.render` does."""
+        """Return the prompt of a conversation, with remembered tokens where possible.
+
+        Args:
+            extra: variables for the chat template.
+            salt: only conversations with the same salt are used.
+
+        Raises:
+            Refused: the chat template refuses the messages (`ChatTokenizer.render`).
+        """
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
         text = tokenizer.render(list(map(template_message, messages)), offered, extra, limits)
         chain = list(_digests(tokenizer, messages, offered, extra, salt))
@@ -90,29 +99,29 @@ class ExactPrompts:
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
-        """`token_ids` were sampled for `prompt`, and the client was told `message`."""
-        known = _Known(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
-        if len(known.token_ids) > self._tokens_max:
+        """Remember the tokens sampled for a prompt, and the `message` that the client received for them."""
+        conversation = _Conversation(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
+        if len(conversation.token_ids) > self._tokens_max:
             return
-        digest = _chained(prompt.digest, message)
+        digest = _chain_digest(prompt.digest, message)
         with self._lock:
             self._forget(digest)
-            self._known[digest] = known
-            self._tokens += len(known.token_ids)
+            self._conversations[digest] = conversation
+            self._tokens += len(conversation.token_ids)
             while self._tokens > self._tokens_max:
-                self._forget(next(iter(self._known)))
+                self._forget(next(iter(self._conversations)))
 
-    def _recall(self, digest: bytes) -> _Known | None:
+    def _recall(self, digest: bytes) -> _Conversation | None:
         with self._lock:
-            known = self._known.get(digest)
-            if known is not None:
-                self._known.move_to_end(digest)
-            return known
+            conversation = self._conversations.get(digest)
+            if conversation is not None:
+                self._conversations.move_to_end(digest)
+            return conversation
 
     def _forget(self, digest: bytes) -> None:
-        known = self._known.pop(digest, None)
-        if known is not None:
-            self._tokens -= len(known.token_ids)
+        conversation = self._conversations.pop(digest, None)
+        if conversation is not None:
+            self._tokens -= len(conversation.token_ids)
 
     def _continued(
         self,
@@ -122,52 +131,58 @@ class ExactPrompts:
         chain: Sequence[bytes],
         tools: Sequence[Tool],
     ) -> list[int] | None:
+        """Return the tokens of a prompt that continues a remembered conversation; None if it does not."""
         for digest, message in zip(reversed(chain), reversed(messages), strict=True):
             if message.role != "assistant":
                 continue
-            known = self._recall(digest)
-            if known is not None:
-                ids = self._lined_up(tokenizer, known, text, tools)
+            conversation = self._recall(digest)
+            if conversation is not None:
+                ids = self._continue_conversation(tokenizer, conversation, text, tools)
                 metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
                 return ids
         metrics.EXACT_PROMPTS.labels("new").inc()
         return None
 
-    def _lined_up(self, tokenizer: ChatTokenizer, known: _Known, text: str, tools: Sequence[Tool]) -> list[int] | None:
-        """The remembered ids and those of the text behind them; None when the text tells another story."""
-        if not text.startswith(known.prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
+    def _continue_conversation(
+        self, tokenizer: ChatTokenizer, conversation: _Conversation, text: str, tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """Return the remembered ids and those of the text after them; None if the rendered text differs."""
+        prompt_text = conversation.prompt_text
+        if not text.startswith(prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
             return None
-        end = text.find(tokenizer.eos_text, len(known.prompt_text))
+        end = text.find(tokenizer.eos_text, len(prompt_text))
         if end < 0:
             return None
-        rendered = tokenizer.plain(text[len(known.prompt_text) : end])
-        ids = known.token_ids.tolist()
-        asked = Asked(tokenizer.outer, tools)
-        how = Reading.of(known.prompt_text, self._parsers, tools=bool(tools), asked=asked)
-        sampled = tokenizer.text_of(ids[known.prompt_length :], whole=how.by_token)
+        rendered = tokenizer.plain(text[len(prompt_text) : end])
+        ids = conversation.token_ids.tolist()
+        context = ParserContext(tokenizer.outer, tools)
+        how = Reading.of(prompt_text, self._parsers, tools=bool(tools), context=context)
+        sampled = tokenizer.text_of(ids[conversation.prompt_length :], special_as_text=how.by_token)
         if rendered.strip() != sampled.strip() and meaning(tokenizer, rendered, how) != meaning(
             tokenizer, sampled, how
         ):
             return None
-        if ids[-1] != tokenizer.eos_id:  # cut off by its length or a stop string: the template ends the turn
+        if (
+            ids[-1] != tokenizer.eos_id
+        ):  # the answer stopped at its length or at a stop string, and the template ends the turn
             ids.append(tokenizer.eos_id)
         return ids + tokenizer.encode(text[end + len(tokenizer.eos_text) :])
 
 
 def meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> Meaning:
-    """What an answer of this text is read as."""
+    """Parse the text of an answer into reasoning, content and calls."""
     if how.by_token:
         answer = Answer(tokenizer, how)
         answer.feed(tokenizer.encode(text))
         answer.end()
-        whole = answer.whole
+        total = answer.total
     else:
         reader = Text(how)
         reader.feed(text)
         reader.end()
-        whole = reader.whole
-    calls = [(call.function.name, argument_value(call.function.arguments)) for call in whole.calls]
-    return whole.reasoning.strip(), whole.content.strip(), calls
+        total = reader.total
+    calls = [(call.function.name, argument_value(call.function.arguments)) for call in total.calls]
+    return total.reasoning.strip(), total.content.strip(), calls
 
 
 def _digests(
@@ -177,16 +192,19 @@ def _digests(
     extra: Mapping[str, JsonValue],
     salt: str,
 ) -> Iterator[bytes]:
-    """One digest per message: of everything up to and including it."""
+    """Yield one digest per message, of the conversation up to and including it."""
     digest = hashlib.sha256(tokenizer.digest + _canonical([salt, tools, extra])).digest()
     for message in messages:
-        digest = _chained(digest, message)
+        digest = _chain_digest(digest, message)
         yield digest
 
 
-def _chained(digest: bytes, message: Message) -> bytes:
-    """Two things do not count, and the text decides if they matter: reasoning, which some clients do not send back, and
-    a name on an answer, which the model did not say."""
+def _chain_digest(digest: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation that is continued by `message`.
+
+    It ignores reasoning, which some clients do not send back, and the name of an answer, which the model did not write.
+    The comparison of the rendered text decides whether they matter.
+    """
     name = None if message.role == "assistant" else message.name
     calls = [
         (call.id, call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()

@@ -1,7 +1,7 @@
-"""Finds the end of a JSON object in a text that is still growing, without converting any value.
+"""Incremental scanner that finds the end of a JSON object in a growing text, without converting values.
 
-A scanner neither recurses nor parses numbers, so that depth and digits have no bound of their own, and it goes on where
-the last call stopped. The grammar is that of RFC 8259.
+The scanner neither recurses nor parses numbers, so it does not limit depth or digits. Each call continues where the
+last one stopped. The grammar is that of RFC 8259.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class MalformedJson(ValueError):
-    """No continuation of the text makes it begin with a JSON object."""
+    """The text does not begin with a JSON object, and no continuation can change that."""
 
 
 @dataclass(slots=True)
 class ObjectScanner:
-    """Scans one object from `start` of a text. Each call of `scan` gets the same text, possibly longer."""
+    """Scanner of one object that begins at `start`. Each call of `scan` gets the same text, possibly longer."""
 
     start: int = 0
     end: int | None = None
-    """The place behind the object, once it is complete."""
+    """Position after the object; None until it is complete."""
     members: list[tuple[slice, slice]] = field(default_factory=list)
-    """Where the keys and the values of the object itself lie, as they are written, in order."""
+    """Positions of the object's own keys and values in the text, in order."""
     _at: int = -1
     _open: list[str] = field(default_factory=list)
     _expected: str = "object"
@@ -38,7 +38,7 @@ class ObjectScanner:
     _string_start: int = -1
 
     def scan(self, text: str) -> bool:
-        """Return whether the object is complete. Raises `MalformedJson`."""
+        """Continue the scan, and return whether the object is complete. Raises `MalformedJson`."""
         if self._at < 0:
             self._at = self.start
         while self.end is None:
@@ -51,7 +51,7 @@ class ObjectScanner:
         return True
 
     def _step(self, text: str) -> bool:
-        """Take one token; False when the text breaks off inside of it."""
+        """Scan one token, and return whether it is complete."""
         if self._string_start >= 0:
             return self._string(text)
         character = text[self._at]
@@ -113,11 +113,11 @@ class ObjectScanner:
             self._value_ends()
         return True
 
-    def _punctuation(self, character: str, wanted: str, expected: str) -> bool:
-        if character != wanted:
+    def _punctuation(self, character: str, required: str, expected_next: str) -> bool:
+        if character != required:
             raise MalformedJson
         self._at += 1
-        self._expected = expected
+        self._expected = expected_next
         return True
 
     def _close(self, character: str) -> bool:

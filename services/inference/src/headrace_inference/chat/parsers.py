@@ -1,11 +1,11 @@
-"""What reads tool calls and reasoning in answers, by name: the entry points `headrace.tool_parsers` and
-`headrace.reasoning_parsers`.
+"""Registries of the parsers of tool calls (`headrace.tool_parsers`) and of reasoning (`headrace.reasoning_parsers`).
 
-A reader gets the text of one answer in pieces and gives out what it is sure of. Nothing is lost: what looked like the
-beginning of a call and is none comes out as content. Ours are in `tool_calls.py` and `reasoning.py`.
+A parser creates a reader for each answer. A reader gets the text of the answer in pieces and returns the parts that are
+certain. No text is lost: text that looked like the beginning of a call and is not a call is returned as content. The
+parsers of Headrace are in `tool_calls.py` and `reasoning.py`.
 
-A name may be `family:member`: the family is announced under `headrace.tool_parser_families` or
-`headrace.reasoning_parser_families`, and knows its members itself (`vllm:hermes`).
+A name may be `family:member`. Families are announced under `headrace.tool_parser_families` or
+`headrace.reasoning_parser_families`, and look up their members themselves (`vllm:hermes`).
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`arguments` is JSON exactly as the model wrote it."""
+    """A tool call. `arguments` is JSON exactly as the model wrote it."""
 
     name: str
     arguments: str
 
 
 @dataclass(slots=True)
-class Found:
-    """What a piece of text brought."""
+class ParsedText:
+    """Content and calls parsed from a piece of text."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
 
 class ToolReader(Protocol):
-    """Of one answer. In any thread, one call at a time."""
+    """Reader of the tool calls of one answer. It may be used in any thread, one call at a time."""
 
-    def feed(self, text: str) -> Found:
-        """Content and complete calls, as far as they are clear by now."""
+    def feed(self, text: str) -> ParsedText:
+        """Read the next text, and return content and complete calls that are certain."""
 
-    def end(self) -> Found:
-        """What was held back, as content; afterwards nothing more comes."""
+    def end(self) -> ParsedText:
+        """Return the buffered text as content. No call follows."""
 
 
 class ReasoningReader(Protocol):
-    """Of one answer; what it takes for the answer goes on to the `ToolReader`."""
+    """Reader of the reasoning of one answer. The `ToolReader` reads the remaining text."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Reasoning and answer, as far as they are clear by now."""
+        """Read the next text, and return the reasoning and the answer text that are certain."""
 
     def end(self) -> tuple[str, str]:
-        """What was held back; afterwards nothing more comes."""
+        """Return the buffered text as reasoning and answer text. No call follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a reader of tokens is told of the request: transformers' tokenizer, and the tools on offer."""
+class ParserContext:
+    """Context of a request for parsers that read tokens: transformers' tokenizer, and the tools on offer."""
 
     tokenizer: Any
     tools: Sequence[Tool] = ()
 
 
 class TokenToolReader(Protocol):
-    """As a `ToolReader`, with the token ids behind each piece of text. It gets one token at a time."""
+    """A `ToolReader` that also gets the token ids of each text. It gets one token at a time."""
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> Found: ...
+    def feed(self, text: str, token_ids: Sequence[int]) -> ParsedText: ...
 
-    def end(self) -> Found: ...
+    def end(self) -> ParsedText: ...
 
 
 class TokenReasoningReader(Protocol):
-    """As a `ReasoningReader`, with the token ids behind each piece of text. It gets one token at a time."""
+    """A `ReasoningReader` that also gets the token ids of each text. It gets one token at a time."""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]: ...
 
@@ -82,69 +82,75 @@ class TokenReasoningReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """One way to write tool calls. It has `make`, or `of_tokens` where text alone does not say enough."""
+    """Parser of one format of tool calls. It has `make`, or `of_tokens` if text alone is not sufficient."""
 
     make: Callable[[], ToolReader] | None = None
+    """Creates a reader of text."""
     tags: tuple[str, ...] = ()
-    """What it looks for: text in an answer even where a tokenizer calls it special, and in what others wrote no tag."""
-    of_tokens: Callable[[Asked], TokenToolReader] | None = None
-    """Such a reader sees special tokens as text, too, and takes its own away."""
+    """Tags of the format. In answers they are text even if they are special tokens; in other messages they are no
+    tags."""
+    of_tokens: Callable[[ParserContext], TokenToolReader] | None = None
+    """Creates a reader of tokens. It also gets special tokens as text, and removes its own tags."""
     check: Callable[[], None] | None = None
-    """Called once at a start; raises `PluginError` when it cannot be used."""
+    """Function that is called once at the start. It raises `PluginError` if the parser cannot be used."""
     form: Callable[[str], tuple[str, str]] | None = None
-    """How a call of a function with this name is written, before and after the JSON of its arguments; a newline in it
-    may be left out. None: answers cannot be held to calls (`tool_choice`)."""
+    """Function that returns the text before and after the JSON arguments in a call of a function with this name. A
+    newline in it is optional. None: answers cannot be constrained to calls (`tool_choice`)."""
 
-    def reader(self, asked: Asked | None) -> TokenToolReader:
-        """Of one answer."""
-        if self.of_tokens is not None and asked is not None:
-            return self.of_tokens(asked)
-        assert self.make is not None, "a parser makes readers of text, or is asked for readers of tokens"
+    def reader(self, context: ParserContext | None) -> TokenToolReader:
+        """Return a reader for one answer."""
+        if self.of_tokens is not None and context is not None:
+            return self.of_tokens(context)
+        assert self.make is not None, "a parser of tokens needs a context"
         return _ToolText(self.make())
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningParser:
-    """One way to write reasoning. `make` is told whether the prompt ended inside of it."""
+    """Parser of one format of reasoning. Its fields without a description are those of `ToolParser`."""
 
     make: Callable[[bool], ReasoningReader] | None = None
+    """Creates a reader of text. The argument is whether the prompt ends inside reasoning."""
     tags: tuple[str, ...] = ()
-    """As a `ToolParser`'s; and so are `of_tokens` and `check`."""
     opening: str = ""
-    """A prompt that ends with it, whitespace apart, ended inside reasoning; empty: none does."""
+    """Text at the end of a prompt that ends inside reasoning, apart from whitespace. Empty: no prompt does."""
     closing: str = ""
-    """Ends reasoning. Empty: an answer that is held by a grammar has none; it is refused where the prompt opened it."""
-    of_tokens: Callable[[Asked], TokenReasoningReader] | None = None
+    """Text that ends reasoning. Empty: constrained answers have no reasoning, and are refused if the prompt opens
+    it."""
+    of_tokens: Callable[[ParserContext], TokenReasoningReader] | None = None
     check: Callable[[], None] | None = None
 
-    def reader(self, asked: Asked | None, *, opened: bool) -> TokenReasoningReader:
-        """Of one answer."""
-        if self.of_tokens is not None and asked is not None:
-            return self.of_tokens(asked)
-        assert self.make is not None, "a parser makes readers of text, or is asked for readers of tokens"
+    def reader(self, context: ParserContext | None, *, opened: bool) -> TokenReasoningReader:
+        """Return a reader for one answer. `opened`: whether the prompt ends inside reasoning."""
+        if self.of_tokens is not None and context is not None:
+            return self.of_tokens(context)
+        assert self.make is not None, "a parser of tokens needs a context"
         return _ReasoningText(self.make(opened))
 
     def opened(self, prompt: str) -> bool:
+        """Return whether the prompt ends inside reasoning."""
         return bool(self.opening) and prompt.rstrip().endswith(self.opening)
 
 
 @dataclass(frozen=True, slots=True)
 class ParserFamily(Generic[T]):
-    """Parsers that somebody else keeps, by name."""
+    """Parsers of another package, by name."""
 
     member: Callable[[str], T]
-    """Light; what is heavy waits for `check`. Raises `PluginError`."""
+    """Function that returns the parser with a name, or raises `PluginError`. It must be fast; `check` may import
+    more."""
 
 
 class ParserRegistry(Registry[T]):
-    """Parsers by name, and by `family:member`."""
+    """Registry of parsers by name and by `family:member`."""
 
-    def __init__(self, group: str, kind: type[T], what: str) -> None:
-        super().__init__(group, kind, what)
+    def __init__(self, group: str, kind: type[T], description: str) -> None:
+        super().__init__(group, kind, description)
         families = f"{group.removesuffix('s')}_families"
-        self._families: Registry[ParserFamily[T]] = Registry(families, ParserFamily, f"family of {what}s")
+        self._families: Registry[ParserFamily[T]] = Registry(families, ParserFamily, f"family of {description}s")
 
     def get(self, name: str) -> T:
+        """Return the parser. Raises `PluginError` if there is none."""
         family, _, member = name.partition(":")
         return self._families.get(family).member(member) if member else super().get(name)
 
@@ -157,20 +163,20 @@ REASONING_PARSERS: ParserRegistry[ReasoningParser] = ParserRegistry(
 
 @dataclass(frozen=True, slots=True)
 class _ToolText:
-    """A reader of text, where tokens are offered."""
+    """Adapter of a reader of text to the interface of a reader of tokens."""
 
     text: ToolReader
 
-    def feed(self, text: str, _token_ids: Sequence[int]) -> Found:
+    def feed(self, text: str, _token_ids: Sequence[int]) -> ParsedText:
         return self.text.feed(text)
 
-    def end(self) -> Found:
+    def end(self) -> ParsedText:
         return self.text.end()
 
 
 @dataclass(frozen=True, slots=True)
 class _ReasoningText:
-    """A reader of text, where tokens are offered."""
+    """Adapter of a reader of text to the interface of a reader of tokens."""
 
     text: ReasoningReader
 
@@ -182,11 +188,11 @@ class _ReasoningText:
 
 
 class _NoTools:
-    def feed(self, text: str) -> Found:
-        return Found(text)
+    def feed(self, text: str) -> ParsedText:
+        return ParsedText(text)
 
-    def end(self) -> Found:
-        return Found()
+    def end(self) -> ParsedText:
+        return ParsedText()
 
 
 class _NoReasoning:
@@ -203,18 +209,18 @@ NO_REASONING = ReasoningParser(lambda _opened: _NoReasoning())
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """What is looked for in answers."""
+    """Parsers of tool calls and reasoning of a replica."""
 
     tools: ToolParser = NO_TOOLS
     reasoning: ReasoningParser = NO_REASONING
 
     def check(self) -> None:
-        """Raises `PluginError` when one of them cannot be used. May import much."""
+        """Raise `PluginError` if one of the parsers cannot be used. This may import large packages."""
         for check in filter(None, (self.tools.check, self.reasoning.check)):
             check()
 
 
 def tags() -> frozenset[str]:
-    """What any installed parser looks for."""
+    """Return the tags of all installed parsers."""
     calls, reasoning = TOOL_PARSERS.all().values(), REASONING_PARSERS.all().values()
-    return frozenset().union(*(one.tags for one in calls), *(one.tags for one in reasoning))
+    return frozenset().union(*(parser.tags for parser in calls), *(parser.tags for parser in reasoning))

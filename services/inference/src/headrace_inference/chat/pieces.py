@@ -1,17 +1,20 @@
-"""Cuts text that arrives in pieces, and keeps back a piece that may be half of a marker."""
+"""Search for markers in text that arrives in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of one of `marks`."""
-    return max((_begun(text, mark) for mark in marks), default=0)
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that is the beginning of one of `markers`."""
+    return max((_overlap(text, marker) for marker in markers), default=0)
 
 
-def _begun(text: str, mark: str) -> int:
-    """Looks only where the mark's first character stands: this is done for every token of every answer."""
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the end of `text` that begins `mark`.
+
+    It is fast, because every token of an answer needs it.
+    """
     at = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
     while at >= 0:
         if mark.startswith(text[at:]):
@@ -21,29 +24,30 @@ def _begun(text: str, mark: str) -> int:
 
 
 class StopStrings:
-    """Text up to the stop string that is complete first. `stopped` once it was there; the rest is swallowed."""
+    """Filter that returns text up to the stop string that is complete first. `stopped` is set once it was read."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
         self.stopped = False
 
     def feed(self, text: str) -> str:
+        """Read the next text, and return the part that does not belong to a stop string."""
         if not self._stops:
             return text
         if self.stopped:
             return ""
-        text = self._held + text
-        complete = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        text = self._buffer + text
+        complete = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if complete:
             self.stopped = True
-            self._held = ""
+            self._buffer = ""
             return text[: min(complete)[1]]
-        keep = held_back(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        length = partial_marker_length(text, self._stops)
+        self._buffer = text[len(text) - length :]
+        return text[: len(text) - length]
 
     def end(self) -> str:
-        """What was held back and turned out to be no stop string."""
-        held, self._held = self._held, ""
-        return held
+        """Return the buffered text, which did not become a stop string."""
+        text, self._buffer = self._buffer, ""
+        return text

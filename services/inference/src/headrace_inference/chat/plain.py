@@ -1,10 +1,10 @@
-"""Tokenizes control tokens that occur in messages and tool results as plain text.
+"""Tokenization of control tokens in messages and tool results as plain text.
 
-A chat template joins its own control tokens and the texts of messages to one string, in which `<|im_end|>` looks the
-same wherever it comes from. So before rendering, each control token in the texts is replaced by a stand-in: digits that
-nobody outside of this process knows, which templates, JSON and trimming leave alone. A text without control tokens is
-not touched and its tokens are those that it always had. Afterwards only what lies between two real control tokens and
-holds a stand-in is tokenized again, from its true text, by a tokenizer that knows no control tokens.
+A chat template joins its own control tokens and the texts of messages into one string, in which `<|im_end|>` looks the
+same in both. So before rendering, each control token in a text is replaced by a stand-in: random digits that only this
+process knows, which templates, JSON and trimming do not change. Texts without control tokens and their tokens do not
+change. After rendering, each part between two real control tokens that contains a stand-in is tokenized again from its
+original text, by a tokenizer without control tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from headrace_inference.chat.parsers import tags
 
 _SECRET = "".join(secrets.choice("0123456789") for _ in range(24))
-"""Drawn once: a prompt's stand-ins are compared with those of the prompt before it."""
+"""Drawn once per process, because a prompt is compared with the prompt before it."""
 _NUMBER_DIGITS = 6
 _STAND_IN = re.compile(rf"{_SECRET}([0-9]{{{_NUMBER_DIGITS}}})")
 _MARKER = re.compile(r"\W.*\W", re.DOTALL)
@@ -28,7 +28,7 @@ _MARKER = re.compile(r"\W.*\W", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Control:
-    """A token that is found in a text as a whole; `left` and `right`: with the whitespace beside it."""
+    """An added token of the tokenizer. `left` and `right`: whether it includes the whitespace on that side."""
 
     token_id: int
     text: str
@@ -37,7 +37,12 @@ class _Control:
 
 
 class PlainText:
-    """`inner` is a `tokenizers.Tokenizer`. Usable from several threads."""
+    """Masks control tokens in messages, and tokenizes rendered text with masked tokens as text. Thread-safe.
+
+    Args:
+        inner: a `tokenizers.Tokenizer`.
+        template: the chat template.
+    """
 
     def __init__(self, inner: Any, template: str) -> None:
         self._inner = inner
@@ -61,7 +66,7 @@ class PlainText:
 
     @cached_property
     def _bare(self) -> Any:
-        """A tokenizer like `inner` whose one added token is what a text follows that is not the first one."""
+        """Tokenizer like `inner` whose only added token is `_SECRET`, which precedes texts that are not the first."""
         from tokenizers import AddedToken, Tokenizer
 
         without: dict[str, object] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -70,9 +75,9 @@ class PlainText:
         return bare
 
     def mask(self, value: Any, *, answer: bool = False) -> Any:
-        """`value`, or everything in it, with stand-ins for control tokens.
+        """Return `value` with stand-ins for the control tokens in all of its strings.
 
-        In an `answer`, which a model wrote, the tags of calls and reasoning mean what they say.
+        In an `answer`, which the model wrote, the tags of calls and reasoning are not replaced.
         """
         if isinstance(value, str):
             return self._mask(value, self._controls if answer else self._markers)
@@ -83,28 +88,28 @@ class PlainText:
         return value
 
     def unmask(self, text: str) -> str:
-        """The text that was meant."""
-        return _STAND_IN.sub(lambda found: self._names[int(found[1])], text)
+        """Return `text` with the original control tokens in place of stand-ins."""
+        return _STAND_IN.sub(lambda match: self._names[int(match[1])], text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text, in which control tokens are spelled out and stand-ins are text."""
+        """Tokenize a rendered text. Control tokens in it are control tokens, stand-ins are plain text."""
         ids = ids_of(self._inner, text)
         if _SECRET not in text:
             return ids
-        places = [place for place, token in enumerate(ids) if token in self._added]
-        found = self._every.finditer(text) if self._every else iter(())
-        parts = _parts(text, [(match.start(), match.end()) for match in found])
-        controls = [self._added[ids[place]] for place in places]
+        positions = [position for position, token in enumerate(ids) if token in self._added]
+        matches = self._every.finditer(text) if self._every else iter(())
+        parts = _parts(text, [(match.start(), match.end()) for match in matches])
+        controls = [self._added[ids[position]] for position in positions]
         if parts[1::2] != [control.text for control in controls]:
-            parts, controls, places = self._by_offsets(text)
+            parts, controls, positions = self._split_by_offsets(text)
         encoded: list[int] = []
         begin = 0
-        for number, end in enumerate([*places, len(ids)]):
+        for number, end in enumerate([*positions, len(ids)]):
             part = parts[2 * number]
             if _SECRET in part:
                 part = part.lstrip() if number and controls[number - 1].right else part
                 part = part.rstrip() if number < len(controls) and controls[number].left else part
-                encoded += self._plain(self.unmask(part), first=number == 0)
+                encoded += self._encode_plain(self.unmask(part), first=number == 0)
             else:
                 encoded += ids[begin:end]
             encoded += ids[end : end + 1]
@@ -118,67 +123,70 @@ class PlainText:
         return self._mask_disguised(masked) if self._normalizes else masked
 
     def _mask_disguised(self, text: str) -> str:
-        """Normalization may turn other letters into a control token, or into a word of the vocabulary that is one. It
-        is found only by trying."""
-        (found,) = self._inner.encode_batch([text], add_special_tokens=False)
-        for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
+        """Mask text that normalization turns into a control token. Only tokenizing the text reveals it."""
+        (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
+        for token, (start, end) in reversed([*zip(encoding.ids, encoding.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in self._tags:
                 text = text[:start] + self._number(self._added[token].text) + text[end:]
         return text
 
-    def _stand_in(self, found: re.Match[str]) -> str:
-        return self._number(found[0])
+    def _stand_in(self, match: re.Match[str]) -> str:
+        return self._number(match[0])
 
     def _number(self, control: str) -> str:
         return f"{_SECRET}{self._numbers[control]:0{_NUMBER_DIGITS}}"
 
-    def _by_offsets(self, text: str) -> tuple[list[str], list[_Control], list[int]]:
-        """As `encode` does it, slowly: from where the tokenizer says that it found control tokens."""
-        found = self._inner.encode(text, add_special_tokens=False)
-        places = [place for place, token in enumerate(found.ids) if token in self._added]
-        parts = _parts(text, [found.offsets[place] for place in places])
-        return parts, [self._added[found.ids[place]] for place in places], places
+    def _split_by_offsets(self, text: str) -> tuple[list[str], list[_Control], list[int]]:
+        """Split a text at its control tokens, by the tokenizer's offsets. This is slower than the search in `encode`.
 
-    def _plain(self, text: str, *, first: bool) -> list[int]:
-        """Tokens of `text` without a control token among them."""
+        Returns:
+            The parts, the control tokens, and the positions of these among the token ids.
+        """
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        positions = [position for position, token in enumerate(encoding.ids) if token in self._added]
+        parts = _parts(text, [encoding.offsets[position] for position in positions])
+        return parts, [self._added[encoding.ids[position]] for position in positions], positions
+
+    def _encode_plain(self, text: str, *, first: bool) -> list[int]:
+        """Tokenize `text` without control tokens. `first`: whether it is at the beginning of the prompt."""
         if not text:
             return []
         ids = ids_of(self._bare, text) if first else ids_of(self._bare, _SECRET + text)[1:]
         if self._forbidden.isdisjoint(ids) or len(text) == 1:
             return ids
-        half = self._cut(text)  # a vocabulary may hold a control token as if it were a word
-        return self._plain(text[:half], first=first) + self._plain(text[half:], first=False)
+        half = self._cut_position(text)  # a vocabulary may contain a control token as an ordinary word
+        return self._encode_plain(text[:half], first=first) + self._encode_plain(text[half:], first=False)
 
     def _is_marker(self, text: str, template: str) -> bool:
-        """Whether an added token that is not called special is one all the same: a tag, or what the template itself
-        writes.
+        """Return whether an added token that is not marked as special is a control token.
 
-        Many vocabularies add runs of spaces, which are none.
+        That is a tag of a parser, or a token that the template writes. Many vocabularies add runs of spaces, which are
+        not control tokens.
         """
         return text in self._tags or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
 
-    def _cut(self, text: str) -> int:
-        """Inside the control token that is closest to the middle, or beside it where it is a single letter."""
-        found = self._markers.finditer(text) if self._markers else iter(())
-        places = [min(match.start() + 1, len(text) - 1) for match in found]
-        return min(places or [len(text) // 2], key=lambda place: abs(place - len(text) // 2))
+    def _cut_position(self, text: str) -> int:
+        """Return a position inside the control token closest to the middle, or next to it if it is a single letter."""
+        matches = self._markers.finditer(text) if self._markers else iter(())
+        positions = [min(match.start() + 1, len(text) - 1) for match in matches]
+        return min(positions or [len(text) // 2], key=lambda position: abs(position - len(text) // 2))
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Without the interpreter's lock, which `Tokenizer.encode` would keep until it is done."""
-    (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids: list[int] = found.ids
+    """Tokenize a text without holding the interpreter's lock, as `Tokenizer.encode` would."""
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
     return ids
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """The longest at each place, as tokenizers find them."""
+    """Return a pattern that matches the longest of `texts` at each position, as tokenizers do."""
     ordered = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _parts(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """What lies before, in and after each span, in turn."""
+    """Split a text into the parts before, in and after each span."""
     return list(_cut_at(text, spans))
 
 

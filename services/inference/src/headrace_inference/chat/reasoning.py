@@ -1,48 +1,51 @@
-"""Takes `<think>...</think>` off the front of an answer."""
+"""Parser of reasoning in `<think>...</think>` at the beginning of an answer."""
 
 from __future__ import annotations
 
 from headrace_inference.chat.parsers import ReasoningParser
-from headrace_inference.chat.pieces import held_back
+from headrace_inference.chat.pieces import partial_marker_length
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
 class Reasoning:
-    """Text in, (reasoning, answer) out, in pieces. Only what stands before the answer is reasoning.
+    """A `ReasoningReader`. Only tags before the answer count. Without a closing tag all text is reasoning.
 
-    `opened`: the prompt already ended with the opening tag. Reasoning that is never closed is all reasoning.
     Whitespace around reasoning belongs to the tags.
+
+    Args:
+        opened: whether the prompt ends with the opening tag.
     """
 
     def __init__(self, *, opened: bool) -> None:
         self._state = "inside" if opened else "before"
-        self._held = ""
+        self._buffer = ""
         self._begun = False
         self._space = ""
 
     def feed(self, text: str) -> tuple[str, str]:
+        """Read the next text, and return the reasoning and the answer text that are certain."""
         if self._state == "after":
             return "", text
-        self._held += text
-        if self._state == "before" and not self._opens():
+        self._buffer += text
+        if self._state == "before" and not self._is_beginning_certain():
             return "", ""
         if self._state == "inside":
             return self._inside()
         return "", self._after()
 
     def end(self) -> tuple[str, str]:
-        """What was held back; afterwards nothing more comes."""
-        held, self._held = self._held, ""
+        """Return the buffered text. No call follows."""
+        text, self._buffer = self._buffer, ""
         if self._state == "inside":
-            return self._said(held), ""
-        return "", held
+            return self._strip_reasoning(text), ""
+        return "", text
 
-    def _opens(self) -> bool:
-        """Whether it is clear by now if the answer begins with reasoning."""
-        start = self._held.lstrip()
+    def _is_beginning_certain(self) -> bool:
+        """Return whether it is certain if the answer begins with reasoning, and change the state accordingly."""
+        start = self._buffer.lstrip()
         if start.startswith(OPEN):
-            self._held = start[len(OPEN) :]
+            self._buffer = start[len(OPEN) :]
             self._state = "inside"
             return True
         if OPEN.startswith(start):
@@ -51,33 +54,33 @@ class Reasoning:
         return True
 
     def _inside(self) -> tuple[str, str]:
-        place = self._held.find(CLOSE)
-        if place < 0:
-            keep = held_back(self._held, (CLOSE,))
-            ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            return self._said(ready), ""
-        reasoning, self._held = self._held[:place], self._held[place + len(CLOSE) :]
-        said = self._said(reasoning)
+        end = self._buffer.find(CLOSE)
+        if end < 0:
+            certain = len(self._buffer) - partial_marker_length(self._buffer, (CLOSE,))
+            text, self._buffer = self._buffer[:certain], self._buffer[certain:]
+            return self._strip_reasoning(text), ""
+        text, self._buffer = self._buffer[:end], self._buffer[end + len(CLOSE) :]
+        reasoning = self._strip_reasoning(text)
         self._state = "closed"
-        return said, self._after()
+        return reasoning, self._after()
 
     def _after(self) -> str:
-        """The answer from its first visible character on, once there is one."""
-        text = self._held.lstrip() if self._state == "closed" else self._held
-        self._held = ""
+        """Return the buffered answer text, without whitespace after the closing tag."""
+        text = self._buffer.lstrip() if self._state == "closed" else self._buffer
+        self._buffer = ""
         if text:
             self._state = "after"
         return text
 
-    def _said(self, text: str) -> str:
-        """`text` without the whitespace at the begin and the end of all reasoning."""
+    def _strip_reasoning(self, text: str) -> str:
+        """Return `text` without whitespace at the beginning and the end of the whole reasoning."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        return kept
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        return stripped
 
 
 THINK = ReasoningParser(lambda opened: Reasoning(opened=opened), (OPEN, CLOSE), opening=OPEN, closing=CLOSE)

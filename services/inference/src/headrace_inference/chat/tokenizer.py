@@ -1,4 +1,4 @@
-"""A version's tokenizer and chat template. Versions with equal files, the weights apart, share one."""
+"""Tokenizer and chat template of a version. Versions that differ only in weights share one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from headrace_schemas.user_text import read_user_text
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """How much one prompt may take before it is a prompt."""
+    """Bounds of rendering one prompt."""
 
     bytes_max: int
-    """Of its text."""
+    """Largest size of the rendered text."""
     timeout_s: float
 
 
@@ -46,21 +46,25 @@ _TRIAL_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token as `logprobs.content` shows it: its bytes may be no whole character."""
+    """Text and bytes of one token in `logprobs.content`. The bytes may be an incomplete character."""
 
     text: str
     bytes: list[int]
 
 
 class ChatTokenizer:
-    """Reads a model folder. Raises `VersionUnusable`. Usable from several threads."""
+    """Tokenizer and chat template of a model folder. Thread-safe.
+
+    Raises:
+        VersionUnusable: the files differ from the manifest, or cannot be loaded.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         from transformers import AutoTokenizer
 
         if file_digest(folder / TOKENIZER_FILE) != manifest.tokenizer_sha256:
             raise VersionUnusable(f"{manifest.version}: {TOKENIZER_FILE} is not the one that its manifest names")
-        # Earlier releases knew no other template than the one in its own file.
+        # Manifests of earlier releases have the digest of the template file alone.
         if manifest.template_sha256 not in {template_digest(folder), file_digest(folder / TEMPLATE_FILE)}:
             raise VersionUnusable(f"{manifest.version}: its chat templates are not those that its manifest names")
         try:
@@ -69,18 +73,18 @@ class ChatTokenizer:
         except Exception as error:
             raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
         if not self._outer.chat_template:
-            raise VersionUnusable(f"{manifest.version}: it has no chat template")
+            raise VersionUnusable(f"{manifest.version}: the tokenizer has no chat template")
         self._plain = PlainText(self._inner, str(self._outer.chat_template))
         self.digest = bytes.fromhex(manifest.prompt_sha256)
         self.eos_id: int | None = self._outer.eos_token_id
         self.eos_text: str = self._outer.eos_token or ""
         self.stop_ids = _stop_ids(folder, self.eos_id)
-        read = {self._inner.token_to_id(tag) for tag in tags()}
+        tag_ids = {self._inner.token_to_id(tag) for tag in tags()}
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
-        self.silent_ids = frozenset((special | self.stop_ids) - read)
-        """Tokens that are no part of the text."""
+        self.silent_ids = frozenset((special | self.stop_ids) - tag_ids)
+        """Tokens that have no text in answers."""
         self._decoding = Decoding(self._inner, self.silent_ids)
-        self._every = Decoding(self._inner, self.stop_ids)
+        self._with_special = Decoding(self._inner, self.stop_ids)
         self._texts: dict[int, TokenText] = {}
         self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
 
@@ -93,10 +97,14 @@ class ChatTokenizer:
         *,
         open_answer: bool = True,
     ) -> str:
-        """The prompt as text, in which `plain` shows what was meant: ready for the answer, or as it is after one.
+        """Render messages with the chat template. Control tokens in messages are masked (`plain` restores them).
 
-        `extra` are variables for the template; it cannot bring a template of its own. Raises `Refused` when the
-        template does not take the messages, or not within `limits`.
+        Args:
+            extra: variables for the template.
+            open_answer: whether to add the beginning of an answer.
+
+        Raises:
+            Refused: the template refuses the messages, or `limits` are exceeded.
         """
         if tools and not self.shows_tools:
             message = (
@@ -104,9 +112,9 @@ class ChatTokenizer:
                 "whose template does"
             )
             raise Refused(400, "unsupported_value", message, "tools")
-        taken = self._own_arguments & extra.keys()
-        if taken:
-            message = f"chat_template_kwargs: {min(taken)!r} is not for the client to choose"
+        reserved = self._own_arguments & extra.keys()
+        if reserved:
+            message = f"chat_template_kwargs: {min(reserved)!r} is reserved; remove it"
             raise Refused(400, "unsupported_value", message, "chat_template_kwargs")
         try:
             pieces = self._pieces(
@@ -115,63 +123,65 @@ class ChatTokenizer:
                 self._plain.mask(dict(extra)),
                 open_answer=open_answer,
             )
-            return _joined(pieces, limits)
+            return _join(pieces, limits)
         except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
             message = f"the model's chat template refuses these messages: {self.plain(str(error))[:300]}"
             raise Refused(400, "invalid_messages", message, "messages") from None
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template writes tools into the prompt, by the name of a trial tool.
+        """Whether the chat template writes tools into the prompt. A trial tool determines it.
 
-        A template that raises at it counts as one that does: its own words then refuse each request with tools.
+        A template that raises an error for the trial tool counts as one that does, and refuses requests with tools
+        itself.
         """
         try:
             pieces = self._pieces([_TRIAL_MESSAGE], [_TRIAL_TOOL], {}, open_answer=True)
-            return _TRIAL_NAME in _joined(pieces, UNLIMITED)
+            return _TRIAL_NAME in _join(pieces, UNLIMITED)
         except Exception:  # noqa: BLE001 (a template may raise whatever its expressions raise)
             return True
 
     def _pieces(
         self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue], *, open_answer: bool
     ) -> Iterator[str]:
-        """What `apply_chat_template` joins, as it comes."""
+        """Yield the pieces of text that `apply_chat_template` would join."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         compiled = _compile_jinja_template(self._outer.get_chat_template(None, tools))
-        given = {**self._outer.special_tokens_map, **extra}
+        variables = {**self._outer.special_tokens_map, **extra}
         pieces: Iterator[str] = compiled.generate(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=open_answer, **given
+            messages=messages, tools=tools, documents=None, add_generation_prompt=open_answer, **variables
         )
         return pieces
 
     def plain(self, text: str) -> str:
-        """Rendered text as it was meant: what messages wrote in place of its stand-ins."""
+        """Return rendered text with the original control tokens of messages in place of their stand-ins."""
         return self._plain.unmask(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text: what the template spelled out is a control token, what messages did is text."""
+        """Tokenize rendered text. Control tokens of the template are control tokens, those of messages are text."""
         return self._plain.encode(text)
 
-    def text_of(self, ids: Sequence[int], *, whole: bool = False) -> str:
-        """The text of an answer: all its tokens but the silent ones. The same as a stream gives out."""
-        stream = self.stream(whole=whole)
+    def text_of(self, ids: Sequence[int], *, special_as_text: bool = False) -> str:
+        """Return the text of an answer, as `stream` would return it."""
+        stream = self.stream(special_as_text=special_as_text)
         return stream.feed(ids) + stream.end()
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """The text of all of these tokens, control tokens included."""
+        """Return the text of tokens, control tokens included."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def stream(self, *, whole: bool = False) -> Detokenizer:
-        """`whole`: with special tokens as text, other than those that end an answer."""
-        return Detokenizer(self._every if whole else self._decoding)
+    def stream(self, *, special_as_text: bool = False) -> Detokenizer:
+        """Return a decoder for one answer. `special_as_text`: whether special tokens are text, except end tokens."""
+        return Detokenizer(self._with_special if special_as_text else self._decoding)
 
     def token(self, token_id: int) -> TokenText:
-        found = self._texts.get(token_id)
-        if found is None:
-            found = self._texts[token_id] = self._token(token_id)
-        return found
+        """Return the text and the bytes of one token."""
+        token_text = self._texts.get(token_id)
+        if token_text is None:
+            token_text = self._texts[token_id] = self._token(token_id)
+        return token_text
 
     def _token(self, token_id: int) -> TokenText:
         raw: str | None = self._inner.id_to_token(token_id)
@@ -186,32 +196,32 @@ class ChatTokenizer:
         return TokenText(text, list(text.encode()))
 
     def token_id(self, text: str) -> int | None:
-        """The one token that is written like this; None: there is none."""
-        found: int | None = self._inner.token_to_id(text)
-        return found
+        """Return the id of the token that is written like this; None if there is none."""
+        token_id: int | None = self._inner.token_to_id(text)
+        return token_id
 
     @property
     def template(self) -> str:
-        """The chat template as it stands; of several, all."""
+        """Source of the chat template, or of all chat templates."""
         return str(self._outer.chat_template)
 
     @property
     def outer(self) -> Any:
-        """Transformers' tokenizer."""
+        """Tokenizer of transformers."""
         return self._outer
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Tokens that are never a part of a text, but stand for themselves."""
+        """Ids of special tokens, which are never part of a text."""
         return frozenset(number for number, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def last_id(self) -> int:
-        """The highest token id that it makes."""
+        """Highest token id of the vocabulary."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
 
     def tokens_from(self, first: int) -> list[str]:
-        """The tokens with ids of at least `first`, in order."""
+        """Return the tokens with ids of at least `first`, in order."""
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         return [text for text, number in sorted(vocabulary.items(), key=itemgetter(1)) if number >= first]
 
@@ -221,33 +231,33 @@ class ChatTokenizer:
 
     @cached_property
     def _bytes_of(self) -> Mapping[str, int] | None:
-        """Character to byte for byte-level vocabularies (GPT-2's table), None for others."""
+        """Byte of each character of byte-level vocabularies (GPT-2's table); None for other vocabularies."""
         if "ByteLevel" not in repr(self._inner.decoder):
             return None
         return byte_level_table()
 
 
-def _joined(pieces: Iterator[str], limits: RenderLimits) -> str:
-    """Looked at after each piece, so that a template that repeats itself for every message ends in time."""
+def _join(pieces: Iterator[str], limits: RenderLimits) -> str:
+    """Join rendered pieces. The limits are checked after each piece, so that an expensive template stops early."""
     deadline_s = time.monotonic() + limits.timeout_s
-    found: list[str] = []
-    room = limits.bytes_max
+    joined: list[str] = []
+    remaining = limits.bytes_max
     for piece in pieces:
-        found.append(piece)
-        room -= len(piece) if piece.isascii() else len(piece.encode("utf-8", "surrogatepass"))
-        if room < 0:
+        joined.append(piece)
+        remaining -= len(piece) if piece.isascii() else len(piece.encode("utf-8", "surrogatepass"))
+        if remaining < 0:
             raise PromptTooLarge(limits.bytes_max)
         if time.monotonic() > deadline_s:
             message = f"the model's chat template took longer than {limits.timeout_s:g} s with these messages"
             raise Refused(400, "template_timeout", message, "messages")
-    return "".join(found)
+    return "".join(joined)
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those that the model's configuration adds."""
-    found = {eos_id} if eos_id is not None else set()
+    """Return every token that ends an answer: the tokenizer's, and those of the model's configuration."""
+    stop_ids = {eos_id} if eos_id is not None else set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = json.loads(read_user_text(path)).get("eos_token_id") if path.exists() else None
-        found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
-    return frozenset(found)
+        stop_ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    return frozenset(stop_ids)

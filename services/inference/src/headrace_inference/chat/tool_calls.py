@@ -1,9 +1,8 @@
-"""Finds hermes-style tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""Parser of hermes-style tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-A call is given out when it is complete and valid; until then it is held back whole, because what turns out malformed
-is text, and text that was already sent as a call could not be taken back. A call ends where its JSON ends, so a tag
-inside a string of it is a part of the string. Nothing of an answer is lost, except whitespace next to a call at the
-begin or the end of the content.
+A call is returned when it is complete and valid. Until then its text is buffered, because a malformed call is content,
+and a stream cannot take back a call that it has sent. A call ends where its JSON ends, so a tag inside a string is part
+of the string. No text is lost, except whitespace next to a call at the beginning or the end of the content.
 """
 
 from __future__ import annotations
@@ -11,96 +10,97 @@ from __future__ import annotations
 import json
 
 from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner
-from headrace_inference.chat.parsers import Call, Found, ToolParser
-from headrace_inference.chat.pieces import held_back
+from headrace_inference.chat.parsers import Call, ParsedText, ToolParser
+from headrace_inference.chat.pieces import partial_marker_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME_LENGTH_MAX = 512
 _ARGUMENTS_LENGTH_MAX = 1_048_576
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
-"""Models that were trained on other forms write the second."""
+"""Keys of the arguments. Models that were trained on other formats write the second."""
 _LABELS = ("id", "type", "index")
-"""What some models add to a call, which holds nothing that a function gets."""
+"""Further keys that some models add to a call. They are ignored."""
 NO_ARGUMENTS = "{}"
-"""How a call without arguments reads, whether the model left them out or wrote `null`, `""` or `{}`."""
+"""Arguments of a call for which the model wrote none, `null`, `""` or `{}`."""
 
 
 class ToolCalls:
-    """Text in, content and calls out, in pieces."""
+    """A `ToolReader` of hermes-style calls."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
         self._scanner: ObjectScanner | None = None
-        """Reads the call that `_held` begins with."""
+        """Scanner of the call at the beginning of the buffer."""
         self._space = ""
         """Whitespace that is content only if content follows it."""
         self._written = False
         self._called = False
-        """A call stands between the last content and what follows."""
+        """Whether a call lies between the last content and the following text."""
 
-    def feed(self, text: str) -> Found:
-        self._held += text
-        found = Found()
-        while self._take(found):
+    def feed(self, text: str) -> ParsedText:
+        """Read the next text, and return content and complete calls that are certain."""
+        self._buffer += text
+        parsed = ParsedText()
+        while self._parse_next(parsed):
             pass
-        return found
+        return parsed
 
-    def end(self) -> Found:
-        """What was held back: half a call is text. Afterwards nothing more comes."""
-        found = Found()
-        self._take_text(found, len(self._held))
+    def end(self) -> ParsedText:
+        """Return the buffered text as content: an incomplete call is text. No call follows."""
+        parsed = ParsedText()
+        self._move_text(parsed, len(self._buffer))
         if not self._called:
-            found.content += self._space
+            parsed.content += self._space
         self._space = ""
-        return found
+        return parsed
 
-    def _take(self, found: Found) -> bool:
-        """Take one piece of content or one call off the front; False when more text is needed first."""
-        if not self._held.startswith(OPEN):
-            place = self._held.find(OPEN)
-            ready = place if place > 0 else len(self._held) - held_back(self._held, (OPEN,))
-            self._take_text(found, ready)
-            return place > 0
+    def _parse_next(self, parsed: ParsedText) -> bool:
+        """Move one piece of content or one call from the buffer to `parsed`. Return False if more text is needed."""
+        if not self._buffer.startswith(OPEN):
+            start = self._buffer.find(OPEN)
+            length = start if start > 0 else len(self._buffer) - partial_marker_length(self._buffer, (OPEN,))
+            self._move_text(parsed, length)
+            return start > 0
         scanner = self._scanner = self._scanner or ObjectScanner(len(OPEN))
         try:
-            if not scanner.scan(self._held):
+            if not scanner.scan(self._buffer):
                 return False
-            close = _skip(self._held, scanner.end or 0)
-            tag = self._held[close : close + len(CLOSE)]
+            close = _skip_space(self._buffer, scanner.end or 0)
+            tag = self._buffer[close : close + len(CLOSE)]
             if tag != CLOSE and CLOSE.startswith(tag):
                 return False
-            call = call_of(self._held, scanner) if tag == CLOSE else None
+            call = call_of(self._buffer, scanner) if tag == CLOSE else None
         except MalformedJson:
             call = None
-        if call is None:  # all of it is text, up to where another call may begin
-            again = self._held.find(OPEN, len(OPEN))
-            self._take_text(found, len(OPEN) if again < 0 else again)
+        if call is None:  # the text is content up to the next position where a call may begin
+            next_call = self._buffer.find(OPEN, len(OPEN))
+            self._move_text(parsed, len(OPEN) if next_call < 0 else next_call)
         else:
-            self._held, self._scanner = self._held[close + len(CLOSE) :], None
-            found.calls.append(call)
+            self._buffer, self._scanner = self._buffer[close + len(CLOSE) :], None
+            parsed.calls.append(call)
             self._called = True
         return True
 
-    def _take_text(self, found: Found, length: int) -> None:
-        """Move the first `length` characters to the content."""
-        text, self._held, self._scanner = self._held[:length], self._held[length:], None
+    def _move_text(self, parsed: ParsedText, length: int) -> None:
+        """Move the first `length` characters of the buffer to the content."""
+        text, self._buffer, self._scanner = self._buffer[:length], self._buffer[length:], None
         text = self._space + text
-        kept = text.strip() if self._called else text.rstrip()
+        content = text.strip() if self._called else text.rstrip()
         after = len(text.rstrip())
-        if not kept:
+        if not content:
             self._space = text
             return
         if self._called and self._written:
-            found.content += text[: after - len(kept)] or "\n"
+            parsed.content += text[: after - len(content)] or "\n"
         self._space = text[after:]
-        found.content += kept
+        parsed.content += content
         self._written = True
         self._called = False
 
 
 def form(name: str) -> tuple[str, str]:
-    """See `ToolParser.form`."""
+    """Return the text of a call around its arguments (`ToolParser.form`)."""
     return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{CLOSE}"
 
 
@@ -108,7 +108,7 @@ HERMES = ToolParser(ToolCalls, (OPEN, CLOSE), form=form)
 
 
 def parse_call(text: str) -> Call | None:
-    """Return the call that `text` is, None when it is malformed."""
+    """Parse `text` as one call; None if it is malformed."""
     scanner = ObjectScanner()
     try:
         if not scanner.scan(text) or text[scanner.end :].strip(_SPACE):
@@ -119,10 +119,10 @@ def parse_call(text: str) -> Call | None:
 
 
 def call_of(text: str, scanner: ObjectScanner) -> Call | None:
-    """Return the call in a complete object of `text`.
+    """Return the call in a complete JSON object of `text`.
 
-    None where it names no function, where its arguments are no object, and where it has a member that a call would
-    lose: a key twice, or one that is neither name nor arguments.
+    None if it has no function name, if its arguments are not an object, or if it has members that a call cannot
+    represent: a key twice, or a key that is neither name nor arguments.
     """
     members: dict[str, str] = {}
     for key, value in scanner.members:
@@ -144,20 +144,20 @@ def call_of(text: str, scanner: ObjectScanner) -> Call | None:
 
 
 def _arguments(written: str) -> str | None:
-    """Return the arguments as the model wrote them; some models write a string that holds the object."""
+    """Return the arguments as the model wrote them. Some models write a string that contains the object."""
     inner = _string(written) if written.startswith('"') else written
     if inner is None or inner.strip(_SPACE) in ("", "null"):
         return None if inner is None else NO_ARGUMENTS
     scanner = ObjectScanner()
     try:
-        whole = scanner.scan(inner) and not inner[scanner.end :].strip(_SPACE)
+        is_object = scanner.scan(inner) and not inner[scanner.end :].strip(_SPACE)
     except MalformedJson:
         return None
-    return inner if whole else None
+    return inner if is_object else None
 
 
 def _string(written: str) -> str | None:
-    """Return the value of a JSON string; None where it is none, or holds half a surrogate pair, which is no text."""
+    """Return the value of a JSON string; None if it is not a string, or has an incomplete surrogate pair."""
     try:
         value = json.loads(written)
         return value if isinstance(value, str) and value.encode() is not None else None
@@ -165,6 +165,6 @@ def _string(written: str) -> str | None:
         return None
 
 
-def _skip(text: str, at: int) -> int:
-    """Return the place behind the whitespace at `at`."""
+def _skip_space(text: str, at: int) -> int:
+    """Return the position after the whitespace at `at`."""
     return len(text) - len(text[at:].lstrip(_SPACE))

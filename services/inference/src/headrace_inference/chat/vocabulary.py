@@ -1,8 +1,8 @@
-"""The bytes that each token of a vocabulary stands for, whichever way the vocabulary spells them.
+"""The bytes that each token of a vocabulary stands for, independent of the vocabulary's spelling.
 
-Byte-level vocabularies write a byte as a printable letter (GPT-2's table), SentencePiece writes a space as `▁` and a
-byte that it has no piece for as `<0xE2>`, and converters mix both. So the spelling is not trusted: each reading of a
-token is compared with what the tokenizer's decoder makes of the token behind another token.
+Byte-level vocabularies write a byte as a printable letter (GPT-2's table). SentencePiece writes a space as `▁` and a
+byte without a piece as `<0xE2>`. Converters mix both. So the spelling is not trusted: each interpretation of a token is
+compared with the decoder's text of the token after another token.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _ANCHORS = ("a", "x", "0", "e")
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """`data[i]` are the bytes of token `i`; None where it has none, or where decoding it yields other text.
+    """Bytes of each token.
 
-    `unlike` names tokens that decode to something else than they are spelled, with both, as examples.
+    `data[i]` are the bytes of token `i`; None if it has none, or if decoding it yields other text. `unlike` maps tokens
+    whose decoded text differs from their spelling to that text.
     """
 
     data: Sequence[bytes | None]
@@ -32,8 +33,8 @@ class TokenBytes:
 def byte_level_table() -> Mapping[str, int]:
     """Return GPT-2's table from letters to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(unprintable)}
     return {**{chr(byte): byte for byte in printable}, **shifted}
 
 
@@ -50,14 +51,14 @@ def read_token_bytes(inner: Any, size: int) -> TokenBytes:
             unlike[name] = "(decoding it changes the token before it)"
             continue
         spelled = [added[number].encode()] if number in added else _spellings(name, text)
-        data[number] = next((one for one in spelled if one.decode("utf-8", "replace") == text), None)
+        data[number] = next((spelling for spelling in spelled if spelling.decode("utf-8", "replace") == text), None)
         if data[number] is None:
             unlike[name] = text
     return TokenBytes(data, unlike)
 
 
 def _spellings(name: str, text: str) -> Iterator[bytes]:
-    """Yield the readings of a token's name, and then the decoded text itself where that has all of its bytes."""
+    """Yield the interpretations of a token's name, then the decoded text itself if it is complete."""
     byte = _BYTE.fullmatch(name)
     if byte is not None:
         yield bytes([int(byte[1], 16)])
@@ -69,7 +70,7 @@ def _spellings(name: str, text: str) -> Iterator[bytes]:
 
 
 def _decoded_behind_another(inner: Any, names: Mapping[int, str]) -> dict[int, str]:
-    """Return the text that each token adds behind another token; at the begin of a text decoders strip spaces."""
+    """Return the text that each token adds after another token. At the beginning of a text decoders strip spaces."""
     anchor = next((ids[-1] for text in _ANCHORS if (ids := inner.encode(text, add_special_tokens=False).ids)), None)
     if anchor is None:
         return {}

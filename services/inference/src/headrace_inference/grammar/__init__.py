@@ -1,4 +1,4 @@
-"""Holds answers to a form: `forms` writes a request's grammar, `compiler` makes guides of it, `guides` has them.
+"""Constrained answers: `forms` writes the grammar of a request, `compiler` compiles it to guides (`guides`).
 
-The library is llguidance, which vLLM has, too: both engines hold answers to the same text (docs/decisions/0023).
+The library is llguidance, which vLLM uses, too. So both engines read the same grammars (docs/decisions/0023).
 """

@@ -1,4 +1,4 @@
-"""Makes guides of requests: in threads of its own, within bounds, and each grammar once."""
+"""Compilation of grammars to guides, in separate threads, within bounds and with a cache."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 _TOKENIZERS_MAX = 8
 _REASON_LENGTH_MAX = 300
 _POLL_S = 0.05
-_OUR_TEXT = re.compile(r"\n[^\S\n]++\d++ \| ")
-"""Where the library begins to quote the grammar, lines with numbers."""
+_QUOTED_GRAMMAR = re.compile(r"\n[^\S\n]++\d++ \| ")
+"""Start of the numbered lines in which the library's errors quote the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldAnswer:
-    """What one request's choices are held to."""
+class CompiledGrammar:
+    """The grammar of one request, with a guide for each of its choices."""
 
     text: str
-    """The grammar as the engine is told it."""
+    """The grammar in llguidance's dialect of Lark."""
     guides: tuple[GrammarGuide, ...]
-    """One for each choice, after the tokens that it resumes with."""
+    """One guide for each choice, which has accepted the choice's resumed tokens."""
 
 
 @dataclass(slots=True)
-class _Work:
+class _Compilation:
     """One compilation. `begun_s` is 0 while it waits for a thread."""
 
     form: AnswerForm
@@ -56,7 +56,7 @@ class _Work:
 
 
 class GrammarCompiler:
-    """Shared by all requests of a replica. `close` it at the end."""
+    """Compiler and cache of grammars, shared by all requests of a replica. The owner must close it."""
 
     def __init__(self, parsers: Parsers, settings: GrammarSettings) -> None:
         self._parsers = parsers
@@ -68,7 +68,7 @@ class GrammarCompiler:
         self._tokenizers: OrderedDict[tuple[bytes, int], LLTokenizer] = OrderedDict()
 
     def close(self) -> None:
-        """What has begun is finished, what waits is dropped."""
+        """Cancel the compilations that wait. Those that have begun finish."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def compile(
@@ -79,16 +79,21 @@ class GrammarCompiler:
         resumed: Sequence[Sequence[int]],
         *,
         opened: bool,
-    ) -> HeldAnswer:
-        """`resumed` are the tokens that each choice has already; `opened`: the prompt ended inside reasoning. Called in
-        the event loop, which goes on meanwhile.
+    ) -> CompiledGrammar:
+        """Compile the grammar of an answer form, or take it from the cache. Does not block the event loop.
 
-        Raises `Refused` 400 that names what cannot be held or what is beyond the bounds, `Overloaded` when too many
-        grammars wait.
+        Args:
+            vocabulary: number of token ids of the model.
+            resumed: tokens that each choice has already.
+            opened: whether the prompt ends inside reasoning.
+
+        Raises:
+            Refused: the form cannot be compiled, or is beyond the bounds of `GrammarSettings`.
+            Overloaded: too many grammars wait.
         """
         if self._waiting >= self._settings.waiting_max:
             raise Overloaded(f"{self._waiting} grammars wait to be compiled; try again")
-        work = _Work(form, tokenizer, vocabulary, opened, resumed)
+        work = _Compilation(form, tokenizer, vocabulary, opened, resumed)
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, work)
         self._waiting += 1
         future.add_done_callback(self._done)
@@ -102,11 +107,11 @@ class GrammarCompiler:
         return future.result()
 
     def check(self, tokenizer: ChatTokenizer, vocabulary: int) -> str:
-        """Return why no answer of a version can be held to a form; empty when all can. Blocks for up to a second."""
+        """Return why answers of a version cannot be constrained; empty if they can. Blocks for up to a second."""
         try:
             if tokenizer.eos_id is None or tokenizer.eos_id >= vocabulary:
                 return "the tokenizer names no token that ends an answer"
-            self._words_of(tokenizer, vocabulary, tokenizer.eos_id, RESPONSE_FORMAT)
+            self._library_tokenizer(tokenizer, vocabulary, tokenizer.eos_id, RESPONSE_FORMAT)
         except Refused as error:
             return str(error)
         return ""
@@ -115,35 +120,37 @@ class GrammarCompiler:
     def _limit_s(self) -> float:
         return self._settings.compile_timeout_s
 
-    def _done(self, future: asyncio.Future[HeldAnswer]) -> None:
+    def _done(self, future: asyncio.Future[CompiledGrammar]) -> None:
         self._waiting -= 1
         if not future.cancelled():
-            future.exception()  # whoever asked may have gone
+            future.exception()  # retrieve the error, because the request may have been cancelled
 
     # In a thread
 
-    def _compile(self, work: _Work) -> HeldAnswer:
+    def _compile(self, work: _Compilation) -> CompiledGrammar:
         work.begun_s = time.monotonic()
         check_depth(work.form, self._settings.depth_max)
         tokenizer = work.tokenizer
         end_id = tokenizer.eos_id
         if end_id is None or end_id >= work.vocabulary:
-            message = "the model has no token that ends an answer, so that none can be held to a form"
+            message = (
+                f"{_field(work.form)}: the model has no token that ends an answer, so answers cannot be constrained"
+            )
             raise Refused(400, "unsupported_value", message, _field(work.form))
-        words = self._words_of(tokenizer, work.vocabulary, end_id, _field(work.form))
+        words = self._library_tokenizer(tokenizer, work.vocabulary, end_id, _field(work.form))
 
         def special(text: str) -> int | None:
-            found = tokenizer.token_id(text)
-            if found is None or found >= work.vocabulary or not words.is_special_token(found):
+            token = tokenizer.token_id(text)
+            if token is None or token >= work.vocabulary or not words.is_special_token(token):
                 return None
-            return found
+            return token
 
         opening = self._parsers.reasoning.opening
         thinks = bool(opening) and opening in tokenizer.template
         text = grammar_of(work.form, self._parsers, special, thinks=thinks, opened=work.opened)
         if len(text.encode()) > self._settings.bytes_max:
             limit = f"{self._settings.bytes_max} bytes (inference.grammar.bytes_max)"
-            message = f"{_field(work.form)}: makes a grammar of more than {limit}"
+            message = f"{_field(work.form)}: its grammar is larger than {limit}"
             raise Refused(400, "schema_too_large", message, _field(work.form))
         key = (tokenizer.digest, work.vocabulary, text)
         guide = self._recall(key)
@@ -151,9 +158,9 @@ class GrammarCompiler:
         if guide is None:
             guide = self._guide(text, words, work, end_id)
             self._remember(key, guide)
-        return HeldAnswer(text, tuple(_resumed(guide, tokens) for tokens in work.resumed))
+        return CompiledGrammar(text, tuple(_resumed(guide, tokens) for tokens in work.resumed))
 
-    def _guide(self, text: str, words: LLTokenizer, work: _Work, end_id: int) -> GrammarGuide:
+    def _guide(self, text: str, words: LLTokenizer, work: _Compilation, end_id: int) -> GrammarGuide:
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -167,29 +174,30 @@ class GrammarCompiler:
             raise _unservable(first.error, _field(work.form))
         return guide
 
-    def _words_of(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
-        """The vocabulary as the library wants it: up to a second for a large one."""
+    def _library_tokenizer(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
+        """Return the grammar library's form of the tokenizer. The first call takes up to a second."""
         key = (tokenizer.digest, vocabulary)
         with self._lock:
-            found = self._tokenizers.get(key)
-        if found is None:
+            words = self._tokenizers.get(key)
+        if words is None:
             try:
-                found = read_vocabulary(tokenizer, vocabulary, end_id)
+                words = read_vocabulary(tokenizer, vocabulary, end_id)
             except VocabularyUnreadable as error:
-                message = f"{field}: the model's tokenizer cannot be held to a form: {str(error)[:_REASON_LENGTH_MAX]}"
+                reason = str(error)[:_REASON_LENGTH_MAX]
+                message = f"{field}: the tokenizer of this model cannot be used with grammars: {reason}"
                 raise Refused(400, "unsupported_value", message, field) from error
             with self._lock:
-                self._tokenizers[key] = found
+                self._tokenizers[key] = words
                 while len(self._tokenizers) > _TOKENIZERS_MAX:
                     self._tokenizers.popitem(last=False)
-        return found
+        return words
 
     def _recall(self, key: tuple[bytes, int, str]) -> GrammarGuide | None:
         with self._lock:
-            found = self._guides.get(key)
-            if found is not None:
+            guide = self._guides.get(key)
+            if guide is not None:
                 self._guides.move_to_end(key)
-            return found
+            return guide
 
     def _remember(self, key: tuple[bytes, int, str], guide: GrammarGuide) -> None:
         with self._lock:
@@ -199,12 +207,12 @@ class GrammarCompiler:
 
 
 def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:
-    """Raises `Refused` where the tokens are not of the grammar."""
-    found = guide.fresh()
-    if not found.replay(tokens):
-        message = "headrace_resume: holds tokens that the grammar of this request does not allow"
+    """Return a copy of the guide that has accepted `tokens`. Raises `Refused` if the grammar does not allow them."""
+    resumed = guide.fresh()
+    if not resumed.replay(tokens):
+        message = "headrace_resume: contains tokens that the grammar of this request does not allow"
         raise Refused(400, "invalid_value", message, "headrace_resume")
-    return found
+    return resumed
 
 
 def _field(form: AnswerForm) -> str:
@@ -212,7 +220,7 @@ def _field(form: AnswerForm) -> str:
 
 
 def _unservable(error: str, field: str) -> Refused:
-    """The library's words, without the place in our grammar and without the grammar itself."""
-    said = _OUR_TEXT.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
-    message = f"{field}: the schema cannot be held: {' '.join(said.split())[:_REASON_LENGTH_MAX]}"
+    """Return the refusal of a schema, with the library's reason but without its quotation of the grammar."""
+    reason = _QUOTED_GRAMMAR.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
+    message = f"{field}: the schema cannot be enforced: {' '.join(reason.split())[:_REASON_LENGTH_MAX]}"
     return Refused(400, "unsupported_schema", message, field)

@@ -1,7 +1,7 @@
-"""From what a request asks of an answer to a grammar: llguidance's dialect of Lark, with JSON Schemas inside. Pure.
+"""The answer form that a request requires, and its grammar in llguidance's dialect of Lark with JSON Schemas. Pure.
 
-An answer may begin with reasoning where the model's template knows of any; what follows is held. What stands around the
-arguments of a call comes from the tool parser (`ToolParser.form`), so that it reads what was held.
+An answer may begin with reasoning if the model's template has reasoning; only the text after it is constrained. The
+text around the arguments of a call comes from the tool parser (`ToolParser.form`), so the parser can read the answer.
 """
 
 from __future__ import annotations
@@ -26,42 +26,56 @@ from headrace_schemas.answer_form import (
 )
 
 Special = Callable[[str], int | None]
-"""The token id of a text that the tokenizer keeps apart from all others; None: it is text like any other."""
+"""Function that returns the id of a special token with this text, or None if the tokenizer has no such token."""
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 _ANYTHING = "/(?s:.*)/"
 _LAYOUT = {"whitespace_flexible": False, "item_separator": r",(\n[ \t]{0,64}| )?", "key_separator": ": ?"}
-"""Of JSON: after a comma a line break with an indentation, a blank, or nothing. More would be an answer of blanks, and
-what `whitespace_pattern` says may be repeated without end in the library's release that vLLM has, 1.7."""
+"""Whitespace in JSON: after a comma a line break with an indentation, a blank, or nothing. A model could fill its
+answer with more whitespace, and vLLM's release of the library (1.7) allows unlimited repetition of
+`whitespace_pattern`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What one answer has to be: JSON, calls, or either of them."""
+    """The form that an answer must have: JSON, tool calls, or either of them."""
 
     schema: Mapping[str, JsonValue] | None
     calls: tuple[Tool, ...] = ()
     forced: bool = False
-    """No answer but calls."""
+    """Whether the answer must be calls."""
     several: bool = True
-    """More than one call at a time."""
+    """Whether an answer may have more than one call."""
 
 
 def form_of(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
 ) -> AnswerForm | None:
-    """`tools` are those on offer. None: the answer may be anything."""
-    wanted = response_format is not None and response_format.constrains
+    """Return the form that a request requires of its answers; None if any answer is allowed.
+
+    Args:
+        choice: the request's `tool_choice`.
+        tools: tools that the model may call.
+        several: whether an answer may have more than one call.
+    """
     if requires_call(choice):
         named = choice.function.name if isinstance(choice, NamedTool) else None
         callable_tools = tuple(tool for tool in tools if named in (None, tool.function.name))
         return AnswerForm(None, callable_tools, forced=True, several=several and named is None)
-    if response_format is None or not wanted:
+    if response_format is None or not response_format.constrains:
         return None
     return AnswerForm(response_format.required_schema, tuple(tools), several=several)
 
 
 def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: bool, opened: bool) -> str:
-    """`thinks`: the model's template knows of reasoning. `opened`: the prompt ended inside of it. Raises `Refused`."""
+    """Return the grammar of an answer form.
+
+    Args:
+        thinks: whether the model's template has reasoning.
+        opened: whether the prompt ends inside reasoning.
+
+    Raises:
+        Refused: the parsers of this replica do not support the form.
+    """
     write = _Writer(parsers, special)
     answers = []
     if not form.forced:
@@ -77,7 +91,7 @@ def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: 
 
 
 class _Writer:
-    """Rules, in the order in which they were needed."""
+    """Writer of the rules of one grammar."""
 
     def __init__(self, parsers: Parsers, special: Special) -> None:
         self.rules: list[str] = [_SPACE]
@@ -88,14 +102,14 @@ class _Writer:
         self.rules.append(f"{name}: {body}\n")
 
     def calls(self, tools: Sequence[Tool], *, forced: bool, several: bool) -> None:
-        written = self._parsers.tools.form
-        if written is None:
+        form = self._parsers.tools.form
+        if form is None:
             field = TOOL_CHOICE if forced else RESPONSE_FORMAT
-            message = f"{field}: the tool parser of this replica (inference.tool_parser) cannot hold an answer to calls"
+            message = f"{field}: the tool parser of this replica (inference.tool_parser) has no grammar for calls"
             raise Refused(400, "unsupported_value", message, field)
         names = [f"call_{number}" for number in range(len(tools))]
         for number, (name, tool) in enumerate(zip(names, tools, strict=True)):
-            before, after = (self._text(part) for part in written(tool.function.name))
+            before, after = (self._text(part) for part in form(tool.function.name))
             self.rule(name, f"{before} arguments_{number} {after}")
             self.rule(f"arguments_{number}", f"%json {_json(_arguments(number, tool))}")
         self.rule("call", " | ".join(names))
@@ -106,7 +120,7 @@ class _Writer:
         if opened and not reasoning.closing:
             message = (
                 f"{RESPONSE_FORMAT}: the prompt ends inside reasoning, and the reasoning parser of this replica "
-                "(inference.reasoning_parser) does not say what ends it"
+                "(inference.reasoning_parser) does not define the tag that ends it"
             )
             raise Refused(400, "unsupported_value", message, RESPONSE_FORMAT)
         if not opened and not (thinks and reasoning.opening and reasoning.closing):
@@ -121,13 +135,13 @@ class _Writer:
         self.rule("start", "thought answer" if opened else f"({self._text(reasoning.opening)} thought)? answer")
 
     def _text(self, text: str) -> str:
-        """What spells `text`: its tags as tokens where the tokenizer keeps them apart, newlines that may be missing."""
+        """Return the expression for `text`, with tags that are special tokens as tokens, and optional newlines."""
         return " ".join(self._pieces(text))
 
     def _pieces(self, text: str) -> Iterator[str]:
         tags = sorted({*self._parsers.tools.tags, *self._parsers.reasoning.tags}, key=len, reverse=True)
-        apart = "|".join(map(re.escape, [*tags, "\n"]))
-        for piece in filter(None, re.split(f"({apart})", text)):
+        separators = "|".join(map(re.escape, [*tags, "\n"]))
+        for piece in filter(None, re.split(f"({separators})", text)):
             token = self._special(piece) if piece in tags else None
             if token is not None:
                 yield f"<[{token}]>"
@@ -138,19 +152,19 @@ class _Writer:
 
 
 def check_depth(form: AnswerForm, depth_max: int) -> None:
-    """Raises `Refused` for a schema that is nested deeper than `depth_max`."""
+    """Raise `Refused` for a schema that is nested deeper than `depth_max`."""
     fields: list[tuple[str, Mapping[str, JsonValue] | None]] = [(RESPONSE_FORMAT, form.schema)]
     fields += [(f"tools.{number}", tool.function.parameters) for number, tool in enumerate(form.calls)]
     for field, schema in fields:
-        if _deeper(schema, depth_max):
+        if _is_deeper(schema, depth_max):
             message = f"{field}: its schema is nested deeper than {depth_max} (inference.grammar.depth_max)"
             raise Refused(400, "schema_too_large", message, field)
 
 
-def _deeper(value: object, room: int) -> bool:
+def _is_deeper(value: object, depth: int) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    return isinstance(value, list) and (room == 0 or any(_deeper(one, room - 1) for one in value))
+    return isinstance(value, list) and (depth == 0 or any(_is_deeper(item, depth - 1) for item in value))
 
 
 def _arguments(number: int, tool: Tool) -> Mapping[str, JsonValue]:
@@ -158,7 +172,7 @@ def _arguments(number: int, tool: Tool) -> Mapping[str, JsonValue]:
     kind = schema.get("type", "object")
     if kind != "object":
         field = f"tools.{number}.function.parameters"
-        raise Refused(400, "invalid_value", f"{field}: must describe an object, which arguments are", field)
+        raise Refused(400, "invalid_value", f"{field}: must describe an object, because arguments are an object", field)
     return {**schema, "type": "object"}
 
 

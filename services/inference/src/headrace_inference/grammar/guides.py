@@ -1,4 +1,4 @@
-"""One choice held to a grammar, by llguidance."""
+"""Guide that constrains one choice to a grammar, with llguidance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GrammarGuide:
-    """See `headrace_inference.engine.Guide`. `end_id` ends an answer that is complete, and so do all of `stop_ids`."""
+    """A `headrace_inference.engine.Guide`. All `stop_ids` are allowed where the grammar allows `end_id`."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end_id: int, stop_ids: Set[int]) -> None:
         self._matcher = matcher
@@ -21,21 +21,21 @@ class GrammarGuide:
         self._end_id = end_id
         self._stop_ids = stop_ids
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
-        self._left = False
+        self._violated = False
 
     def fresh(self) -> GrammarGuide:
-        """The same at its beginning, for another choice."""
+        """Return a copy of the guide in its initial state, for another choice."""
         return GrammarGuide(self._matcher.deep_copy(), self._vocabulary, self._end_id, self._stop_ids)
 
     def replay(self, tokens: Sequence[int]) -> bool:
-        """Accept tokens that were sampled elsewhere. False: they are not of this grammar."""
+        """Accept tokens that another replica sampled, and return whether the grammar allows them."""
         for token in tokens:
             self.accept(token)
         return not self.error
 
     @property
     def error(self) -> str:
-        if self._left:
+        if self._violated:
             return "the grammar does not allow a token that was sampled"
         return "the grammar needs more than a step may take" if self._matcher.is_error() else ""
 
@@ -50,7 +50,7 @@ class GrammarGuide:
         if token in self._stop_ids or self.error:
             return
         allowed = self._matcher.consume_token(token)
-        self._left = not allowed and not self._matcher.is_error()
+        self._violated = not allowed and not self._matcher.is_error()
 
 
 _BITS = np.left_shift(np.ones(32, np.uint32), np.arange(32, dtype=np.uint32)).view(np.int32)

@@ -1,4 +1,4 @@
-"""The section `[inference.grammar]`: what the grammar of one request may take."""
+"""The section `[inference.grammar]`: bounds of the grammar of one request."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from headrace_runtime.settings import Section
 
 
 class GrammarSettings(Section):
-    """Bounds of `response_format` and forced tool calls. What is beyond them is refused with 400."""
+    """Bounds of `response_format` and forced tool calls. Requests beyond them are refused with 400."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     bytes_max: Annotated[int, Field(ge=256)] = 65_536
     """Largest grammar of a request as text: its JSON Schema, or those of the tools that it may call."""
     depth_max: Annotated[int, Field(ge=4, le=128)] = 48
-    """Deepest nesting of a JSON Schema, `$ref` not followed."""
+    """Deepest nesting of a JSON Schema. References (`$ref`) are not followed."""
     compile_timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """How long a grammar may take to become a guide, once its turn has come."""
+    """Seconds that the compilation of a grammar may take after it has begun."""
     threads: Annotated[int, Field(ge=1, le=16)] = 1
     """Threads that compile grammars beside the event loop."""
     waiting_max: Annotated[int, Field(ge=1)] = 32
-    """Grammars that may wait for a thread; more are answered `overloaded`."""
+    """Grammars that may wait for a thread; further requests get the error `overloaded`."""
     cached: Annotated[int, Field(ge=0, le=10_000)] = 256
-    """Compiled grammars that are kept for the next request; the least recently used goes first."""
+    """Compiled grammars in the cache. The least recently used is removed first."""

@@ -1,4 +1,4 @@
-"""One chat completion: messages to a prompt, the engine, tokens to an answer; whole or as a stream."""
+"""Chat completions, streamed or in one response: tokenizes messages, runs the engine, and formats its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
-from headrace_inference.chat.parsers import Asked, Parsers
+from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_inference.engine import NOBODY, AnswerScorer, Engine, Finish, Generation, Sampling, Share, Start, Tokens
 from headrace_inference.errors import EngineFailed, TokenOutOfVocabulary
@@ -26,51 +26,53 @@ from headrace_schemas.resume import FIELD as RESUME
 from headrace_schemas.resume import ResumedChoice
 from headrace_schemas.scoring import TokensToScore
 
-_SHOWN_BYTES = 100
-"""About what one token's logprob takes in an answer."""
+_LOGPROB_BYTES = 100
+"""Approximate size of one token's logprob in a response."""
 
 
 @dataclass(slots=True)
 class _Choice:
+    """State of one choice while it is generated."""
+
     index: int
     answer: Answer
     resumed: bool = False
-    """The client has seen its beginning."""
+    """Whether the client has received its beginning."""
     complete: bool = False
-    """The client has seen its end."""
+    """Whether the client has received its end."""
     finish: Finish | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request as the engine takes it, and the choices that its answers go to."""
+    """A request in the form that the engine takes, and its choices."""
 
     prompt: Prompt
     sampling: Sampling
     choices: list[_Choice]
     starts: list[Start]
     form: AnswerForm | None
-    """What the answers are held to."""
+    """Form that the answers must have."""
     opened: bool
-    """The prompt ended inside reasoning."""
+    """Whether the prompt ends inside reasoning."""
 
 
 class Completions:
-    """Begins completions. Shared by all requests. What may take long is done in threads."""
+    """Starts completions. Shared by all requests. Work that may take long runs in threads."""
 
     def __init__(
         self,
         engine: Engine,
         prompts: ExactPrompts,
         parsers: Parsers,
-        aside: WorkerThreads,
+        worker_threads: WorkerThreads,
         grammars: GrammarCompiler,
         limits: RenderLimits = UNLIMITED,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._parsers = parsers
-        self._aside = aside
+        self._worker_threads = worker_threads
         self._grammars = grammars
         self._limits = limits
 
@@ -82,14 +84,18 @@ class Completions:
         size_bytes: int = 0,
         share: Share = NOBODY,
     ) -> Completion:
-        """Raises `Refused`. Afterwards the engine is at work, and the caller must close the completion.
+        """Start the generation for a request. The caller must close the completion.
 
-        `size_bytes` is the size of the request's body.
+        Args:
+            size_bytes: size of the request's body.
+
+        Raises:
+            Refused: the request cannot be served.
         """
         started = time.monotonic()
-        prepared = await self._aside.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
+        prepared = await self._worker_threads.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
         if prepared.form is not None:
-            prepared = await self._held(prepared, prepared.form, version, tokenizer)
+            prepared = await self._add_grammar(prepared, prepared.form, version, tokenizer)
         generation = None
         if prepared.starts:
             generation = self._engine.generate(
@@ -101,49 +107,53 @@ class Completions:
                 share=replace(share, salt=request.cache_salt or ""),
             )
         shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
-        return Completion(self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._aside)
+        return Completion(
+            self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._worker_threads
+        )
 
     async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
-        """The logprobs of given answers. Raises `Refused`."""
+        """Return the logprobs of the tokens of given answers. Raises `Refused` if the engine cannot compute them."""
         engine: object = self._engine
         if not isinstance(engine, AnswerScorer):
-            raise Refused(400, "unsupported", f"engine {self._engine.name} says no logprobs of given tokens")
-        for number, one in enumerate(answers):
-            if one.temperature < SAMPLED_TEMPERATURE_MIN:
-                where = f"answers.{number}.temperature"
-                message = f"{where}: nothing is sampled below {SAMPLED_TEMPERATURE_MIN:g}; score such answers at 1"
-                raise Refused(400, "invalid_value", message, where)
-            for name, ids in (("prompt_token_ids", one.prompt_token_ids), ("token_ids", one.token_ids)):
+            raise Refused(400, "unsupported", f"engine {self._engine.name} cannot compute logprobs of given tokens")
+        for number, answer in enumerate(answers):
+            if answer.temperature < SAMPLED_TEMPERATURE_MIN:
+                field = f"answers.{number}.temperature"
+                message = f"{field}: sampling below {SAMPLED_TEMPERATURE_MIN:g} is greedy; score such answers at 1"
+                raise Refused(400, "invalid_value", message, field)
+            for name, ids in (("prompt_token_ids", answer.prompt_token_ids), ("token_ids", answer.token_ids)):
                 if any(token >= self._engine.vocabulary(version) for token in ids):
-                    where = f"answers.{number}.{name}"
-                    raise Refused(400, "invalid_value", f"{where}: holds ids that {version} does not have", where)
+                    field = f"answers.{number}.{name}"
+                    raise Refused(400, "invalid_value", f"{field}: contains ids that {version} does not have", field)
         return await engine.score(version, answers)
 
-    async def _held(self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer) -> _Prepared:
-        """With the grammar that its answers are held to, for the engine and for each choice."""
+    async def _add_grammar(
+        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer
+    ) -> _Prepared:
+        """Compile the grammar of the form, and return the request with the grammar and a guide for each choice."""
         if not self._engine.grammars:
             field = TOOL_CHOICE if form.forced else RESPONSE_FORMAT
-            message = f"{field}: engine {self._engine.name} holds no answer to a form"
+            message = f"{field}: engine {self._engine.name} cannot constrain answers"
             raise Refused(400, "unsupported_value", message, field)
         vocabulary = self._engine.vocabulary(version)
         resumed = [start.resumed for start in prepared.starts]
-        held = await self._grammars.compile(form, tokenizer, vocabulary, resumed, opened=prepared.opened)
-        starts = [replace(start, guide=guide) for start, guide in zip(prepared.starts, held.guides, strict=True)]
-        return replace(prepared, sampling=replace(prepared.sampling, grammar=held.text), starts=starts)
+        grammar = await self._grammars.compile(form, tokenizer, vocabulary, resumed, opened=prepared.opened)
+        starts = [replace(start, guide=guide) for start, guide in zip(prepared.starts, grammar.guides, strict=True)]
+        return replace(prepared, sampling=replace(prepared.sampling, grammar=grammar.text), starts=starts)
 
     def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
-        """In any thread."""
+        """Render and tokenize the prompt, and create the choices. May be called in any thread."""
         tools = request.offered_tools
         extra = request.chat_template_kwargs or {}
         salt = request.cache_salt or ""
         prompt = self._prompts.build(tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits)
-        if request.resumed_prompt is not None:  # whoever began knew the conversation's own tokens
+        if request.resumed_prompt is not None:  # the replica that began had the exact tokens
             self._check_ids(request.resumed_prompt, version, tokenizer, RESUME)
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
         self._check_ids(prompt.token_ids, version, tokenizer, "messages")
         stops = request.stop or ()
-        asked = Asked(tokenizer.outer, tools)
-        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops, asked=asked)
+        context = ParserContext(tokenizer.outer, tools)
+        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops, context=context)
         sampling = self._sampling(request, version, tokenizer)
         choices: list[_Choice] = []
         starts: list[Start] = []
@@ -167,7 +177,7 @@ class Completions:
         version: str,
         tokenizer: ChatTokenizer,
     ) -> None:
-        """Replay what the client already has, silently. It may hold the end already, without having said so."""
+        """Replay the tokens that the client has received. They may end the choice although the client got no end."""
         ids = resumed.token_ids
         self._check_ids(ids, version, tokenizer, RESUME)
         choice.resumed = True
@@ -185,7 +195,7 @@ class Completions:
         return request.sampling(frozenset(token for token in tokenizer.stop_ids if 0 <= token < vocabulary))
 
     def _check_ids(self, ids: Sequence[int], version: str, tokenizer: ChatTokenizer, field: str) -> None:
-        """Raise `TokenOutOfVocabulary` with the token's own text."""
+        """Raise `TokenOutOfVocabulary` for an id that the model does not have."""
         vocabulary = self._engine.vocabulary(version)
         if max(ids, default=0) >= vocabulary:
             outside = next(token for token in ids if token >= vocabulary)
@@ -193,7 +203,7 @@ class Completions:
 
 
 class Completion:
-    """One request while it is answered. Use `whole` or `stream`, once, and `close` in any case."""
+    """One request while it is answered. Call either `complete` or `stream`, once, and always `close`."""
 
     def __init__(
         self,
@@ -203,10 +213,10 @@ class Completion:
         choices: list[_Choice],
         generation: Generation | None,
         started: float,
-        aside: WorkerThreads,
+        worker_threads: WorkerThreads,
     ) -> None:
         self._prompts = prompts
-        self._aside = aside
+        self._worker_threads = worker_threads
         self._prompt = prompt
         self._wire = shape
         self._choices = choices
@@ -216,29 +226,31 @@ class Completion:
         self._begun = False
 
     def close(self) -> None:
-        """Stop the engine's work on it, if there is any left."""
+        """Abort the generation if it is not finished."""
         if self._generation is not None:
             self._generation.close()
 
-    async def whole(self) -> bytes:
-        """The whole answer as JSON. Raises `EngineFailed`."""
-        found: dict[int, bytes] = {}
+    async def complete(self) -> bytes:
+        """Wait for all choices, and return the response as JSON. Raises `EngineFailed`."""
+        formatted: dict[int, bytes] = {}
         async for tokens in self._tokens():
-            shown = len(tokens.token_ids) * (1 + len(tokens.top[0] if tokens.top else ()))
-            found[tokens.choice] = await self._aside.run(shown * _SHOWN_BYTES, partial(self._read, tokens))
-        choices = [found[index] for index in sorted(found)]
+            logprobs = len(tokens.token_ids) * (1 + len(tokens.top[0] if tokens.top else ()))
+            formatted[tokens.choice] = await self._worker_threads.run(
+                logprobs * _LOGPROB_BYTES, partial(self._format, tokens)
+            )
+        choices = [formatted[index] for index in sorted(formatted)]
         return self._wire.completion(self._prompt.token_ids, choices, self._usage())
 
-    def _read(self, tokens: Tokens) -> bytes:
-        """A finished choice as JSON. In any thread."""
-        assert tokens.finish is not None, "an answer in one piece is finished"
+    def _format(self, tokens: Tokens) -> bytes:
+        """Return a finished choice as JSON. May be called in any thread."""
+        assert tokens.finish is not None, "without streaming a choice arrives when it is finished"
         choice = self._choices[tokens.choice]
         choice.answer.feed(tokens.token_ids)
         choice.answer.end()
         return self._wire.choice(tokens, choice.answer.message, self._finish(choice, tokens.finish))
 
     async def stream(self, *, include_usage: bool) -> AsyncIterator[bytes]:
-        """Server-sent events up to `[DONE]`; when the engine fails, up to an error and no `[DONE]`."""
+        """Yield server-sent events up to `[DONE]`. If the engine fails, the last event is an error instead."""
         for event in self._opening():
             yield event
         try:
@@ -255,14 +267,14 @@ class Completion:
         yield wire.DONE
 
     def _opening(self) -> list[bytes]:
-        """The prompt, the choices that begin, and the ends that a resumed choice was still owed."""
+        """Return the first events: the prompt, new choices, and ends of resumed choices that the client did not get."""
         prompt_ids = self._prompt.token_ids
-        fresh = [choice.index for choice in self._choices if not choice.resumed]
-        events = [self._wire.opening(index, prompt_ids, first=index == fresh[0]) for index in fresh]
-        if not fresh:
+        new = [choice.index for choice in self._choices if not choice.resumed]
+        events = [self._wire.opening(index, prompt_ids, first=index == new[0]) for index in new]
+        if not new:
             events.append(self._wire.prompt(prompt_ids))
-        owed = [choice for choice in self._choices if choice.finish is not None and not choice.complete]
-        return events + [self._advance(choice, Tokens(choice.index, finish=choice.finish)) for choice in owed]
+        unreported = [choice for choice in self._choices if choice.finish is not None and not choice.complete]
+        return events + [self._advance(choice, Tokens(choice.index, finish=choice.finish)) for choice in unreported]
 
     def _advance(self, choice: _Choice, tokens: Tokens) -> bytes:
         called = choice.answer.calls

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`. A field that is unknown or not supported is refused by name."""
+"""Body of `POST /v1/chat/completions`. Unknown and unsupported fields are refused with their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StreamOptions(Model):
 
 
 class ChatMessage(Message):
-    """A message with what SDKs echo back along with it, which must say nothing."""
+    """A message with further fields that SDKs send back with answers. They must be empty."""
 
     name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     refusal: None = None
@@ -39,7 +39,7 @@ class ChatMessage(Message):
 
 
 class ChatRequest(Model):
-    """A request that was understood. Lists and numbers keep OpenAI's ranges."""
+    """A chat completion request. Lists and numbers have OpenAI's ranges."""
 
     model_config = ConfigDict(strict=True)
 
@@ -48,7 +48,7 @@ class ChatRequest(Model):
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
+    """`false` limits a forced call to one. Otherwise the model determines the number of calls."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -62,19 +62,19 @@ class ChatRequest(Model):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[Text, ...] | None, Field(max_length=_STOPS_MAX), BeforeValidator(stop_strings)] = None
     ignore_eos: bool | None = None
-    """vLLM's extension: go on past the end of the turn, up to `max_tokens`."""
+    """vLLM's extension: continue past the end of the turn, up to `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_TOP_LOGPROBS_MAX)] | None = None
     return_token_ids: bool | None = None
-    """vLLM's extension: `prompt_token_ids` and `choices[].token_ids`."""
+    """vLLM's extension: return `prompt_token_ids` and `choices[].token_ids`."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """vLLM's extension: variables for the chat template."""
     response_format: ResponseFormat | None = None
     cache_salt: Text | None = None
-    """vLLM's extension: what is cached of a prompt is used again for requests of the same salt alone."""
+    """vLLM's extension: the cached KV of a prompt is reused only for requests with the same salt."""
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
-    """`user` and `metadata` are labels; they change nothing."""
+    """`user` and `metadata` are labels without an effect."""
     headrace_resume: Resume | None = None
 
     @model_validator(mode="after")
@@ -88,36 +88,40 @@ class ChatRequest(Model):
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream: true")
         if self.ignore_eos and constrained_fields(self.response_format, self.tool_choice):
-            raise ValueError("ignore_eos: an answer that is held to a form ends with it")
+            raise ValueError("ignore_eos cannot be combined with response_format or a forced call; leave it out")
         return self
 
     @property
     def choices(self) -> int:
+        """Number of choices."""
         return self.n or 1
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told about: none when it must not call any."""
+        """Tools that the prompt contains: none if `tool_choice` is `none`."""
         return () if self.tool_choice == "none" else self.tools or ()
 
     @property
     def form(self) -> AnswerForm | None:
-        """What the answers are held to; None: nothing."""
+        """Form that the answers must have; None if any answer is allowed."""
         several = self.parallel_tool_calls is not False
         return form_of(self.response_format, self.tool_choice, self.offered_tools, several=several)
 
     @property
     def resumed(self) -> dict[int, ResumedChoice]:
+        """Choices that another replica began, by index."""
         return {choice.index: choice for choice in self.headrace_resume.choices} if self.headrace_resume else {}
 
     @property
     def resumed_prompt(self) -> tuple[int, ...] | None:
-        """The prompt that resumed tokens were sampled after, when the request says it."""
+        """Token ids of the prompt after which the resumed tokens were sampled, if the request has them."""
         return self.headrace_resume.prompt_token_ids if self.headrace_resume else None
 
     def sampling(self, stop_ids: frozenset[int]) -> Sampling:
-        """OpenAI's defaults where the client made no choice; never the model's own `generation_config`. A temperature
-        below `SAMPLED_TEMPERATURE_MIN` is greedy."""
+        """Return the sampling parameters, with OpenAI's defaults instead of the model's `generation_config`.
+
+        A temperature below `SAMPLED_TEMPERATURE_MIN` is greedy.
+        """
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             max_tokens=self.max_tokens or self.max_completion_tokens,
@@ -133,10 +137,14 @@ class ChatRequest(Model):
 
 
 def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
-    """Raises `Refused` 400 with the field at fault, never with what it held (it may be user text); 413 when `body` has
-    more than `values_max` JSON values."""
+    """Parse the body of a request.
+
+    Raises:
+        Refused: 400 with the invalid field, but without its value, which may be user text; 413 if `body` has more than
+            `values_max` JSON values.
+    """
     if more_values_than(body, values_max):
-        message = f"the request body holds more than {values_max} JSON values (inference.json_values_max)"
+        message = f"the request body has more than {values_max} JSON values (inference.json_values_max)"
         raise Refused(413, "too_many_values", message)
     try:
         request = ChatRequest.model_validate_json(body)
@@ -144,7 +152,7 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
         problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
         raise _refusal(problem["type"], ".".join(map(str, problem["loc"])), problem["msg"]) from None
     if request.choices > choices_max:
-        raise Refused(400, "invalid_value", f"n: at most {choices_max} choices per request here", "n")
+        raise Refused(400, "invalid_value", f"n: must be at most {choices_max} (inference.choices_max)", "n")
     try:
         check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
     except ValueError as error:
@@ -153,12 +161,12 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
     return request
 
 
-def _refusal(kind: str, where: str, message: str) -> Refused:
+def _refusal(kind: str, field: str, message: str) -> Refused:
     if kind == "json_invalid":
         return Refused(400, "invalid_json", f"the body is not valid JSON: {message}")
     if kind == "extra_forbidden":
-        return Refused(400, "unknown_field", f"{where}: unknown or unsupported field", where)
-    return Refused(400, "invalid_value", f"{where or 'the body'}: {message}", where or None)
+        return Refused(400, "unknown_field", f"{field}: unknown or unsupported field", field)
+    return Refused(400, "invalid_value", f"{field or 'the body'}: {message}", field or None)
 
 
 def _check_resumed(request: ChatRequest) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP interface of one replica."""
+"""HTTP interface of one replica."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace_inference.engine import Share
 from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
-from headrace_inference.http.streaming import EventStream, unless_left
+from headrace_inference.http.streaming import EventStream, unless_disconnected
 from headrace_runtime import tracing, web
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
@@ -33,7 +33,7 @@ _SESSION_LENGTH_MAX = 64
 
 @dataclass(frozen=True)
 class Served:
-    """A version that answers."""
+    """A version that answers requests."""
 
     version: str
     tokenizer: ChatTokenizer
@@ -43,18 +43,18 @@ class Served:
 
 
 class Versions(Protocol):
-    """Which versions answer here."""
+    """Versions that answer on this replica."""
 
     def serving(self) -> Sequence[Served]:
-        """All that answer now."""
+        """Return all versions that answer now."""
 
     def find(self, model: str) -> Served:
-        """By exact version, or by model name where exactly one version of it is ready. Raises `UnknownVersion`."""
+        """Return an exact version, or the only ready version of a model. Raises `UnknownVersion`."""
 
 
 @dataclass(frozen=True)
 class RequestBounds:
-    """What one request may take."""
+    """Bounds of one request."""
 
     body_bytes_max: int
     choices_max: int
@@ -62,18 +62,24 @@ class RequestBounds:
 
 
 class Api:
-    """`POST /v1/chat/completions` and `GET /v1/models`, next to the pages that every service has."""
+    """Routes `/v1/chat/completions`, `/v1/models` and `/v1/logprobs`, besides the pages that every service has."""
 
     def __init__(
-        self, common: Common, versions: Versions, completions: Completions, limits: RequestBounds, aside: WorkerThreads
+        self,
+        common: Common,
+        versions: Versions,
+        completions: Completions,
+        limits: RequestBounds,
+        worker_threads: WorkerThreads,
     ) -> None:
         self._common = common
         self._versions = versions
         self._completions = completions
         self._limits = limits
-        self._aside = aside
+        self._worker_threads = worker_threads
 
     def app(self, checks: Mapping[str, web.Check]) -> Starlette:
+        """Return the application. `checks` are its readiness checks."""
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -100,37 +106,37 @@ class Api:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _logprobs(self, request: Request) -> Response:
-        """Of given answers (`headrace_schemas.scoring`)."""
+        """Respond with the logprobs of given answers (`headrace_schemas.scoring`)."""
         web.require_internal_key(request, self._common)
         body = await _body(request, self._limits.body_bytes_max)
-        asked = await self._aside.run(len(body), partial(_score_request, body))
-        served = self._versions.find(asked.model)
-        found = await self._completions.score(served.version, asked.answers)
+        score_request = await self._worker_threads.run(len(body), partial(_score_request, body))
+        served = self._versions.find(score_request.model)
+        logprobs = await self._completions.score(served.version, score_request.answers)
         metrics.REQUESTS.labels("200").inc()
-        said = ScoredAnswers(logprobs=tuple(tuple(one) for one in found))
-        return Response(said.model_dump_json(), media_type="application/json")
+        scored = ScoredAnswers(logprobs=tuple(tuple(answer) for answer in logprobs))
+        return Response(scored.model_dump_json(), media_type="application/json")
 
     async def _chat(self, request: Request) -> Response:
         web.require_internal_key(request, self._common)
         with tracing.span(request.headers.get("traceparent")):
             body = await _body(request, self._limits.body_bytes_max)
-            asked = await self._aside.run(len(body), partial(self._parse, body))
-            served = self._versions.find(asked.model)
+            chat = await self._worker_threads.run(len(body), partial(self._parse, body))
+            served = self._versions.find(chat.model)
             completion = await self._completions.begin(
-                asked, served.version, served.tokenizer, len(body), _share_of(request)
+                chat, served.version, served.tokenizer, len(body), _share_of(request)
             )
-        if asked.stream:
+        if chat.stream:
             metrics.REQUESTS.labels("200").inc()
-            options = asked.stream_options
+            options = chat.stream_options
             events = completion.stream(include_usage=options is not None and options.include_usage)
             return EventStream(events, completion.close)
         try:
-            answer = await unless_left(request.receive, completion.whole())
+            answer = await unless_disconnected(request.receive, completion.complete())
         finally:
             completion.close()
         if answer is None:
             metrics.REQUESTS.labels("499").inc()
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         metrics.REQUESTS.labels("200").inc()
         return Response(answer, media_type="application/json")
 
@@ -139,23 +145,26 @@ class Api:
 
 
 def _share_of(request: Request) -> Share:
-    """Return whose call the gateway forwards (`headrace_schemas.scheduling`); the salt comes from the body."""
+    """Return the session and the purpose of a call that the gateway forwards (`headrace_schemas.scheduling`).
+
+    The salt is in the body of the request.
+    """
     session = web.header_of(request, SESSION_HEADER)[:_SESSION_LENGTH_MAX]
     return Share(session=session, background=web.header_of(request, PURPOSE_HEADER) == BACKGROUND)
 
 
 def _score_request(body: bytes) -> ScoreRequest:
-    """Raises `Refused`."""
+    """Parse the body of a request for logprobs. Raises `Refused`."""
     try:
         return ScoreRequest.model_validate_json(body)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, problem["loc"])) or "body"
-        raise Refused(400, "invalid_value", f"{where}: {problem['msg']}", where) from None
+        field = ".".join(map(str, problem["loc"])) or "body"
+        raise Refused(400, "invalid_value", f"{field}: {problem['msg']}", field) from None
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The body, read no further than `limit`."""
+    """Read the body of a request. Raises `Refused` as soon as it is larger than `limit` bytes."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -167,7 +176,7 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
-    """Every error in OpenAI's shape. What is not expected says nothing about its inside."""
+    """Return the response for an error in OpenAI's format. Unexpected errors reveal no details."""
     status, code, param, message = 500, "internal_error", None, "internal error"
     headers = {}
     if isinstance(error, Refused):

@@ -1,4 +1,4 @@
-"""Streams an answer whose client may disconnect at any time."""
+"""Responses to clients that may disconnect at any time."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None as soon as the client has gone; `work` is cancelled then.
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
 
     The request's body must have been read.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
+    disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnection), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnection):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnection, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Server-sent events. `close` is called when they end, for whatever reason."""
+    """Response of server-sent events. `close` is called when the response ends, for any reason."""
 
     media_type = "text/event-stream"
 
@@ -41,7 +41,7 @@ class EventStream(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_left(receive, self._send(send))
+            await unless_disconnected(receive, self._send(send))
         finally:
             self._close()
 
@@ -52,6 +52,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The JSON of answers, as a vLLM server writes it (vLLM 0.32, `return_token_ids`)."""
+"""JSON of responses in the format of a vLLM server (vLLM 0.32, `return_token_ids`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from headrace_schemas import Message
 Json = dict[str, Any]
 
 _PORTION = 256
-"""Tokens whose logprobs are written at a time."""
+"""Tokens whose logprobs are serialized in one call."""
 
 IMPOSSIBLE = -9999.0
-"""How OpenAI and vLLM write the logprob of a token that could not be sampled; JSON has no infinity."""
+"""Logprob that OpenAI and vLLM report for a token that could not be sampled. JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What all parts of one answer have in common. `model` is the version that was really used (P3)."""
+    """Formatter of one response. `model` is the version that the engine used (P3)."""
 
     tokenizer: ChatTokenizer
     model: str
@@ -36,6 +36,7 @@ class Wire:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, prompt_ids: Sequence[int], choices: Sequence[bytes], usage: Json) -> bytes:
+        """Return a response that is not streamed. `choices` are already JSON."""
         body = self._frame("chat.completion", [])
         del body["choices"]
         body["usage"] = usage
@@ -44,10 +45,13 @@ class Wire:
         return b"".join([to_json(body)[:-1], b',"choices":[', b",".join(choices), b"]}"])
 
     def choice(self, tokens: Tokens, message: Message, finish: str) -> bytes:
-        """One choice of a whole answer. Written in portions: the writer keeps the interpreter's lock."""
-        spoken = message.model_dump(mode="json", exclude_none=True)
-        spoken.setdefault("content", None)
-        body: Json = {"index": tokens.choice, "message": spoken, "finish_reason": finish}
+        """Return one choice of a response that is not streamed.
+
+        Logprobs are serialized in portions, because the serializer keeps the interpreter's lock.
+        """
+        fields = message.model_dump(mode="json", exclude_none=True)
+        fields.setdefault("content", None)
+        body: Json = {"index": tokens.choice, "message": fields, "finish_reason": finish}
         if self.token_ids:
             body["token_ids"] = tokens.token_ids
         if not self.logprobs:
@@ -57,7 +61,7 @@ class Wire:
         return b"".join([to_json(body)[:-1], b',"logprobs":{"content":[', b",".join(entries), b"]}}"])
 
     def opening(self, choice: int, prompt_ids: Sequence[int], *, first: bool) -> bytes:
-        """The chunk that opens a choice; the first of all carries the prompt."""
+        """Return the chunk that opens a choice. The first one of a stream contains the prompt's token ids."""
         delta = {"role": "assistant", "content": ""}
         opened: Json = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         body = self._frame("chat.completion.chunk", [opened])
@@ -66,26 +70,27 @@ class Wire:
         return _event(body)
 
     def prompt(self, prompt_ids: Sequence[int]) -> bytes:
-        """The chunk that carries the prompt when no choice is opened."""
+        """Return the chunk with the prompt's token ids for a stream that opens no choice."""
         body = self._frame("chat.completion.chunk", [])
         if self.token_ids:
             body["prompt_token_ids"] = prompt_ids
         return _event(body)
 
     def chunk(self, tokens: Tokens, delta: Delta, first_call: int, finish: str | None) -> bytes:
-        """New tokens of a choice with what they made readable, which may be nothing yet."""
-        spoken: Json = {}
+        """Return a chunk with new tokens of a choice and the text that they complete, which may be empty."""
+        fields: Json = {}
         if delta.reasoning:
-            spoken["reasoning_content"] = delta.reasoning
+            fields["reasoning_content"] = delta.reasoning
         if delta.content:
-            spoken["content"] = delta.content
+            fields["content"] = delta.content
         if delta.calls:
             calls = enumerate(delta.calls, first_call)
-            spoken["tool_calls"] = [{"index": at, **call.model_dump(mode="json")} for at, call in calls]
-        choice = {"index": tokens.choice, "delta": spoken, "finish_reason": finish}
+            fields["tool_calls"] = [{"index": index, **call.model_dump(mode="json")} for index, call in calls]
+        choice = {"index": tokens.choice, "delta": fields, "finish_reason": finish}
         return _event(self._frame("chat.completion.chunk", [self._with_tokens(choice, tokens)]))
 
     def usage(self, usage: Json) -> bytes:
+        """Return the chunk with the usage block."""
         return _event({**self._frame("chat.completion.chunk", []), "usage": usage})
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
@@ -106,19 +111,20 @@ class Wire:
         ]
 
     def _token(self, token: int, logprob: float) -> Json:
-        shown = self.tokenizer.token(token)
-        return {"token": shown.text, "logprob": max(logprob, IMPOSSIBLE), "bytes": shown.bytes}
+        token_text = self.tokenizer.token(token)
+        return {"token": token_text.text, "logprob": max(logprob, IMPOSSIBLE), "bytes": token_text.bytes}
 
 
 DONE = b"data: [DONE]\n\n"
 
 
 def error_event(message: str, code: str) -> bytes:
-    """The last event of a stream that cannot be finished; no `[DONE]` follows."""
+    """Return the last event of a stream that failed. No `[DONE]` follows it."""
     return _event({"error": {"message": message, "type": "server_error", "code": code, "param": None}})
 
 
 def usage(prompt: int, completion: int, cached: int) -> Json:
+    """Return the usage block for these numbers of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

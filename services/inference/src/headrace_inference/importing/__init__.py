@@ -1,4 +1,4 @@
-"""From a folder of somebody else's to a version that a replica would take, and from an adapter to whole weights.
+"""Import of model folders as versions, and export of an adapter merged with its base.
 
-Nothing is stored that the loading code of a replica refuses.
+The import uses the loading code of a replica, so that it stores no version that a replica would refuse.
 """

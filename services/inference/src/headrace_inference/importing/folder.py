@@ -1,7 +1,7 @@
-"""A folder in the layout of Hugging Face, or an adapter in that of PEFT, as a version in the blob store. Blocks.
+"""Import of a folder in the layout of Hugging Face, or of an adapter in that of PEFT, as a version. Blocks.
 
-The fingerprint is what transformers' own attention answers. The loading code of a replica has to answer the same, else
-the folder is refused: it would be refused by every replica, later and in front of users.
+The fingerprint is computed with transformers' own attention. If the loading code of a replica computes other logprobs,
+the folder is refused, because every replica would refuse the version later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class Importer:
-    """`take` folders. Loads on the device and with the types of `[inference.torch]`."""
+    """Imports folders. Loads weights onto the device and with the types of `[inference.torch]`."""
 
     def __init__(self, blobs: BlobStore, settings: InferenceSettings) -> None:
         self._blobs = blobs
@@ -39,16 +39,21 @@ class Importer:
         self._device, self._dtype = device_and_type(self._torch)
         self._loader = Loader(self._device, self._dtype, self._torch.context_tokens_max, trace=False)
 
-    def take(self, line: FolderLine) -> StoredLine:
-        """Raises `VersionUnusable`, `CorruptBlob` or `Unavailable`. Then nothing of it is a version."""
+    def import_folder(self, line: FolderLine) -> StoredLine:
+        """Store a folder as a version.
+
+        Raises:
+            VersionUnusable: a replica would refuse the version. No version is stored.
+            CorruptBlob, Unavailable: the blob store failed. No version is stored.
+        """
         folder = Path(line.folder)
-        known = _exported(folder)
-        if known is not None and line.name in (None, known.name):
-            return self._as_exported(folder, known)
+        exported = _exported(folder)
+        if exported is not None and line.name in (None, exported.name):
+            return self._as_exported(folder, exported)
         if line.name is None:
-            raise VersionUnusable(f"{folder} has no {MANIFEST_FILE} of an export; name the model that it shall be")
-        made = self._adapter(folder, line) if adapters.is_adapter(folder) else self._full(folder, line.name)
-        return self._store(folder, made)
+            raise VersionUnusable(f"{folder} has no {MANIFEST_FILE} of an export; give the model a name")
+        manifest = self._adapter(folder, line) if adapters.is_adapter(folder) else self._full(folder, line.name)
+        return self._store(folder, manifest)
 
     def _full(self, folder: Path, name: str) -> Manifest:
         _check_files(folder)
@@ -62,7 +67,7 @@ class Importer:
             template_sha256=versions.template_digest(folder),
         )
         tokenizer = ChatTokenizer(folder, draft)
-        manifest = _with(draft, native.answers(folder, None, self._device, self._dtype))
+        manifest = _with_fingerprint(draft, native.fingerprint_of(folder, None, self._device, self._dtype))
         model = self._loader.load(folder, manifest, None, None)
         _check_tokenizer(tokenizer, model, folder)
         self._check_answers(model, manifest)
@@ -87,16 +92,16 @@ class Importer:
                 tokenizer_sha256=base_manifest.tokenizer_sha256,
                 template_sha256=base_manifest.template_sha256,
             )
-            manifest = _with(draft, native.answers(base, folder, self._device, self._dtype))
-            below = self._loader.load(base, base_manifest, None, None)
-            model = self._loader.load(folder, manifest, below, base)
+            manifest = _with_fingerprint(draft, native.fingerprint_of(base, folder, self._device, self._dtype))
+            base_model = self._loader.load(base, base_manifest, None, None)
+            model = self._loader.load(folder, manifest, base_model, base)
             self._check_answers(model, manifest)
-            if probe(model, below, self._torch.probe_tolerance).parent_max_abs_delta == 0:
-                raise VersionUnusable(f"{folder}: the adapter changes nothing of what {base_manifest.version} answers")
+            if probe(model, base_model, self._torch.probe_tolerance).parent_max_abs_delta == 0:
+                raise VersionUnusable(f"{folder}: the adapter does not change the logprobs of {base_manifest.version}")
         return manifest
 
     def _as_exported(self, folder: Path, manifest: Manifest) -> StoredLine:
-        """The very version that was exported, if every file still hashes to its name."""
+        """Store the version that was exported to the folder. Raises `VersionUnusable` if a file has changed."""
         for file in manifest.files:
             path = folder / file.path
             if not path.is_file():
@@ -109,63 +114,65 @@ class Importer:
         return StoredLine(version=manifest.version, manifest=ref)
 
     def _check_answers(self, model: Model, manifest: Manifest) -> None:
-        found = probe(model, None, self._torch.probe_tolerance)
-        if not found.passed:
+        result = probe(model, None, self._torch.probe_tolerance)
+        if not result.passed:
             raise VersionUnusable(
-                f"{manifest.version}: our engine answers otherwise than transformers' own attention, by "
-                f"{found.max_abs_delta:.3g} nats; inference.torch.probe_tolerance is {self._torch.probe_tolerance:g}"
+                f"{manifest.version}: the logprobs of the engine differ from those of transformers' own attention by "
+                f"{result.max_abs_delta:.3g} nats; inference.torch.probe_tolerance is {self._torch.probe_tolerance:g}"
             )
 
     def _store(self, folder: Path, manifest: Manifest) -> StoredLine:
         gc.collect()
-        stored = tuple(one for one in versions.store_files(self._blobs, folder) if one.path != MANIFEST_FILE)
-        if [one.blob.sha256 for one in stored] != [one.blob.sha256 for one in manifest.files]:
+        stored = tuple(file for file in versions.store_files(self._blobs, folder) if file.path != MANIFEST_FILE)
+        if [file.blob.sha256 for file in stored] != [file.blob.sha256 for file in manifest.files]:
             raise VersionUnusable(f"{folder} was changed while it was read; try again")
         _, ref = versions.store_manifest(self._blobs, manifest)
         return StoredLine(version=manifest.version, manifest=ref)
 
 
 def _exported(folder: Path) -> Manifest | None:
+    """Return the manifest of a version that was exported to the folder; None without one."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
     try:
         return Manifest.model_validate_json(path.read_bytes(), extra="ignore")
     except ValueError as error:
-        raise VersionUnusable(f"{path} is no manifest: {error}") from None
+        raise VersionUnusable(f"{path} is not a manifest: {error}") from None
 
 
 def _check_files(folder: Path) -> None:
     if not folder.is_dir():
         raise VersionUnusable(f"{folder} is not a folder")
-    for pattern, what in (
+    for pattern, description in (
         ("*.safetensors", "weights in safetensors"),
         ("config.json", "config.json"),
         (versions.TOKENIZER_FILE, f"{versions.TOKENIZER_FILE}: save a fast tokenizer there"),
     ):
         if not any(folder.glob(pattern)):
-            raise VersionUnusable(f"{folder} has no {what}")
+            raise VersionUnusable(f"{folder} has no {description}")
     problem = next(find_folder_problems(folder), None)
     if problem is not None:
         raise VersionUnusable(f"{folder}: {problem}")
 
 
 def _files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """What will be stored, by digest; nothing is stored yet."""
+    """Return the files of the version with their digests. They are not stored yet."""
     paths = [path for path in versions.model_files(folder) if path.name != MANIFEST_FILE]
     return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.ref(p.read_bytes())) for p in paths)
 
 
-def _with(draft: Manifest, fingerprint: Fingerprint) -> Manifest:
+def _with_fingerprint(draft: Manifest, fingerprint: Fingerprint) -> Manifest:
     return draft.model_copy(update={"fingerprint": fingerprint})
 
 
 def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> None:
-    """Raises `VersionUnusable` when it is not this model's, as far as that can be told."""
+    """Raise `VersionUnusable` if the tokenizer does not fit the model, as far as its ids and a first prompt show."""
     last = tokenizer.last_id
     if last >= model.vocabulary:
         raise VersionUnusable(
-            f"{folder}: its tokenizer has token {last}, the model only {model.vocabulary}: it is another model's"
+            f"{folder}: its tokenizer has token {last}, the model has only {model.vocabulary} tokens; the tokenizer "
+            "belongs to another model"
         )
     try:
         tokenizer.encode(tokenizer.render(_HELLO, None, {}))

@@ -1,4 +1,4 @@
-"""An adapter and its base as one model with whole weights. Blocks."""
+"""Export of an adapter merged with its base. Blocks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from headrace_schemas.blobs import BlobRef
 
 
 def merge(blobs: BlobStore, adapter: BlobRef, base: BlobRef, target: Path) -> None:
-    """Write a folder that transformers and vLLM load. The sum is made in float32, and rounded once to the base's type.
+    """Write the merged model to a folder that transformers and vLLM can load.
 
-    Tokenizer, templates and generation settings are the base's own files, byte for byte. Raises `VersionUnusable`.
+    The weights are added in float32 and rounded once to the base's type. Tokenizer, templates and generation settings
+    are copies of the base's files.
+
+    Raises:
+        VersionUnusable: `adapter` is not an adapter of `base`.
     """
-    above, below = versions.read_manifest(blobs, adapter), versions.read_manifest(blobs, base)
-    if above.base != below.version:
-        raise VersionUnusable(f"{above.version} is an adapter of {above.base}, not of {below.version}")
+    adapter_manifest, base_manifest = versions.read_manifest(blobs, adapter), versions.read_manifest(blobs, base)
+    if adapter_manifest.base != base_manifest.version:
+        raise VersionUnusable(
+            f"{adapter_manifest.version} is an adapter of {adapter_manifest.base}, not of {base_manifest.version}"
+        )
     with tempfile.TemporaryDirectory(prefix="headrace-merge-") as name:
-        folder = versions.unpack(blobs, below, Path(name) / "base")
-        adapted = versions.unpack(blobs, above, Path(name) / "adapter")
-        model = native.opened(folder, adapted, torch.float32).merge_and_unload(safe_merge=True)
+        folder = versions.unpack(blobs, base_manifest, Path(name) / "base")
+        adapter_folder = versions.unpack(blobs, adapter_manifest, Path(name) / "adapter")
+        model = native.load_model(folder, adapter_folder, torch.float32).merge_and_unload(safe_merge=True)
         model.to(_stored_type(folder)).save_pretrained(target, safe_serialization=True)
         for path in versions.model_files(folder):
             relative = path.relative_to(folder)
@@ -37,6 +43,6 @@ def merge(blobs: BlobStore, adapter: BlobRef, base: BlobRef, target: Path) -> No
 
 
 def _stored_type(folder: Path) -> torch.dtype:
-    found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    kind = getattr(found, "dtype", None) or torch.float32
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    kind = getattr(config, "dtype", None) or torch.float32
     return kind if isinstance(kind, torch.dtype) else getattr(torch, str(kind))

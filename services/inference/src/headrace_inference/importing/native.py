@@ -1,4 +1,4 @@
-"""What transformers' own code answers, one sequence at a time, with its eager attention."""
+"""Logprobs of transformers' own code with its eager attention, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from headrace_runtime.versions import fingerprint_tokens
 from headrace_schemas.manifest import Fingerprint
 
 
-def answers(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:
-    """The fingerprint of the weights in `folder`, with the adapter over them. Raises `VersionUnusable`.
+def fingerprint_of(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:
+    """Return the fingerprint of the weights in `folder`, with the adapter applied. The model is released afterwards.
 
-    The model is let go before this returns.
+    Raises:
+        VersionUnusable: the weights cannot be loaded, or their logprobs are not finite.
     """
     try:
-        model = opened(folder, adapter, dtype).to(device).eval()
+        model = load_model(folder, adapter, dtype).to(device).eval()
         vocabulary = int(AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size)
         tokens = fingerprint_tokens(vocabulary)
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, :-1].float()
         targets = torch.tensor(tokens[1:], device=device)
-        found = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
     except VersionUnusable as error:
         raise VersionUnusable(f"{adapter or folder}: {error}") from error
     except Exception as error:
         raise VersionUnusable(f"{adapter or folder}: {type(error).__name__}: {str(error)[:500]}") from error
-    if not bool(torch.isfinite(found).all()):
-        raise VersionUnusable(f"{adapter or folder}: its weights answer with numbers that are not finite")
-    return Fingerprint(token_ids=tokens, logprobs=tuple(found.tolist()))
+    if not bool(torch.isfinite(logprobs).all()):
+        raise VersionUnusable(f"{adapter or folder}: its weights give logprobs that are not finite")
+    return Fingerprint(token_ids=tokens, logprobs=tuple(logprobs.tolist()))
 
 
-def opened(folder: Path, adapter: Path | None, dtype: torch.dtype | None) -> Any:
-    """The model of `folder`, with the adapter over it where there is one."""
+def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype | None) -> Any:
+    """Load the model in `folder`, and apply the adapter if there is one."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype or "auto",

@@ -1,4 +1,4 @@
-"""The filter: a line `folder` or `merge` in, a line `stored` or `merged` out. One at a time, without a bus."""
+"""Filter that imports and merges models: reads lines `folder` or `merge`, writes lines `stored` or `merged`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from headrace_schemas.importing import FolderLine, MergedLine, MergeLine
 
 
 async def run(common: Common, settings: InferenceSettings) -> None:
-    """Raises `VersionUnusable` with what is wrong with a folder."""
+    """Run the filter on standard input and output. Raises `VersionUnusable` for a folder that cannot be imported."""
     lines = Lines()
     blobs = BlobStore.open(common)
     async for word, value in lines.read():
         if word == "folder":
-            taken = Importer(blobs, settings).take(FolderLine.model_validate_json(value))
-            lines.write("stored", taken.model_dump_json().encode())
+            stored = Importer(blobs, settings).import_folder(FolderLine.model_validate_json(value))
+            lines.write("stored", stored.model_dump_json().encode())
         elif word == "merge":
-            asked = MergeLine.model_validate_json(value)
-            merge(blobs, asked.adapter, asked.base, Path(asked.folder))
-            lines.write("merged", MergedLine(folder=asked.folder).model_dump_json().encode())
+            line = MergeLine.model_validate_json(value)
+            merge(blobs, line.adapter, line.base, Path(line.folder))
+            lines.write("merged", MergedLine(folder=line.folder).model_dump_json().encode())
         else:
-            raise ValueError(f"a line begins with {word!r}; the importer knows folder and merge")
+            raise ValueError(f"a line begins with {word!r}; it must begin with folder or merge")
         lines.flush()

@@ -1,5 +1,6 @@
-"""The `torch` engine: transformers models, continuous batching, one forward per token for a whole batch.
+"""The `torch` engine: transformers models with continuous batching, one forward pass per token for a whole batch.
 
-`engine` is its face to the event loop, `worker` the one thread that computes, `batch` the schedule of one version,
-`rows`, `kv` and `prefix` its state, `program` one forward, `sampler` what follows it, `loader` and `probe` the weights.
+`engine` implements the engine in the event loop, `worker` is the only thread that computes, `batch` schedules one
+version, `rows`, `kv` and `prefix` hold its state, `program` runs forward passes, `sampler` draws tokens, `loader` and
+`probe` load and check weights.
 """

@@ -1,10 +1,10 @@
-"""The running sequences of one version: continuous batching with one forward per token for all of them.
+"""The running sequences of one version: continuous batching with one forward pass per token for all of them.
 
-Sequences join and leave between steps. Rows are kept dense: decoding ones first, then those whose prompt is still being
-computed, of which the oldest goes first. A step computes at most one portion of prompts and then one token for every
-decoding row, so a long prompt delays the others by a bounded amount. A sequence decodes from its last token on, whose
-KV the decode step itself writes; so prompts, resumed sequences and those set back for want of memory join the same way.
-`fairness` decides whose sequence joins, whose prompt is next, and whose rows leave a step to others.
+Sequences join and leave between steps. Rows are dense: first the decoding rows, then the rows whose prompt is not yet
+computed, the oldest first. A step computes at most one portion of prompts and then one token for every decoding row, so
+a long prompt delays the others by a bounded time. A sequence decodes from its last token on, whose KV the decode step
+itself writes. So new, resumed and preempted sequences join in the same way. `fairness` selects the sequence that joins,
+the prompt that is computed next, and the rows that pause.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headrace_inference.torch_engine.rows import TOP, Rows
 from headrace_inference.torch_engine.sequence import Sequence
 
 _PADDING_MAX = 0.5
-"""Share of a prefill that may be padding; prompts of very different length are computed one after the other."""
+"""Largest share of padding in a prefill. Prompts of very different lengths are computed one after the other."""
 
 Delivery = tuple[Sequence, Tokens | EngineFailed]
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What one version may take; `TorchSettings` says what each means."""
+    """Limits of one version. `TorchSettings` describes them."""
 
     sequences_max: int
     prefill_tokens_max: int
@@ -47,7 +47,10 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Used by the worker's thread alone. After an exception from `step`, `recover` or `reset` before going on."""
+    """Batch of one version.
+
+    Only the worker's thread uses it. After an exception in `step`, call `recover` or `reset`.
+    """
 
     def __init__(self, model: Model, limits: BatchLimits) -> None:
         self.model = model
@@ -69,17 +72,18 @@ class DecodeBatch:
 
     @property
     def busy(self) -> bool:
+        """Whether there are unfinished sequences."""
         return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; its followers come after it once its prompt is computed."""
+        """Queue a sequence. Its followers are queued after its prompt is computed."""
         sequence.arrival = next(self._arrivals)
         for follower in sequence.followers:
             follower.arrival = sequence.arrival
         self.waiting.append(sequence)
 
     def abort(self, owner: object) -> None:
-        """Drop every sequence of a generation."""
+        """Remove every sequence of a generation."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.owner is not owner)
         self._quarantine.drop(owner)
         for row in range(len(self.running) - 1, -1, -1):
@@ -88,7 +92,7 @@ class DecodeBatch:
         self._report()
 
     def step(self) -> list[Delivery]:
-        """One portion of prompts and one token for every decoding row; returns what is to be delivered."""
+        """Compute one portion of prompts and one token for every decoding row, and return the deliveries."""
         self._deliveries = []
         self._admit()
         self._shares.begin_step(self.running)
@@ -102,14 +106,19 @@ class DecodeBatch:
         return self._deliveries
 
     def recover(self, error: Exception) -> list[Delivery]:
-        """Go on after a step that raised `error`, though the model can compute (`probe.compute_control`).
+        """Continue after a step that raised `error` although the model can compute (`probe.compute_control`).
 
-        The sequences of the step are retried apart, from their tokens, and only the one that fails alone ends with
-        `EngineFailed`. Returns what is to be delivered.
+        The sequences of the step are retried in groups, from their tokens. Only the sequence that fails alone ends with
+        `EngineFailed`.
+
+        Returns:
+            The deliveries of the step, and the failure if its cause was found.
         """
         deliveries = self._deliveries
         suspects = [sequence for sequence in self.running if not sequence.ended]
-        if self._joining is not None:  # the others had no part in it, yet their rows may be half changed
+        if (
+            self._joining is not None
+        ):  # the others did not cause the error, but their rows may be in an inconsistent state
             self._quarantine.release([sequence for sequence in suspects if sequence is not self._joining])
             suspects = [self._joining]
         self._release_rows()
@@ -123,7 +132,7 @@ class DecodeBatch:
         return deliveries
 
     def reset(self) -> list[Sequence]:
-        """Forget every sequence and all KV, for example because the model cannot compute; returns the sequences."""
+        """Remove and return every sequence, and release all KV, for example because the model cannot compute."""
         lost = [*self.running, *self._quarantine, *self.waiting]
         self.waiting.clear()
         self._quarantine = Quarantine()
@@ -133,7 +142,7 @@ class DecodeBatch:
         return lost
 
     def close(self) -> list[Sequence]:
-        """The version is gone; returns the sequences that it leaves unfinished."""
+        """Close the batch of an unloaded version, and return its unfinished sequences."""
         lost = self.reset()
         self._gauges.remove()
         return lost
@@ -143,25 +152,25 @@ class DecodeBatch:
     def _admit(self) -> None:
         queue = self._quarantine.group if self._quarantine.active else self.waiting
         while queue:
-            place = 0 if self._quarantine.active else fairness.next_to_join(queue, self.running)
-            sequence = queue[place]
-            del queue[place]
+            index = 0 if self._quarantine.active else fairness.next_to_join(queue, self.running)
+            sequence = queue[index]
+            del queue[index]
             self._joining = sequence
             full = len(self.running) >= self._limits.sequences_max
             if full or not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
                 queue.appendleft(sequence)
-                row = None if self._quarantine.active else fairness.row_to_set_back(self.running, sequence)
+                row = None if self._quarantine.active else fairness.row_to_preempt(self.running, sequence)
                 if row is None:
                     break
-                self._set_back(row)
+                self._preempt(row)
                 continue
             self._join(sequence)
         self._joining = None
 
-    def _set_back(self, row: int) -> None:
-        """Have a running sequence wait again; what of its KV the cache holds is not computed again."""
+    def _preempt(self, row: int) -> None:
+        """Move a running sequence back to the queue, and its KV to the cache."""
         sequence = self.running[row]
-        self._remember(row)
+        self._cache_kv(row)
         self._remove(row)
         self.waiting.appendleft(sequence)
         metrics.PREEMPTIONS.inc()
@@ -169,19 +178,19 @@ class DecodeBatch:
     def _join(self, sequence: Sequence) -> None:
         row = len(self.running)
         self.running.append(sequence)
-        known = sequence.tokens[:-1]
-        entry, shared = self._prefixes.longest(known, sequence.salt)
+        prefix = sequence.tokens[:-1]
+        entry, shared = self._prefixes.longest(prefix, sequence.salt)
         sequence.filled = shared
         sequence.cached = min(shared, sequence.prompt_length)
         sequence.source = entry if entry is not None and shared == len(entry.tokens) else None
         if entry is not None:
             self._kv.restore(row, entry.kv, shared)
         metrics.PROMPT_TOKENS.labels("reused").inc(shared)
-        if sequence.filled == len(known):
+        if sequence.filled == len(prefix):
             self._start_decoding(row)
 
     def _prefill(self) -> None:
-        """Compute the next portion of the first prompts, as many as fit into one portion without much padding."""
+        """Compute one portion of the next prompts: as many prompts as fit without much padding."""
         first = self._decoding
         following = self._shares.next_prompt(self.running, first)
         if following is None:
@@ -203,10 +212,10 @@ class DecodeBatch:
         group = self.running[first : first + len(counts)]
         ids = np.zeros((len(group), width), np.int64)
         start = np.empty((len(group), 1), np.int64)
-        for place, (sequence, count) in enumerate(zip(group, counts, strict=True)):
-            ids[place, :count] = sequence.tokens[sequence.filled : sequence.filled + count]
-            start[place] = sequence.filled
-        # Padding is written behind a row's own tokens, where decoding overwrites it before anything can see it.
+        for index, (sequence, count) in enumerate(zip(group, counts, strict=True)):
+            ids[index, :count] = sequence.tokens[sequence.filled : sequence.filled + count]
+            start[index] = sequence.filled
+        # Padding is written after a row's own tokens. Decoding overwrites it before attention can see it.
         positions = np.minimum(start + np.arange(width), self._kv.length - 1)
         device = self.model.kv_shape.device
         began_s = time.perf_counter()
@@ -219,20 +228,20 @@ class DecodeBatch:
         )
         if contended:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the time of a portion is charged to whose it is
+                torch.cuda.synchronize(device)  # so that the measured time is that of this portion
             self._shares.charge_prompts(list(zip(group, counts, strict=True)), time.perf_counter() - began_s)
         metrics.PROMPT_TOKENS.labels("computed").inc(sum(counts))
-        for place, (sequence, count) in enumerate(zip(group, counts, strict=True)):
+        for index, (sequence, count) in enumerate(zip(group, counts, strict=True)):
             sequence.filled += count
             if sequence.filled == len(sequence.tokens) - 1:
-                self._start_decoding(first + place)
+                self._start_decoding(first + index)
 
     def _start_decoding(self, row: int) -> None:
         sequence = self.running[row]
         target = self._decoding
         self._swap(row, target)
         self._decoding += 1
-        self._rows.place(target, sequence)
+        self._rows.fill(target, sequence)
         self._sampler.count_earlier(target, sequence)
         if sequence.followers:
             self._prefixes.add(sequence.tokens[:-1], self._kv.snapshot(target, sequence.filled), sequence.salt)
@@ -242,7 +251,7 @@ class DecodeBatch:
     # Decoding
 
     def _decode(self) -> None:
-        if not self._make_room():
+        if not self._reserve_kv():
             return
         count = self._choose_rows()
         began_s = time.perf_counter()
@@ -263,8 +272,8 @@ class DecodeBatch:
                 self.running[:count], special, logits, (ids, logprobs, all_logprobs)
             )
             if special & TOP:
-                wanted = max(sequence.sampling.top_logprobs for sequence in self.running[:count])
-                top = sampler.most_likely(all_logprobs, wanted)
+                top_count = max(sequence.sampling.top_logprobs for sequence in self.running[:count])
+                top = sampler.most_likely(all_logprobs, top_count)
         ids_host = ids.cpu().numpy()
         self._shares.charge_step(self.running[:count], time.perf_counter() - began_s)
         rows.advance(count, ids_host)
@@ -273,7 +282,7 @@ class DecodeBatch:
         self._accept(ids_host.tolist(), logprobs.tolist(), top)
 
     def _choose_rows(self) -> int:
-        """Move the rows that take part in the next step before those that are paused; return how many there are."""
+        """Move the rows of the next step before the paused rows, and return their number."""
         paused = frozenset() if self._quarantine.active else self._shares.paused(self.running[: self._decoding])
         if not paused:
             return self._decoding
@@ -296,14 +305,15 @@ class DecodeBatch:
                 self._deliveries.append((sequence, piece))
             if sequence.ended:
                 finished.append(row)
-        for row in reversed(finished):  # so that the rows that move into the holes are done with
-            self._remember(row)
+        for row in reversed(finished):  # backwards, so that only rows that were handled move into the gaps
+            self._cache_kv(row)
             self._remove(row)
 
-    def _make_room(self) -> int:
-        """Grow the KV for the longest row; where memory forbids it, set back the latest sequences until it fits.
+    def _reserve_kv(self) -> int:
+        """Grow the KV for the longest row. If memory is insufficient, preempt the latest sequences until it fits.
 
-        Returns how many rows decode.
+        Returns:
+            Number of rows that decode.
         """
         while self._decoding:
             needed = int(self._rows.position[: self._decoding].max()) + 1
@@ -328,7 +338,7 @@ class DecodeBatch:
         self._sampler.release()
 
     def _release_group(self) -> None:
-        """All of the group have computed a step: set them aside until the other groups have been tried."""
+        """Release the present group, which has computed a step, until the other groups have been tried."""
         released = [*self.running]
         self._release_rows()
         self._quarantine.release(released)
@@ -339,21 +349,21 @@ class DecodeBatch:
         if self._quarantine.active and not self._quarantine.group:
             self.waiting.extendleft(reversed(self._quarantine.leave()))
 
-    def _remember(self, row: int) -> None:
-        """Keep the KV of a finished sequence for a prompt that goes on with it."""
+    def _cache_kv(self, row: int) -> None:
+        """Add the KV of a row to the prefix cache, for prompts that continue the sequence."""
         sequence = self.running[row]
         if not self._limits.prefix_bytes_max or not sequence.filled:
             return
         tokens = sequence.tokens[: sequence.filled]
-        held, shared = self._prefixes.longest(tokens, sequence.salt)
-        if held is not None and shared == len(tokens):
+        cached, shared = self._prefixes.longest(tokens, sequence.salt)
+        if cached is not None and shared == len(tokens):
             return
         if sequence.source is not None:
             self._prefixes.discard(sequence.source)
         self._prefixes.add(tokens, self._kv.snapshot(row, sequence.filled), sequence.salt)
 
     def _remove(self, row: int) -> None:
-        """Close the hole: the last decoding row moves into it, the last of all rows into its place."""
+        """Remove a row. The last decoding row moves into the gap, and the last row of all into the new gap."""
         if row < self._decoding:
             self._decoding -= 1
             self._move(self._decoding, row)
@@ -361,21 +371,21 @@ class DecodeBatch:
         self._move(len(self.running) - 1, row)
         self.running.pop()
 
-    def _swap(self, one: int, other: int) -> None:
-        """Exchange two rows that do not decode."""
-        if one == other:
+    def _swap(self, left: int, right: int) -> None:
+        """Exchange two rows of which at most one decodes."""
+        if left == right:
             return
         running = self.running
-        self._kv.swap(one, other, max(running[one].filled, running[other].filled))
-        running[one], running[other] = running[other], running[one]
+        self._kv.swap(left, right, max(running[left].filled, running[right].filled))
+        running[left], running[right] = running[right], running[left]
 
-    def _exchange(self, one: int, other: int) -> None:
+    def _exchange(self, left: int, right: int) -> None:
         """Exchange two rows that decode."""
-        if one == other:
+        if left == right:
             return
-        self._swap(one, other)
-        self._rows.swap(one, other)
-        self._sampler.swap(one, other)
+        self._swap(left, right)
+        self._rows.swap(left, right)
+        self._sampler.swap(left, right)
 
     def _move(self, source: int, target: int) -> None:
         if source == target:
@@ -389,7 +399,7 @@ class DecodeBatch:
         return max(len(sequence.tokens) for sequence in (*self.running, *joining))
 
     def _until(self, last: int) -> Tensor:
-        """Positions up to `last`, and some more, so that the shape of attention changes rarely; never beyond the KV."""
+        """Return the positions up to `last`, rounded up so that shapes change rarely, but not beyond the KV."""
         return self._window[: min((last // LENGTH_STEP + 1) * LENGTH_STEP, self._kv.length)]
 
     def _report(self) -> None:

@@ -15,14 +15,14 @@ from headrace_inference.engine import NOBODY, Sampling, Share, Start, check_toke
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, UnknownVersion
 from headrace_inference.settings import TorchSettings
 from headrace_inference.streams import OpenStreams, Stream
-from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
+from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch, Delivery
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.probe import probe
 from headrace_inference.torch_engine.sampler import seed_of
 from headrace_inference.torch_engine.scoring import score
 from headrace_inference.torch_engine.sequence import Sequence
-from headrace_inference.torch_engine.worker import News, Worker
+from headrace_inference.torch_engine.worker import Worker
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
 from headrace_schemas.scoring import TokensToScore
@@ -31,7 +31,7 @@ _MIB = 2**20
 
 
 class TorchEngine:
-    """See `headrace_inference.engine.Engine`. Made inside a running event loop; `stop` it at the end."""
+    """A `headrace_inference.engine.Engine`. Create it inside a running event loop; the owner must stop it."""
 
     name = "torch"
     resumes = True
@@ -51,7 +51,7 @@ class TorchEngine:
         self._worker.start()
 
     async def stop(self) -> None:
-        """Nothing generates afterwards."""
+        """Stop the worker and the loading thread. Unfinished generations fail."""
         await asyncio.to_thread(self._worker.stop)
         self._loading.shutdown(wait=True)
         self._streams.fail(EngineFailed("the engine was stopped"))
@@ -84,14 +84,14 @@ class TorchEngine:
         return await loop.run_in_executor(self._loading, probe, model, parent and parent[0], tolerance)
 
     async def score(self, version: str, answers: SequenceOf[TokensToScore]) -> list[list[float]]:
-        """One answer at a time, in the thread that loads: steps of users' batches go on between them."""
+        """Return the logprobs of answers, one at a time in the loading thread, beside the steps of users' batches."""
         model = self._model(version)
         loop = asyncio.get_running_loop()
-        found = []
-        for one in answers:
-            self._limit(model, len(one.prompt_token_ids), max(1, len(one.token_ids)))
-            found.append(await loop.run_in_executor(self._loading, score, model, one))
-        return found
+        logprobs = []
+        for answer in answers:
+            self._limit(model, len(answer.prompt_token_ids), max(1, len(answer.token_ids)))
+            logprobs.append(await loop.run_in_executor(self._loading, score, model, answer))
+        return logprobs
 
     def generate(
         self,
@@ -107,8 +107,8 @@ class TorchEngine:
         limit = self._limit(model, len(prompt), sampling.max_tokens)
         check_tokens(prompt, starts, model.vocabulary)
         self.check()
-        room = self._settings.sequences_max + self._settings.waiting_max
-        self._streams.check_room(len(starts), share.tenant, room)
+        sequences_limit = self._settings.sequences_max + self._settings.waiting_max
+        self._streams.check_capacity(len(starts), share.tenant, sequences_limit)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         opened = self._streams.open(version, len(starts), share.tenant)
         sequences = [
@@ -160,27 +160,27 @@ class TorchEngine:
         self._worker.post(lambda: self._worker.abort(stream.version, stream))
 
     def _model(self, version: str) -> Model:
-        found = self._models.get(version)
-        if found is None:
+        loaded = self._models.get(version)
+        if loaded is None:
             raise UnknownVersion(version)
-        return found[0]
+        return loaded[0]
 
     def _limit(self, model: Model, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Length at which a sequence ends. Raises `ContextLengthExceeded`."""
+        """Return the length at which a sequence ends. Raises `ContextLengthExceeded`."""
         context = self.context_tokens(model.version)
         if prompt_tokens + (max_tokens or 1) > context:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, context)
         return prompt_tokens + max_tokens if max_tokens else context
 
-    def _deliver(self, news: News) -> None:
-        for sequence, piece in news:
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for sequence, piece in deliveries:
             stream = sequence.owner
             assert isinstance(stream, Stream)
             stream.put(piece)
 
 
 def default_threads(cores: int) -> int:
-    """One on small machines, where the gateway and the trainer want the other cores; else half of them."""
+    """Return one on machines with up to four cores, where gateway and trainer need the others; else half of them."""
     return 1 if cores <= 4 else cores // 2
 
 
@@ -196,6 +196,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def device_and_type(settings: TorchSettings) -> tuple[torch.device, torch.dtype | None]:
-    """Where weights are loaded and as what; None: as their files have them."""
+    """Return the device and the type of weights. The type is None if it is that of the files."""
     device = _device(settings.device)
     return device, None if settings.dtype == "auto" and device.type != "cpu" else _dtype(settings.dtype)

@@ -1,9 +1,9 @@
-"""Shares a batch between tenants, between the sessions of a tenant, and between users and background work.
+"""Fair sharing of a batch between tenants, between the sessions of a tenant, and between users and background work.
 
-Rows are shared max-min: the next row goes to whoever has the fewest, and a full batch sets back a row of whoever has
-the most. Time is shared by debts: while several flows have rows, a flow with more than its part of them may take half
-of the engine's time, and background work too; a flow that took more is paused for some steps. Without
-contention nothing is paused, and sequences run in order of arrival.
+Rows are shared by max-min fairness: the next row goes to the tenant with the fewest, and a full batch preempts a row of
+the tenant with the most. Time is shared by debts: while several flows have rows, a flow with more than its part of them
+may take half of the engine's time, and so may background work. A flow that took more is paused for some steps. Without
+contention no flow is paused, and sequences run in order of arrival.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ from typing import TypeVar
 from headrace_inference.torch_engine.sequence import Sequence
 
 HEAVY_SHARE = 1 / 2
-"""Part of the time that a flow with many rows or long prompts may take while others have rows."""
+"""Share of the time that a flow with many rows or long prompts may take while other flows have rows."""
 BACKGROUND_SHARE = 1 / 2
-"""Part of the time that evaluations may take while users have rows. With less a gate's trial takes so long beside
-steady traffic that new versions wait for it, and the agent learns from old ones."""
+"""Share of the time that evaluations may take while users have rows. With a smaller share, evaluations beside steady
+traffic take so long that new versions wait for the gate, and the agent learns from old versions."""
 PORTION_DIVISOR = 4
-"""A portion of a prompt is so much smaller while others wait for the step."""
+"""Divisor of the size of a prompt portion while several tenants have rows."""
 Flow = tuple[str, ...]
 T = TypeVar("T")
 _BACKGROUND: Flow = ("background",)
 
 
 def next_to_join(waiting: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> int:
-    """Return the place of the waiting sequence that gets the next row: a user's, of the tenant and then of the session
-    with the fewest rows, in order of arrival."""
+    """Return the index of the waiting sequence that gets the next row.
+
+    Users come before background work. Then the tenant with the fewest rows comes first, then the session with the
+    fewest rows, then the earliest arrival.
+    """
     if len(waiting) == 1:
         return 0
     tenants = Counter(sequence.tenant for sequence in running)
     sessions = Counter((sequence.tenant, sequence.session) for sequence in running)
 
-    def rank(place: int) -> tuple[bool, int, int, int]:
-        sequence = waiting[place]
-        own = sequence.tenant
-        return sequence.background, tenants[own], sessions[own, sequence.session], sequence.arrival
+    def rank(index: int) -> tuple[bool, int, int, int]:
+        sequence = waiting[index]
+        tenant = sequence.tenant
+        return sequence.background, tenants[tenant], sessions[tenant, sequence.session], sequence.arrival
 
     return min(range(len(waiting)), key=rank)
 
 
-def row_to_set_back(running: SequenceOf[Sequence], joining: Sequence) -> int | None:
-    """Return the row that makes room for `joining` in a full batch; None when `joining` has to wait.
+def row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | None:
+    """Return the row of a full batch that `joining` may replace; None if `joining` must wait.
 
-    A user's sequence displaces background work, which never displaces a user. Otherwise a row is taken from the tenant,
-    or the session of the same tenant, that has at least two rows more than the one that joins; so rows that are set
-    back and join again come to an end.
+    A user's sequence replaces background work, never the reverse. Otherwise a row is taken from the tenant, or from the
+    session of the same tenant, that has at least two rows more than that of `joining`. So sequences cannot replace each
+    other forever.
     """
     background = [row for row, sequence in enumerate(running) if sequence.background]
     if background and not joining.background:
@@ -64,30 +67,30 @@ def row_to_set_back(running: SequenceOf[Sequence], joining: Sequence) -> int | N
         session = max(rows_of_session, key=lambda name: rows_of_session[name])
     if session is None:
         return None
-    own = [row for row in rows if running[row].tenant == tenant and running[row].session == session]
-    return max(own, key=lambda row: running[row].arrival)
+    candidates = [row for row in rows if running[row].tenant == tenant and running[row].session == session]
+    return max(candidates, key=lambda row: running[row].arrival)
 
 
-def _largest(rows: Mapping[T, int], own: T) -> T | None:
-    """Return who has the most rows, if those are at least two more than `own` has."""
+def _largest(rows: Mapping[T, int], joining: T) -> T | None:
+    """Return the key with the most rows, if it has at least two more than `joining`."""
     largest = max(rows, key=lambda name: rows[name], default=None)
-    return largest if largest is not None and rows[largest] > rows.get(own, 0) + 1 else None
+    return largest if largest is not None and rows[largest] > rows.get(joining, 0) + 1 else None
 
 
 @dataclass(slots=True)
 class TimeShares:
-    """The debts of the flows that have rows. Belongs to the worker's thread."""
+    """Time debts of the flows that have rows. Only the worker's thread uses it."""
 
     _debt_s: dict[Flow, float] = field(default_factory=dict)
     _prompted: dict[Flow, float] = field(default_factory=dict)
-    """Prompt tokens computed for each flow, counted from those of the flow that had the fewest when it came."""
+    """Prompt tokens computed for each flow. A new flow starts with the smallest count of the present flows."""
     several_tenants: bool = False
-    """Whether several tenants have rows; users and evaluations of a tenant count as two."""
+    """Whether several tenants have rows. Users and evaluations of a tenant count as two."""
     contended: bool = False
     """Whether several flows have rows."""
 
     def begin_step(self, running: Iterable[Sequence]) -> None:
-        """Note who has rows; the debts of whoever has none any more are forgotten."""
+        """Update the set of flows. The debts of flows without rows are deleted."""
         tenants = {sequence.tenant for sequence in running}
         self.several_tenants = len(tenants) > 1
         flows = {self.flow_of(sequence) for sequence in running}
@@ -101,13 +104,13 @@ class TimeShares:
         self._prompted = {flow: self._prompted.get(flow, floor) for flow in flows}
 
     def flow_of(self, sequence: Sequence) -> Flow:
-        """Return what competes for time: background work, tenants, or the sessions of the only tenant."""
+        """Return the flow of a sequence: background work, its tenant, or its session if there is only one tenant."""
         if sequence.background:
             return _BACKGROUND
         return (sequence.salt,) if self.several_tenants else (sequence.salt, sequence.session)
 
     def paused(self, decoding: SequenceOf[Sequence]) -> frozenset[Flow]:
-        """Return the flows that leave the next step to others."""
+        """Return the flows that pause in the next step."""
         if not self.contended:
             return frozenset()
         rows = Counter(map(self.flow_of, decoding))
@@ -120,8 +123,7 @@ class TimeShares:
         return frozenset(paused) if len(paused) < len(rows) + bool(background) else frozenset()
 
     def next_prompt(self, running: SequenceOf[Sequence], first: int) -> int | None:
-        """Return the row from `first` on whose prompt is computed next; None when all of them leave the step to the
-        rows that decode."""
+        """Return the row from `first` on whose prompt is computed next; None if only decoding rows run in this step."""
 
         def rank(row: int) -> tuple[bool, float, int]:
             sequence = running[row]
@@ -131,14 +133,16 @@ class TimeShares:
         return min(rows, key=rank, default=None)
 
     def in_debt(self, sequence: Sequence) -> bool:
-        """Return whether a prompt has to wait: its tenant took more time than its part. The sessions of one tenant are
-        only put in order."""
+        """Return whether a prompt must wait because its tenant took more than its share of time.
+
+        Sessions of a single tenant never wait; they are only ordered.
+        """
         if not (self.several_tenants or sequence.background):
             return False
         return self._debt_s.get(self.flow_of(sequence), 0.0) > 0
 
     def charge_prompts(self, tokens: SequenceOf[tuple[Sequence, int]], seconds: float) -> None:
-        """Charge a portion of prompts to its flows, by tokens."""
+        """Charge the time of a portion of prompts to its flows, in proportion to their tokens."""
         if not self.contended:
             return
         total = sum(count for _, count in tokens) or 1
@@ -147,7 +151,7 @@ class TimeShares:
         self._charge({self.flow_of(sequence): count / total for sequence, count in tokens}, seconds)
 
     def charge_step(self, decoded: SequenceOf[Sequence], seconds: float) -> None:
-        """Charge a decode step to the flows of its rows."""
+        """Charge the time of a decode step to its flows, in proportion to their rows."""
         if self.contended and decoded:
             rows = Counter(map(self.flow_of, decoded))
             self._charge({flow: count / len(decoded) for flow, count in rows.items()}, seconds)

@@ -1,8 +1,8 @@
-"""From a folder of files to a `Model`. Blocks; runs in the loading thread.
+"""Loading of model folders. It blocks, so it runs in the loading thread.
 
-Transformers fills in missing weights with random ones and goes on; here nothing that is missing, unexpected or of
-another shape is ever loaded. Adapters of one base are modules of their own over the base's tensors, so a
-LoRA version costs its adapter, and no version can change what another one computes.
+Transformers replaces missing weights by random ones. Here, a folder with missing, unexpected or misshapen tensors is
+refused. Each adapter is a separate module over the tensors of its base, so a LoRA version needs memory only for its
+adapter, and no version can change the results of another one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace_inference.torch_engine.program import Programs, share, tensors_of
 from headrace_schemas.manifest import Manifest
 
 _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
-"""Rotary embeddings that depend on the longest sequence in the batch: a row's tokens would depend on its neighbours."""
+"""Rotary embeddings that depend on the longest sequence in the batch, so that rows would affect each other."""
 
 
 class Loader:
@@ -40,8 +40,13 @@ class Loader:
         transformers_logging.disable_progress_bar()
 
     def load(self, folder: Path, manifest: Manifest, base: Model | None, base_folder: Path | None) -> Model:
-        """Raises `VersionUnusable`. `base` is the loaded base of a LoRA version."""
-        with _explained(manifest.version), torch.no_grad():
+        """Load a version. Raises `VersionUnusable` if the engine cannot serve it.
+
+        Args:
+            base: the loaded base of a LoRA version.
+            base_folder: the folder of this base.
+        """
+        with _errors_of(manifest.version), torch.no_grad():
             if manifest.kind == "full":
                 module, folders = self._full(folder), [folder]
             elif base is None or base_folder is None:
@@ -75,7 +80,7 @@ class Loader:
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise VersionUnusable(f"adapters of type {config.peft_type} are not supported; LoRA is")
         if not (folder / "adapter_model.safetensors").exists():
-            raise VersionUnusable("it has no adapter_model.safetensors")
+            raise VersionUnusable("the adapter has no adapter_model.safetensors")
         adapted = PeftModel.from_pretrained(share(base), str(folder), is_trainable=False)
         _check_adapter(adapted, folder / "adapter_model.safetensors")
         return _as_module(adapted.get_base_model()).to(self._device)
@@ -97,14 +102,17 @@ class Loader:
 
 
 def check_whole(module: nn.Module, info: Mapping[str, Any]) -> None:
-    """Raise `VersionUnusable` for tensors that the files lack, have too many or in another shape, by transformers' own
-    report, and for those that are not finite."""
+    """Raise `VersionUnusable` for missing, unexpected or misshapen tensors, and for values that are not finite.
+
+    Args:
+        info: report of transformers (`output_loading_info`).
+    """
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
         raise VersionUnusable(f"the weights are not those of its architecture: {wrong}")
     for name, parameter in module.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
-            raise VersionUnusable(f"its tensor {name} holds NaN or infinity")
+            raise VersionUnusable(f"the tensor {name} contains NaN or infinity")
 
 
 def _as_module(value: Any) -> nn.Module:
@@ -113,17 +121,20 @@ def _as_module(value: Any) -> nn.Module:
 
 
 def _check_adapter(adapted: Any, file: Path) -> None:
-    """Raises `VersionUnusable` unless the file holds exactly the tensors that its configuration makes on this base:
-    peft leaves out what does not fit, and what is missing stays as it was drawn."""
+    """Raise `VersionUnusable` unless the file has exactly the tensors that its configuration requires on this base.
+
+    PEFT ignores unexpected tensors, and leaves missing ones at their random initial values.
+    """
     from peft import get_peft_model_state_dict
 
     with safe_open(file, framework="pt") as opened:
-        there = set(opened.keys())
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    for what, names in (("has no", wanted - there), ("holds", there - wanted)):
-        if names:
-            tail = "" if what == "has no" else ", which its base has no place for: it is an adapter of another base"
-            raise VersionUnusable(f"{file.name} {what} {min(names)}{tail}")
+        present = set(opened.keys())
+    required = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    if required - present:
+        raise VersionUnusable(f"{file.name} has no {min(required - present)}")
+    if present - required:
+        name = min(present - required)
+        raise VersionUnusable(f"{file.name} has {name}, which does not fit its base; it is an adapter of another base")
 
 
 def _check_config(config: Any) -> None:
@@ -138,7 +149,7 @@ def _check_config(config: Any) -> None:
 
 
 class _Recorder:
-    """A cache that only notes what it is given."""
+    """Cache that records the shapes of keys and values."""
 
     is_compileable = False
 
@@ -156,7 +167,7 @@ class _Recorder:
 
 
 def _kv_shape(module: Any, device: torch.device) -> KVShape:
-    """Ask the model itself, with one token: configurations name heads and sizes in many ways."""
+    """Determine the KV shape by running one token, because configurations name heads and sizes in many ways."""
     recorder = _Recorder()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     module(
@@ -173,8 +184,8 @@ def _kv_shape(module: Any, device: torch.device) -> KVShape:
 
 
 @contextlib.contextmanager
-def _explained(version: str) -> Iterator[None]:
-    """Whatever a library raises over a version's files becomes `VersionUnusable` with the version's name."""
+def _errors_of(version: str) -> Iterator[None]:
+    """Convert exceptions of libraries to `VersionUnusable` with the name of the version."""
     try:
         yield
     except VersionUnusable as error:

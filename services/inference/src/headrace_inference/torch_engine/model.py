@@ -1,4 +1,4 @@
-"""A version that is in memory and can compute."""
+"""A loaded version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_schemas.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Immutable: new weights are a new version and another `Model`."""
+    """A loaded version. Immutable: new weights are another version and another `Model`."""
 
     manifest: Manifest
     module: nn.Module
@@ -25,4 +25,5 @@ class Model:
 
     @property
     def version(self) -> str:
+        """Name of the version."""
         return self.manifest.version

@@ -1,7 +1,7 @@
-"""Keeps the KV of finished sequences and finds it by their tokens. Each version has a cache of its own.
+"""Cache of the KV of finished sequences, indexed by their tokens. Each version has its own cache.
 
-Entries of one salt are not found with another, so that nobody can ask what others have asked (`cached_tokens`, or the
-time that a prompt takes, would tell).
+Entries are only found with their own salt. Otherwise a tenant could find out other tenants' prompts from
+`cached_tokens` or from the time that a prompt takes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 BLOCK = 16
-"""Prefixes are indexed at multiples of this many tokens; the rest of a match is found by comparing."""
+"""Prefixes are indexed at multiples of this number of tokens. The rest of a match is found by comparison."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The KV of `tokens`, and under which keys it is indexed."""
+    """KV of a sequence of tokens, with the keys under which it is indexed."""
 
     salt: str
     tokens: Sequence[int]
@@ -27,14 +27,15 @@ class Entry:
 
     @property
     def bytes(self) -> int:
+        """Size of the KV."""
         return self.kv.numel() * self.kv.element_size()
 
 
 class PrefixCache:
-    """The least recently used entries go when memory runs out.
+    """Cache with bounded memory, which removes the least recently used entries first.
 
-    Any prefix of an entry can be used, because a token's KV depends only on what precedes it; so sequences that share
-    a system prompt share its KV, whatever they say afterwards.
+    Any prefix of an entry can be used, because the KV of a token depends only on the tokens before it. So sequences
+    with the same system prompt share its KV.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -44,23 +45,23 @@ class PrefixCache:
         self.bytes = 0
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:
-        """Of the salt's entries that share most whole blocks with the start of `tokens` the newest, and what it shares.
+        """Return the entry that shares the most blocks with the start of `tokens`, and the number of shared tokens.
 
-        Another entry may share up to `BLOCK - 1` tokens more.
+        Among equal entries, the newest is returned. Another one may share up to `BLOCK - 1` tokens more.
         """
         if not self._entries:
             return None, 0
         keys = _keys(tokens, salt)
         for count in range(len(keys), 0, -1):
-            sure = count * BLOCK
+            matched = count * BLOCK
             for entry in reversed(self._index.get(keys[count - 1], {}).values()):
-                if entry.salt == salt and entry.tokens[:sure] == tokens[:sure]:  # keys may collide, tokens do not
+                if entry.salt == salt and entry.tokens[:matched] == tokens[:matched]:  # keys may collide, tokens do not
                     self._entries.move_to_end(id(entry))
-                    return entry, _shared(entry.tokens, tokens, sure)
+                    return entry, _shared_length(entry.tokens, tokens, matched)
         return None, 0
 
     def add(self, tokens: Sequence[int], kv: Tensor, salt: str = "") -> None:
-        """Keep `kv` for `tokens`, unless it is larger than the whole cache or shorter than a block."""
+        """Add the KV of `tokens`, unless it is larger than the whole cache or shorter than a block."""
         entry = Entry(salt, tokens, kv, _keys(tokens, salt))
         if not entry.keys or entry.bytes > self._bytes_max:
             return
@@ -72,7 +73,7 @@ class PrefixCache:
             self.discard(next(iter(self._entries.values())))
 
     def discard(self, entry: Entry) -> None:
-        """Remove an entry, for example because a longer one contains it. Removing it twice is fine."""
+        """Remove an entry, for example because a longer one contains it. It may have been removed before."""
         if self._entries.pop(id(entry), None) is None:
             return
         self.bytes -= entry.bytes
@@ -84,7 +85,7 @@ class PrefixCache:
 
 
 def _keys(tokens: Sequence[int], salt: str) -> list[int]:
-    """One chained hash per whole block."""
+    """Return one chained hash per complete block."""
     keys = []
     key = hash(salt)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -93,7 +94,7 @@ def _keys(tokens: Sequence[int], salt: str) -> list[int]:
     return keys
 
 
-def _shared(one: Sequence[int], other: Sequence[int], start: int) -> int:
-    """How many tokens both begin with, of which `start` are known."""
-    end = min(len(one), len(other))
-    return next((place for place in range(start, end) if one[place] != other[place]), end)
+def _shared_length(left: Sequence[int], right: Sequence[int], start: int) -> int:
+    """Return the length of the common prefix of two sequences, whose first `start` tokens are equal."""
+    end = min(len(left), len(right))
+    return next((position for position in range(start, end) if left[position] != right[position]), end)

@@ -1,4 +1,4 @@
-"""Compares the answers of the engine with the trainer's fingerprint."""
+"""Comparison of the engine's logprobs with the trainer's fingerprint."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from headrace_inference.torch_engine.model import Model
 from headrace_schemas import Probe
 
 _DECODED_MAX = 32
-"""Tokens of the fingerprint that go through the decode path one by one; the others go in one forward."""
+"""Tokens of the fingerprint that are decoded one by one. The others are computed in one forward pass."""
 
 
 @torch.inference_mode()
 def probe(model: Model, parent: Model | None, tolerance: float) -> Probe:
-    """Compare the loaded weights with the manifest's fingerprint, and with the parent's answers where it is loaded.
+    """Compare the logprobs of the loaded weights with the manifest's fingerprint, and with the parent if it is loaded.
 
-    The tokens go through both paths that serve requests: recorded prefill and decode. Blocks.
+    The tokens take both paths that serve requests, traced prefill and decode. Blocks.
     """
     fingerprint = model.manifest.fingerprint
     tokens = list(fingerprint.token_ids)
     stored = torch.tensor(fingerprint.logprobs, dtype=torch.float32)
-    answered = answer(model, tokens)
-    served = served_answer(model, tokens)
-    delta = max(_difference(answered, stored), _difference(served, stored[-len(served) :]))
+    direct = direct_logprobs(model, tokens)
+    served = served_logprobs(model, tokens)
+    delta = max(_difference(direct, stored), _difference(served, stored[-len(served) :]))
     parent_delta = None
     if parent is not None and parent.vocabulary == model.vocabulary:
-        parent_delta = _difference(answered, answer(parent, tokens))
+        parent_delta = _difference(direct, direct_logprobs(parent, tokens))
     passed = delta <= tolerance and (parent_delta is None or parent_delta > 0)
     return Probe(max_abs_delta=delta, parent_max_abs_delta=parent_delta, passed=passed)
 
 
-def answer(model: Model, tokens: list[int]) -> Tensor:
-    """Logprobs at temperature 1 of each of `tokens[1:]`, in one forward."""
+def direct_logprobs(model: Model, tokens: list[int]) -> Tensor:
+    """Return the logprobs at temperature 1 of each of `tokens[1:]`, computed in one forward pass."""
     device = model.kv_shape.device
     ids = torch.tensor([tokens], device=device)
     positions = torch.arange(len(tokens), device=device)
@@ -43,8 +43,8 @@ def answer(model: Model, tokens: list[int]) -> Tensor:
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
 
-def served_answer(model: Model, tokens: list[int]) -> Tensor:
-    """Logprobs of the last few of `tokens`, as a request would see them: prompt first, then token by token."""
+def served_logprobs(model: Model, tokens: list[int]) -> Tensor:
+    """Return the logprobs of the last tokens as a request would get them: prefill first, then token by token."""
     device = model.kv_shape.device
     count = min(_DECODED_MAX, len(tokens) - 1)
     begin = len(tokens) - 1 - count
@@ -53,29 +53,30 @@ def served_answer(model: Model, tokens: list[int]) -> Tensor:
     kv = model.kv_shape.zeros(1, len(tokens))
     if begin:
         model.program.prefill(model.weights, ids[:, :begin], positions[None, :begin], positions[:begin], kv)
-    how = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
-    found = []
+    sampling = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    logprobs = []
     for at in range(begin, len(tokens) - 1):
-        here = slice(at, at + 1)
+        step = slice(at, at + 1)
         decoded = model.program.decode(
-            model.weights, ids[:, here], positions[None, here], positions[: at + 1], kv, *how
+            model.weights, ids[:, step], positions[None, step], positions[: at + 1], kv, *sampling
         )
-        found.append(decoded[2][0, tokens[at + 1]])
-    return torch.stack(found).cpu()
+        logprobs.append(decoded[2][0, tokens[at + 1]])
+    return torch.stack(logprobs).cpu()
 
 
 @torch.inference_mode()
 def compute_control(model: Model) -> None:
-    """Compute one step for a fixed token, which every model has; raises when the model or its device is broken."""
+    """Compute one step for a fixed token that every model has. Raises an error if the model or its device is broken."""
     device = model.kv_shape.device
     kv = model.kv_shape.zeros(1, LENGTH_STEP)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     window = torch.arange(LENGTH_STEP, device=device)
-    how = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    sampling = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
     model.program.prefill(model.weights, ids, ids, window, kv)
-    model.program.decode(model.weights, ids, ids + 1, window, kv, *how)[0].cpu()
+    model.program.decode(model.weights, ids, ids + 1, window, kv, *sampling)[0].cpu()
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    difference = float((one - other).abs().max())
+def _difference(logprobs: Tensor, reference: Tensor) -> float:
+    """Return the largest absolute difference; infinity if a value is NaN."""
+    difference = float((logprobs - reference).abs().max())
     return difference if difference == difference else float("inf")

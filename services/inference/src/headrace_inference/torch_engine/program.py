@@ -1,10 +1,10 @@
-"""A forward as one call: recorded once per architecture by torch's tracer, replayed without Python for every version.
+"""Forward passes traced with torch, once per architecture, which then run without Python for every version.
 
-At the size of models that a CPU serves, a decode step is some 400 tensor operations of a few microseconds each, and
-Python costs more than they do. The recording takes the weights as inputs, so a new version of an architecture costs
-nothing, and it releases the interpreter lock for a whole step, so that HTTP goes on meanwhile. It is compared with the
-model's own code before it is used; where they differ, or tracing fails, the model's own code runs. Measurements and
-what was tried instead: docs/decisions/0008.
+With models that a CPU can serve, a decode step is some 400 tensor operations of a few microseconds each, and Python
+costs more than they do. The trace takes the weights as inputs, so further versions of an architecture need no tracing,
+and it releases the interpreter lock for a whole step, so that HTTP requests continue. It is compared with the model's
+own code before it is used. If they differ, or tracing fails, the model's own code is used. docs/decisions/0008 has
+measurements and alternatives.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ log = get_logger(__name__)
 _TRACE_TOLERANCE = 1e-4
 
 Scratch = Callable[[int, int], Tensor]
-"""`(rows, length)` to zeroed KV for trying something out."""
+"""Function that returns zeroed KV for `(rows, length)`, for a trial run."""
 
 Decoded = tuple[Tensor, Tensor, Tensor, Tensor]
 """Token ids `[R]`, their logprobs `[R]`, all logprobs `[R, V]`, logits `[R, V]`."""
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; tied ones appear under each of their names."""
-    found = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach() for name, tensor in found}
+    """Return every parameter and buffer by name. Tied tensors appear under each of their names."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def share(model: nn.Module) -> nn.Module:
-    """A second module over the very same tensors."""
+    """Return a second module over the same tensors."""
     memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
 
 
 class Program:
-    """The forward of one architecture. `weights` are those of a version, in the order of `tensors_of`."""
+    """Forward pass of one architecture. The argument `weights` is in the order of `tensors_of`."""
 
     def __init__(self, decode: Callable[..., Decoded], prefill: Callable[..., Tensor], *, traced: bool) -> None:
         self.decode = decode
         """`(weights, ids_R1, positions_R1, window_T, kv, temperature_R, uniform_R) -> Decoded`"""
         self.prefill = prefill
-        """`(weights, ids_RQ, positions_RQ, window_T, kv) -> logits_RV`; only the KV that it writes matters."""
+        """`(weights, ids_RQ, positions_RQ, window_T, kv) -> logits_RV`. Callers use only the KV that it writes."""
         self.traced = traced
 
 
 def direct(model: nn.Module) -> Program:
-    """The model's own code; `weights` are ignored, they are in the model."""
+    """Return a program that runs the model's own code. It ignores `weights`, because they are in the model."""
 
-    def decode(_: Sequence[Tensor], ids: Tensor, at: Tensor, window: Tensor, kv: Tensor, *how: Tensor) -> Decoded:
-        return _decode(model, ids, at, window, kv, *how)
+    def decode(_: Sequence[Tensor], ids: Tensor, at: Tensor, window: Tensor, kv: Tensor, *sampling: Tensor) -> Decoded:
+        return _decode(model, ids, at, window, kv, *sampling)
 
     def prefill(_: Sequence[Tensor], ids: Tensor, at: Tensor, window: Tensor, kv: Tensor) -> Tensor:
         return forward(model, ids, at, window, kv)
@@ -69,18 +69,23 @@ def direct(model: nn.Module) -> Program:
 
 
 class Programs:
-    """Traced programs by architecture, shared by all versions. Used by the loading thread alone."""
+    """Traced programs by architecture, shared by all versions. Only the loading thread uses it."""
 
     def __init__(self, *, trace: bool) -> None:
         self._trace = trace
-        self._known: dict[str, Program | None] = {}
+        self._programs: dict[str, Program | None] = {}
 
     def of(self, model: nn.Module, folders: Sequence[Path], scratch: Scratch, context: int) -> Program:
-        """The program for `model`, whose configuration files are in `folders`, right up to position `context`."""
-        key = _key(model, folders)
-        if key not in self._known:
-            self._known[key] = _traced(model, scratch, context) if self._trace else None
-        return self._known[key] or direct(model)
+        """Return the program for a model.
+
+        Args:
+            folders: folders with the model's configuration files.
+            context: number of positions for which the program must be correct.
+        """
+        key = _architecture_key(model, folders)
+        if key not in self._programs:
+            self._programs[key] = _trace_or_none(model, scratch, context) if self._trace else None
+        return self._programs[key] or direct(model)
 
 
 def _decode(
@@ -90,8 +95,11 @@ def _decode(
     return (*draw(logits, temperature, uniform), logits)
 
 
-def _key(model: nn.Module, folders: Sequence[Path]) -> str:
-    """Equal keys have equal programs: same settings (LoRA's scaling is a constant of the trace), same tensors."""
+def _architecture_key(model: nn.Module, folders: Sequence[Path]) -> str:
+    """Return a digest of the configuration and the tensors' shapes. Models with equal digests have the same program.
+
+    The configuration includes that of LoRA, whose scaling is a constant in the trace.
+    """
     digest = hashlib.sha256()
     for folder in folders:
         for name in ("config.json", "adapter_config.json"):
@@ -102,11 +110,12 @@ def _key(model: nn.Module, folders: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _traced(model: nn.Module, scratch: Scratch, context: int) -> Program | None:
+def _trace_or_none(model: nn.Module, scratch: Scratch, context: int) -> Program | None:
+    """Trace a model, and return None if that fails or if the trace differs from the model's own code."""
     try:
         program = _trace(model, scratch)
         difference = _difference(program, model, scratch, context)
-    except Exception as error:  # noqa: BLE001 (whatever a model's code does that a tracer cannot follow)
+    except Exception as error:  # noqa: BLE001 (the tracer may fail in any way)
         log.warning("not_traced", architecture=type(model).__name__, error=repr(error)[:500])
         return None
     if not difference <= _TRACE_TOLERANCE:
@@ -117,10 +126,10 @@ def _traced(model: nn.Module, scratch: Scratch, context: int) -> Program | None:
 
 def _trace(model: nn.Module, scratch: Scratch) -> Program:
     skeleton = share(model)
-    places = [_place(skeleton, name) for name in tensors_of(model)]
+    slots = [_tensor_slot(skeleton, name) for name in tensors_of(model)]
 
     def adopt(weights: Sequence[Tensor]) -> nn.Module:
-        for (tensors, leaf), weight in zip(places, weights, strict=True):
+        for (tensors, leaf), weight in zip(slots, weights, strict=True):
             tensors[leaf] = weight
         return skeleton
 
@@ -132,7 +141,7 @@ def _trace(model: nn.Module, scratch: Scratch) -> Program:
 
     weights = list(tensors_of(model).values())
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer's doubts are settled by _difference, its deprecation by 0008
+        warnings.simplefilter("ignore")  # _difference checks the trace, and decision 0008 covers the deprecation
         traced = [
             torch.jit.trace(function, (weights, *inputs), check_trace=False)  # type: ignore[no-untyped-call]
             for function, inputs in ((decode, _example(scratch, 3, 1)), (prefill, _example(scratch, 3, 5)[:4]))
@@ -141,14 +150,15 @@ def _trace(model: nn.Module, scratch: Scratch) -> Program:
     return Program(run_decode, run_prefill, traced=True)
 
 
-def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def _tensor_slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the dictionary of a module that has the tensor, and its key there."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     return (module._parameters if leaf in module._parameters else module._buffers), leaf
 
 
 def _plain_executor(function: Any) -> Callable[..., Any]:
-    """Without the profiling executor, which would compile anew for every shape that it meets."""
+    """Return a call without the profiling executor, which would compile again for every new shape."""
 
     def call(*inputs: object) -> Any:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -158,7 +168,7 @@ def _plain_executor(function: Any) -> Callable[..., Any]:
 
 
 def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[Tensor, ...]:
-    """Inputs of `decode`; the first four are those of `prefill`."""
+    """Return example inputs of `decode`. The first four are inputs of `prefill`."""
     cache = scratch(rows, past + queries + 1)
     device = cache.device
     ids = (torch.arange(rows * queries, device=device) % 11).view(rows, queries)
@@ -171,14 +181,15 @@ def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[
 
 @torch.inference_mode()
 def _difference(program: Program, model: nn.Module, scratch: Scratch, context: int) -> float:
-    """Largest difference between the program and the model's own code, in logits and KV, over other shapes."""
+    """Return the largest difference of logits and KV between the program and the model's own code, for other shapes."""
     weights = list(tensors_of(model).values())
-    own = direct(model)
+    reference = direct(model)
     worst = 0.0
     for rows, queries, past in ((1, 1, 0), (5, 1, 30), (1, 1, context - 2), (1, 2, 0), (2, 9, 13)):
-        ours, theirs = (_example(scratch, rows, queries, past) for _ in range(2))
-        pairs = [(program.prefill(weights, *ours[:4]), own.prefill(weights, *theirs[:4])), (ours[3], theirs[3])]
+        inputs, copies = (_example(scratch, rows, queries, past) for _ in range(2))
+        logits = program.prefill(weights, *inputs[:4]), reference.prefill(weights, *copies[:4])
+        pairs = [logits, (inputs[3], copies[3])]
         if queries == 1:
-            pairs += zip(program.decode(weights, *ours)[2:], own.decode(weights, *theirs)[2:], strict=True)
+            pairs += zip(program.decode(weights, *inputs)[2:], reference.decode(weights, *copies)[2:], strict=True)
         worst = max(worst, *(float((x - y).abs().max()) for x, y in pairs))
     return worst

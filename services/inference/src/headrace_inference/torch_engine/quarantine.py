@@ -1,8 +1,8 @@
-"""Finds the sequence that makes a step fail, so that no other sequence ends with it.
+"""Search for the sequence that makes a step fail, so that only this sequence fails.
 
-After a failed step its sequences are retried in groups. A group that computes a step is released, a group that fails
-again is halved, and a sequence that fails alone is the cause. So one cause among `n` sequences costs about `2 log2(n)`
-steps, in which the others get tokens as well.
+After a failed step, its sequences are retried in groups. A group that computes a step is released, a group that fails
+is halved, and a sequence that fails alone is the cause. So one cause among `n` sequences takes about `2 log2(n)` steps,
+in which the other sequences get tokens as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self.group: deque[Sequence] = deque()
-        """The members of the present group that have no row yet."""
+        """Members of the present group that do not have a row yet."""
         self._untried: deque[list[Sequence]] = deque()
         self._released: list[Sequence] = []
         self.active = False
@@ -31,7 +31,7 @@ class Quarantine:
         yield from self._released
 
     def split(self, suspects: list[Sequence]) -> Sequence | None:
-        """Take the sequences of a failed step; return the cause when only one is left."""
+        """Divide the sequences of a failed step into groups. Return the cause if there is only one."""
         self.active = True
         if self.group:
             self._untried.appendleft(list(self.group))
@@ -43,11 +43,11 @@ class Quarantine:
         return suspects[0] if len(suspects) == 1 else None
 
     def release(self, sequences: list[Sequence]) -> None:
-        """Set sequences aside that have computed a step, or had no part in the failed one."""
+        """Release sequences that have computed a step, or that did not cause the failure."""
         self._released += sequences
 
     def begin_next_group(self) -> None:
-        """Go on with the next group, once all of the present one is released."""
+        """Begin with the next group, after the present one was released or divided."""
         self.group = deque(self._untried.popleft() if self._untried else ())
 
     def leave(self) -> list[Sequence]:
@@ -62,6 +62,6 @@ class Quarantine:
     def drop(self, owner: object) -> None:
         """Remove every sequence of a generation."""
         self.group = deque(sequence for sequence in self.group if sequence.owner is not owner)
-        kept = ([sequence for sequence in group if sequence.owner is not owner] for group in self._untried)
-        self._untried = deque(filter(None, kept))
+        groups = ([sequence for sequence in group if sequence.owner is not owner] for group in self._untried)
+        self._untried = deque(filter(None, groups))
         self._released = [sequence for sequence in self._released if sequence.owner is not owner]

@@ -1,4 +1,4 @@
-"""Draws the tokens of rows that ask for more than the plain path: grammars, penalties and truncation."""
+"""Sampling of rows with grammars, penalties or truncation, which the traced program does not support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class RowSampler:
-    """The counts of sampled tokens, a row each once a row is penalised; they follow the rows of the batch."""
+    """Sampler for such rows. It has the counts of sampled tokens, which move with the rows of the batch."""
 
     def __init__(self, model: Model, rows: Rows, sequences_max: int) -> None:
         self.counts: Tensor | None = None
@@ -29,13 +29,18 @@ class RowSampler:
     def draw(
         self, running: SequenceOf[Sequence], special: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw again from held, penalised and truncated logits, when a row asks for that."""
+        """Draw again from constrained, penalised and truncated logits if a row needs that.
+
+        Args:
+            special: bits of all rows (`rows.HELD` and others).
+            plain: ids, logprobs and all logprobs that the program has drawn.
+        """
         rows, count = self._rows, len(running)
         if not special & (HELD | PENALISED | TRUNCATED):
             return plain
         temperature = rows.tensor(rows.temperature, count)
         if special & HELD:
-            logits = self.hold(running, logits)
+            logits = self.apply_grammars(running, logits)
         if special & PENALISED:
             assert self.counts is not None
             presence, frequency = rows.tensor(rows.presence, count), rows.tensor(rows.frequency, count)
@@ -51,13 +56,15 @@ class RowSampler:
             self.counts[:count].scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
         return drawn
 
-    def hold(self, running: SequenceOf[Sequence], logits: Tensor) -> Tensor:
-        """Mask what the grammars of rows forbid. A row whose guide has failed keeps no token: its logprob is no number
-        then."""
+    def apply_grammars(self, running: SequenceOf[Sequence], logits: Tensor) -> Tensor:
+        """Mask the tokens that the grammars of rows forbid.
+
+        If the guide of a row has failed, all of its tokens are masked, so its logprob becomes NaN.
+        """
         device = self._model.kv_shape.device
-        held = [row for row, sequence in enumerate(running) if sequence.guide is not None]
-        allowed = np.zeros((len(held), (self._model.vocabulary + 31) // 32), np.int32)
-        for place, row in enumerate(held):
+        guided = [row for row, sequence in enumerate(running) if sequence.guide is not None]
+        allowed = np.zeros((len(guided), (self._model.vocabulary + 31) // 32), np.int32)
+        for index, row in enumerate(guided):
             guide = running[row].guide
             assert guide is not None
             try:
@@ -67,12 +74,12 @@ class RowSampler:
                 running[row].fault = f"{type(error).__name__} in the grammar"
                 continue
             if not guide.error:
-                allowed[place] = mask[: allowed.shape[1]]
-        rows = torch.tensor(held, device=device)
-        return sampler.hold(logits, rows, torch.from_numpy(allowed).to(device))
+                allowed[index] = mask[: allowed.shape[1]]
+        rows = torch.tensor(guided, device=device)
+        return sampler.mask_forbidden(logits, rows, torch.from_numpy(allowed).to(device))
 
     def count_earlier(self, row: int, sequence: Sequence) -> None:
-        """Count what was sampled before, here or elsewhere, for the penalties of a row that begins to decode."""
+        """Count the tokens sampled before, also by other replicas, for the penalties of a row that begins to decode."""
         if not self._rows.special[row] & PENALISED:
             return
         device = self._model.kv_shape.device
@@ -82,13 +89,15 @@ class RowSampler:
         self.counts[row] = torch.bincount(sampled, minlength=self._model.vocabulary)
 
     def move(self, source: int, target: int) -> None:
+        """Copy the counts of a row to another row."""
         if self.counts is not None:
             self.counts[target] = self.counts[source]
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, left: int, right: int) -> None:
+        """Exchange the counts of two rows."""
         if self.counts is not None:
-            self.counts[[one, other]] = self.counts[[other, one]]
+            self.counts[[left, right]] = self.counts[[right, left]]
 
     def release(self) -> None:
-        """Forget all counts."""
+        """Release the memory of all counts."""
         self.counts = None

@@ -1,8 +1,8 @@
-"""From logits to tokens, for a whole batch at once.
+"""Sampling of tokens from logits, for a whole batch at once.
 
-A token is drawn by inverting the cumulative distribution at one uniform number, and that number is a pure function of
-the sequence's seed and of how many tokens it has drawn. So a sequence's tokens do not depend on who else is in the
-batch, and a replica that takes a seeded sequence over draws what the first one would have drawn.
+A token is drawn by inverting the cumulative distribution at one uniform number, which is a pure function of the
+sequence's seed and of the number of tokens drawn so far. So the tokens of a sequence do not depend on the rest of the
+batch, and a replica that takes over a seeded sequence draws the same tokens as the first replica would have.
 """
 
 from __future__ import annotations
@@ -18,52 +18,55 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): decorrelates counters."""
+    """Decorrelate counters with the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def uniform(seeds: NDArray[np.uint64], drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), 53 bits each: draw number `drawn` of the stream that `seeds` names."""
+    """Return numbers in [0, 1) with 53 bits: number `drawn` of the random stream of each seed."""
     bits = mix(seeds + (drawn + np.uint64(1)) * _GOLDEN)
     scaled: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return scaled
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """The stream of one choice: choices of one request differ, and differ the same way every time."""
+    """Return the seed of one choice, a deterministic function of the request's seed and the choice."""
     with np.errstate(over="ignore"):
         base = np.array([seed % 2**64], dtype=np.uint64)
         return int(mix(mix(base + _GOLDEN) + np.uint64(choice)).item())
 
 
 def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids `[R]`, their logprobs `[R]` and all logprobs `[R, V]` in the distribution that was sampled from.
+    """Draw a token for each row.
 
-    Temperature 0 takes the most likely token and reports logprobs at temperature 1. A row whose logits are no numbers
-    gets a NaN logprob and disturbs no other.
+    Temperature 0 selects the most likely token and reports logprobs at temperature 1. A row with NaN logits gets a NaN
+    logprob and does not affect other rows.
+
+    Returns:
+        Token ids `[R]`, their logprobs `[R]` and all logprobs `[R, V]` in the distribution that was sampled from.
     """
     sampled_R = temperature_R > 0
     logprobs_RV = torch.log_softmax(logits_RV / torch.where(sampled_R, temperature_R, 1.0)[:, None], 1)
     cumulated_RV = logprobs_RV.exp().cumsum(1, dtype=torch.float64)
     total_R = cumulated_RV[:, -1]
-    # Strictly below the total, whatever the rounding, so that no token of probability zero is ever the answer.
+    # The target must be below the total after rounding, so that a token of probability zero is never drawn.
     target_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
-    last = int(logits_RV.shape[1]) - 1  # a number also for the tracer, whose own lie on the CPU
+    last = int(logits_RV.shape[1]) - 1  # a Python number, because the tracer would put a tensor on the CPU
     ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True).clamp(max=last)
     ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(1, keepdim=True))
     return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1), logprobs_RV
 
 
 def penalise(logits_RV: Tensor, counts_RV: Tensor, presence_R: Tensor, frequency_R: Tensor) -> Tensor:
-    """OpenAI's penalties: subtract `frequency` per earlier occurrence and `presence` once."""
+    """Apply OpenAI's penalties: subtract `frequency` for each earlier occurrence of a token, and `presence` once."""
     penalised: Tensor = logits_RV - frequency_R[:, None] * counts_RV - presence_R[:, None] * (counts_RV > 0)
     return penalised
 
 
-def hold(logits_RV: Tensor, rows_H: Tensor, allowed_HW: Tensor) -> Tensor:
-    """In the rows `rows_H` only tokens whose bit is set stay possible (`headrace_inference.engine.Guide`). In place."""
+def mask_forbidden(logits_RV: Tensor, rows_H: Tensor, allowed_HW: Tensor) -> Tensor:
+    """Mask in the rows `rows_H`, in place, the tokens whose bit is not set (`headrace_inference.engine.Guide`)."""
     bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
     allowed_HV = ((allowed_HW[:, :, None] >> bits) & 1).flatten(1)[:, : logits_RV.shape[1]].bool()
     logits_RV[rows_H] = logits_RV[rows_H].masked_fill(~allowed_HV, float("-inf"))
@@ -71,9 +74,9 @@ def hold(logits_RV: Tensor, rows_H: Tensor, allowed_HW: Tensor) -> Tensor:
 
 
 def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
-    """Keep the `top_k` most likely tokens and of those the fewest that reach `top_p`; the rest becomes impossible.
+    """Mask all but the `top_k` most likely tokens, and of these all but the fewest that reach `top_p`.
 
-    Rows with `top_k` 0 or `top_p` 1 keep all. The temperature must be in the logits already.
+    `top_k` 0 and `top_p` 1 mask no token. The temperature must be applied to the logits before.
     """
     ordered_RV, order_RV = logits_RV.sort(stable=True, dim=1, descending=True)
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
@@ -88,7 +91,7 @@ def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def most_likely(logprobs_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` best tokens of each row with their logprobs, best first."""
+    """Return the `count` most likely tokens of each row with their logprobs, best first."""
     values, ids = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=1)
     pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)
     return [list(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]

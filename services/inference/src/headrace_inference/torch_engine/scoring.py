@@ -1,4 +1,4 @@
-"""How probable a version finds an answer that another one gave: one forward over prompt and answer."""
+"""Logprobs of a given answer under a version, computed in one forward pass over prompt and answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_schemas.scoring import TokensToScore
 
 @torch.inference_mode()
 def score(model: Model, answer: TokensToScore) -> list[float]:
-    """Logprobs of the answer's tokens, after the temperature, as sampling them would have reported. Blocks."""
+    """Return the logprobs of the answer's tokens at its temperature, as sampling would report them. Blocks."""
     prompt, sampled = list(answer.prompt_token_ids), list(answer.token_ids)
     if not sampled or not prompt:
         return []
@@ -20,5 +20,5 @@ def score(model: Model, answer: TokensToScore) -> list[float]:
     positions = torch.arange(ids.shape[1], device=device)
     kv = model.kv_shape.zeros(1, ids.shape[1])
     logits = run(model.module, ids, positions[None], positions, kv, keep=len(sampled) + 1)[0, :-1]
-    said = (logits / answer.temperature).log_softmax(-1).gather(1, ids[0, -len(sampled) :, None])[:, 0]
-    return [float(one) for one in said.cpu()]
+    logprobs = (logits / answer.temperature).log_softmax(-1).gather(1, ids[0, -len(sampled) :, None])[:, 0]
+    return [float(logprob) for logprob in logprobs.cpu()]

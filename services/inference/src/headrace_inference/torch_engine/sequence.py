@@ -1,4 +1,4 @@
-"""One choice while it is sampled. Its tokens define it; its KV can be dropped and computed again."""
+"""One choice while it is sampled. Its state is its tokens; its KV can be discarded and computed again."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Owned by the worker's thread once submitted."""
+    """One choice while it is sampled. After it was submitted, only the worker's thread uses it."""
 
     owner: object
-    """The generation that the tokens are delivered to; it lives and dies as a whole."""
+    """Generation that the tokens are delivered to. All its sequences are aborted together."""
     choice: int
     tokens: list[int]
     """Prompt, resumed and sampled tokens."""
     prompt_length: int
     limit: int
-    """Length of `tokens` at which it ends with `length`."""
+    """Length of `tokens` at which the sequence ends with `length`."""
     sampling: Sampling
     seed: int
     stream: bool
     resumed: int = 0
     until: Callable[[int], bool] | None = None
     guide: Guide | None = None
-    """Stays with the sequence when that is set back: it knows all of its tokens."""
+    """Guide that has accepted all sampled tokens. It stays with a sequence that is preempted."""
     salt: str = ""
-    """Whose KV it may go on from: it stands for a tenant."""
+    """Salt of the tenant. Only cached KV with the same salt is used."""
     session: str = ""
-    """What the rows of a tenant are shared by."""
+    """Session, among which the rows of a tenant are shared."""
     background: bool = False
-    """Whether it is an evaluation, which gets what users leave."""
+    """Whether it is an evaluation, which gets the capacity that users leave."""
     followers: list[Sequence] = field(default_factory=list)
     """Choices of the same prompt that wait for its KV."""
 
@@ -48,25 +48,25 @@ class Sequence:
     """Tokens whose KV is in the row."""
     cached: int = 0
     source: Entry | None = None
-    """The cache entry that it continues as a whole."""
+    """Cache entry whose tokens are all at the beginning of this sequence."""
     arrival: int = 0
     ended: bool = False
-    """Its last tokens, or the reason of its failure, are delivered or about to be."""
+    """Whether its last tokens, or its failure, were delivered or are about to be."""
     fault: str = ""
-    """Why its grammar cannot go on, where the grammar itself could not report it."""
+    """Error of the grammar that the guide itself could not report."""
 
     @property
     def tenant(self) -> tuple[bool, str]:
-        """Whose rows it takes; background work counts apart."""
+        """Key by which rows are counted. Users and background work of a tenant count separately."""
         return self.background, self.salt
 
     @property
     def drawn(self) -> int:
-        """Tokens drawn so far: the place in its stream of random numbers."""
+        """Number of tokens drawn so far, which is the position in its stream of random numbers."""
         return len(self.tokens) - self.prompt_length
 
     def accept(self, token: int, logprob: float) -> Finish | None:
-        """Take a sampled token; says whether and why the sequence ends with it."""
+        """Append a sampled token, and return the reason if the sequence ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.sampling.stop_ids:
@@ -80,9 +80,9 @@ class Sequence:
     def advance(
         self, token: int, logprob: float, ranked: list[tuple[int, float]] | None, version: str
     ) -> Tokens | EngineFailed | None:
-        """Take a sampled token and return what to deliver, or end with a failure of this sequence alone."""
-        if not math.isfinite(logprob):  # overflow, weights that went astray, or a grammar that allows no token
-            return self._fail(version, self.fault or (self.guide and self.guide.error) or "the logits are no numbers")
+        """Append a sampled token and return the tokens to deliver, or the failure of this sequence."""
+        if not math.isfinite(logprob):  # overflow, diverged weights, or a grammar that allows no token
+            return self._fail(version, self.fault or (self.guide and self.guide.error) or "the logits are NaN")
         try:
             if ranked is not None:
                 self.top.append(ranked)
@@ -92,15 +92,15 @@ class Sequence:
             return self._fail(version, f"{type(error).__name__} while reading a token")
         self.filled += 1
         self.ended = finish is not None
-        return self.news(finish)
+        return self.undelivered(finish)
 
     def _fail(self, version: str, reason: str) -> EngineFailed:
         self.ended = True
-        self.filled = 0  # its KV may be no numbers, and is kept for nobody
+        self.filled = 0  # its KV may contain NaN, so it must not be cached
         return EngineFailed(f"{version}: {reason} after {len(self.tokens)} tokens")
 
-    def news(self, finish: Finish | None) -> Tokens | None:
-        """What to deliver after a step: each token when streaming, everything at the end otherwise."""
+    def undelivered(self, finish: Finish | None) -> Tokens | None:
+        """Return the tokens to deliver after a step: each token when streaming, otherwise all tokens at the end."""
         if self.stream:
             last = self.top[-1:] if self.sampling.top_logprobs else []
             return Tokens(self.choice, self.tokens[-1:], self.logprobs[-1:], last, finish, self.cached)

@@ -1,4 +1,4 @@
-"""The one thread that computes. It owns all batches; other threads send it work and receive tokens."""
+"""The only thread that computes. It owns all batches; other threads send it work and receive tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
 _FAILURES_MAX = 3
-"""Failures of the model itself, one after the other, before the engine gives up and the process is restarted. What a
-request asks for is no such failure: a step counts only if the model then fails a control of its own, too."""
+"""Consecutive failures of the model after which the engine stops and the process is restarted. A failed step counts
+only if the model fails a control computation, too, so that requests alone cannot stop the engine."""
 
 _SWITCH_S = 0.0005
-"""How long another thread may keep the interpreter while this one waits for it. A step asks for it after each operation
-on tensors; with Python's 5 ms a version that is being loaded beside it costs streams a pause of about 0.1 s."""
+"""Longest time that another thread may keep the interpreter while this one waits. A step needs the interpreter after
+each tensor operation. With Python's default of 5 ms, loading a version would pause streams for about 0.1 s."""
 T = TypeVar("T")
-News = list[Delivery]
 
 
 class Worker:
-    """Start once, stop once. `deliver` is called in the event loop with what each round of steps brought."""
+    """Thread that runs the steps of all batches. Start and stop it once.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[News], None], threads: int) -> None:
+    Args:
+        deliver: called in the event loop with the deliveries of each round of steps.
+        threads: CPU threads per operator.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[Delivery]], None], threads: int
+    ) -> None:
         self._loop = loop
         self._deliver = deliver
         self._threads = threads
@@ -45,47 +51,49 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended; what is unfinished is lost."""
+        """Stop the thread and wait for its end. Unfinished sequences fail."""
         self._inbox.put(None)
         self._thread.join()
 
     @property
     def alive(self) -> bool:
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have `work` done between two steps."""
+        """Run `work` in the thread between two steps."""
         self._inbox.put(work)
 
     async def do(self, work: Callable[[], T]) -> T:
-        """As `post`, and wait for its result."""
+        """Run `work` in the thread between two steps, and return its result."""
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 future.set_result(work())
-            except Exception as error:  # noqa: BLE001 (it belongs to the caller)
+            except Exception as error:  # noqa: BLE001 (the caller gets it)
                 future.set_exception(error)
 
         self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
     def add_batch(self, batch: DecodeBatch) -> None:
-        """In the worker's thread."""
+        """Add the batch of a version. Call it in the worker's thread."""
         self._batches[batch.model.version] = batch
 
     def remove_batch(self, version: str) -> None:
-        """In the worker's thread. What still generates with it is told so."""
+        """Remove the batch of a version, whose unfinished sequences fail. Call it in the worker's thread."""
         batch = self._batches.pop(version, None)
         if batch is not None:
             self._send([(sequence, EngineFailed(f"{version} is gone")) for sequence in batch.close()])
 
     def submit(self, version: str, sequence: Sequence) -> None:
-        """In the worker's thread."""
+        """Add a sequence to the batch of its version. Call it in the worker's thread."""
         batch = self._batches.get(version)
         if batch is None:
             self._send([(sequence, EngineFailed(f"{version} is gone"))])
@@ -93,7 +101,7 @@ class Worker:
             batch.add(sequence)
 
     def abort(self, version: str, owner: object) -> None:
-        """In the worker's thread."""
+        """Remove every sequence of a generation. Call it in the worker's thread."""
         batch = self._batches.get(version)
         if batch is not None:
             batch.abort(owner)
@@ -103,19 +111,19 @@ class Worker:
         try:
             with torch.inference_mode():
                 while self._failures < _FAILURES_MAX and self._take_work():
-                    news: News = []
+                    deliveries: list[Delivery] = []
                     for batch in list(self._batches.values()):
                         if batch.busy:
-                            news += self._step(batch)
-                    if news:
-                        self._send(news)
+                            deliveries += self._step(batch)
+                    if deliveries:
+                        self._send(deliveries)
         finally:
             log.info("engine_ends", failures=self._failures)
             for version in list(self._batches):
                 self.remove_batch(version)
 
     def _take_work(self) -> bool:
-        """Do what was posted; wait for it when there is nothing to compute. False ends the thread."""
+        """Run posted work, and wait for it if there is nothing to compute. Return False if the thread must end."""
         while True:
             try:
                 work = self._inbox.get(block=not any(batch.busy for batch in self._batches.values()))
@@ -126,18 +134,18 @@ class Worker:
             work()
             liveness.progress()
 
-    def _step(self, batch: DecodeBatch) -> News:
+    def _step(self, batch: DecodeBatch) -> list[Delivery]:
         try:
-            news = batch.step()
+            deliveries = batch.step()
             liveness.progress()
         except Exception as error:  # noqa: BLE001 (`_recover` logs it)
             metrics.ENGINE_FAILURES.inc()
             return self._recover(batch, error)
         self._failures = 0
-        return news
+        return deliveries
 
-    def _recover(self, batch: DecodeBatch, error: Exception) -> News:
-        """Retry the sequences of a failed step apart, or end all of them when the model itself cannot compute."""
+    def _recover(self, batch: DecodeBatch, error: Exception) -> list[Delivery]:
+        """Retry the sequences of a failed step in groups, or end all of them if the model itself cannot compute."""
         version = batch.model.version
         try:
             compute_control(batch.model)
@@ -146,12 +154,12 @@ class Worker:
             log.exception("engine_failed", version=version, failures=self._failures)
             failed = EngineFailed(f"{version}: {type(error).__name__} while computing")
             return [(sequence, failed) for sequence in batch.reset()]
-        news = batch.recover(error)
-        log.error("step_failed", version=version, ended=len(news), exc_info=error)
-        return news
+        deliveries = batch.recover(error)
+        log.error("step_failed", version=version, ended=len(deliveries), exc_info=error)
+        return deliveries
 
-    def _send(self, news: News) -> None:
+    def _send(self, deliveries: list[Delivery]) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._deliver, news)
-        except RuntimeError:  # the loop has closed: nobody listens any more
-            log.debug("nobody_listens", pieces=len(news))
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+        except RuntimeError:  # the loop has closed, so no reader is left
+            log.debug("nobody_listens", pieces=len(deliveries))

@@ -1,7 +1,7 @@
-"""The `vllm` engine: vLLM's own engine cores under our HTTP interface, prompts and parsers.
+"""The `vllm` engine: vLLM's engine cores behind Headrace's HTTP interface, prompts and parsers.
 
-`engine` is its face to the event loop, `core` what is used of one engine core, `library` the one module that imports
-vLLM for it, `requests` what a request becomes and what is refused, `adapters` the check of a LoRA folder, `probing` the
-comparison with the fingerprint, `apart` what must not be in one step, `orphans` what vLLM's processes do when ours is
-killed, `parsers` vLLM's parsers behind our registries. `settings` announces it.
+`engine` implements the engine in the event loop, `core` declares the interface of an engine core, `library` alone
+imports vLLM, `requests` converts requests and refuses unsupported ones, `adapters` checks LoRA folders, `probing`
+compares logprobs with the fingerprint, `step_separation` keeps incompatible requests in different steps, `orphans` ends
+vLLM's processes when the service is killed, `parsers` adapts vLLM's parsers. `settings` announces the engine.
 """

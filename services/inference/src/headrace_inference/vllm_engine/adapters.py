@@ -1,4 +1,4 @@
-"""What an adapter's folder must be like before vLLM is asked: what it would leave out, it would not say."""
+"""Check of an adapter's folder before vLLM loads it, because vLLM ignores what it does not support."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_replication": ((),),
     "target_parameters": ((),),
 }
-"""Fields of a LoRA configuration that vLLM does not compute, with what they hold where they are not used."""
+"""Fields of a LoRA configuration that vLLM does not support, with their values when they are not used."""
 
 
 def check(folder: Path, rank_max: int) -> None:
-    """Raises `VersionUnusable` by name: no LoRA, a rank above `rank_max`, or what vLLM does not compute."""
+    """Raise `VersionUnusable` for an adapter that is not LoRA, has a rank above `rank_max`, or is not supported."""
     try:
         config = json.loads(read_user_text(folder / CONFIG))
         kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
@@ -31,10 +31,10 @@ def check(folder: Path, rank_max: int) -> None:
     if kind != "LORA":
         raise VersionUnusable(f"adapters of type {kind} are not supported; LoRA is")
     if not (folder / WEIGHTS).exists():
-        raise VersionUnusable(f"it has no {WEIGHTS}")
+        raise VersionUnusable(f"the adapter has no {WEIGHTS}")
     if rank > rank_max:
-        raise VersionUnusable(f"its rank is {rank}, inference.vllm.adapter_rank_max allows {rank_max}")
+        raise VersionUnusable(f"the adapter has rank {rank}, inference.vllm.adapter_rank_max allows {rank_max}")
     for name, neutral in _NEUTRAL.items():
         value = config.get(name)
         if value and value not in neutral:
-            raise VersionUnusable(f"{CONFIG} sets {name} = {json.dumps(value)[:100]}, which vLLM does not compute")
+            raise VersionUnusable(f"{CONFIG} sets {name} = {json.dumps(value)[:100]}, which vLLM does not support")

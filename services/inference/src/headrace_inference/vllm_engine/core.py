@@ -1,6 +1,6 @@
-"""What is used of vLLM, as protocols: the package itself is imported by `library` alone.
+"""Protocols of the parts of vLLM that the engine uses. Only `library` imports the package itself.
 
-The shapes are those of `vllm.v1.engine.async_llm.AsyncLLM` and of what it gives out.
+The protocols follow `vllm.v1.engine.async_llm.AsyncLLM` and its outputs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from headrace_inference.vllm_engine.apart import StepSeparation
+from headrace_inference.vllm_engine.step_separation import StepSeparation
 
 
 class LogprobEntry(Protocol):
-    """One token's entry in `CompletionPiece.logprobs`."""
+    """Entry of one token in `CompletionPiece.logprobs`."""
 
     @property
     def logprob(self) -> float: ...
@@ -48,7 +48,7 @@ class LLM(Protocol):
 
     @property
     def errored(self) -> bool:
-        """It died and will never answer again."""
+        """Whether the engine core has died and cannot answer any more."""
 
     def generate(
         self,
@@ -59,7 +59,7 @@ class LLM(Protocol):
         lora_request: object | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestPiece, None]:
-        """Closing the generator aborts the request."""
+        """Generate tokens for a request. Closing the generator aborts it."""
 
     async def add_lora(self, lora_request: object) -> bool: ...
 
@@ -72,11 +72,11 @@ class LLM(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What a choice asks of vLLM; names and meanings are those of `vllm.SamplingParams`."""
+    """Parameters of one choice. Names and meanings are those of `vllm.SamplingParams`."""
 
     max_tokens: int
     delta: bool
-    """New tokens as they come, instead of all at the end."""
+    """Whether tokens are returned as they are sampled, instead of all at the end."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -88,14 +88,14 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprob_token_ids: tuple[int, ...] = ()
     grammar: str = ""
-    """`vllm.sampling_params.StructuredOutputsParams.grammar`, for its back end `guidance`; empty: none."""
+    """Grammar for vLLM's back end `guidance` (`StructuredOutputsParams.grammar`). Empty: none."""
     priority: int = 0
-    """Lower numbers go first; of equal ones the earlier. An argument of `generate`."""
+    """Priority, an argument of `generate`. Lower numbers go first; equal ones in order of arrival."""
 
 
 @dataclass(frozen=True)
-class Started:
-    """An engine core that answers."""
+class StartedCore:
+    """An engine core that has started, with the limits of its model."""
 
     llm: LLM
     vocabulary: int
@@ -103,40 +103,42 @@ class Started:
 
 
 class Library(Protocol):
-    """The package."""
+    """Interface of the package vLLM."""
 
-    def start(self, folder: Path) -> Started:
-        """Start an engine core for the weights in `folder`. Blocks, for a minute perhaps; raises whatever it likes."""
+    def start(self, folder: Path) -> StartedCore:
+        """Start an engine core for the weights in `folder`. May block for a minute, and may raise any exception."""
 
     def abandon(self) -> None:
-        """End what `start` is starting in another thread; it raises then."""
+        """Kill the engine core that `start` is starting in another thread. `start` then raises an exception."""
 
     def parameters(self, request: Request) -> object:
-        """`vllm.SamplingParams`."""
+        """Return the `vllm.SamplingParams` of a request."""
 
     def adapter(self, name: str, number: int, folder: Path) -> object:
-        """`vllm.lora.request.LoRARequest`. Numbers are never used twice: what is cached goes by them."""
+        """Return a `vllm.lora.request.LoRARequest`. Its number must be new, because vLLM's caches use it as the key."""
 
 
 @dataclass(eq=False)
 class Core:
-    """An engine core and the versions that it answers for: a full one and adapters of it."""
+    """An engine core with the versions that it serves: a full version and adapters of it."""
 
     base: str
-    started: Started
+    started: StartedCore
     versions: set[str] = field(default_factory=set)
-    apart: StepSeparation = field(default_factory=StepSeparation)
+    separation: StepSeparation = field(default_factory=StepSeparation)
 
     @property
     def llm(self) -> LLM:
+        """The engine core."""
         return self.started.llm
 
     @property
     def adapters(self) -> int:
+        """Number of loaded adapters."""
         return len(self.versions - {self.base})
 
     async def stop(self) -> None:
-        """End its process. What waits for its answers ends first: it would log the end as a failure."""
+        """End the process of the engine core. Its output handler ends first, because it would log a failure."""
         handler: asyncio.Task[None] | None = getattr(self.llm, "output_handler", None)
         if handler is not None:
             handler.cancel()

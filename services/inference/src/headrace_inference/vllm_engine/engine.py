@@ -1,4 +1,4 @@
-"""The part of the `vllm` engine that runs in the event loop: which versions are in which engine core, and who asks."""
+"""The part of the `vllm` engine that runs in the event loop: versions of each engine core, and requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headrace_inference.errors import (
 )
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.vllm_engine import adapters, probing
-from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, Started
-from headrace_inference.vllm_engine.requests import refuse_unkept, request_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, StartedCore
+from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, tokens_of, until_stopped
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Probe
@@ -32,13 +32,13 @@ from headrace_schemas.manifest import Manifest
 log = get_logger(__name__)
 _REASON_LENGTH_MAX = 500
 _BACKGROUND_PRIORITY = 1_000_000
-"""vLLM serves lower numbers first. A user's choice has the number of its tenant's unfinished choices, so that whoever
-has the fewest goes first; evaluations come behind all users."""
+"""Added to the priority of evaluations, so that they come after all users; vLLM serves lower numbers first. The
+priority of a user's choice is the number of unfinished choices of the tenant, so tenants with few choices go first."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """A version in its core; `adapter` is what vLLM is told to add to the core's own weights."""
+    """A version in its core. `adapter` is the LoRA request for vLLM; None for the core's own weights."""
 
     manifest: Manifest
     core: Core
@@ -51,9 +51,9 @@ class _Loaded:
 
 
 class VllmEngine:
-    """See `headrace_inference.engine.Engine`. Made inside a running event loop; `stop` it at the end.
+    """A `headrace_inference.engine.Engine`. Create it inside a running event loop; the owner must stop it.
 
-    A core stays as long as a version in it does, also when routing drops the full version before its adapters.
+    A core runs as long as it has a version, also if routing drops the full version before its adapters.
     """
 
     name = "vllm"
@@ -70,7 +70,7 @@ class VllmEngine:
         self._streams = OpenStreams(self._abort)
         self._tasks: dict[Stream, set[asyncio.Task[None]]] = {}
         self._starting = ThreadPoolExecutor(1, "vllm-start")
-        self._begun: set[Future[Started]] = set()
+        self._starts: set[Future[StartedCore]] = set()
         self._stopped = False
 
     # Versions
@@ -107,12 +107,12 @@ class VllmEngine:
         cores = {loaded.core, parent.core} if parent is not None else {loaded.core}
         async with contextlib.AsyncExitStack() as stack:
             for core in sorted(cores, key=lambda core: core.base):
-                await stack.enter_async_context(core.apart.probing())
+                await stack.enter_async_context(core.separation.probing())
             await stack.enter_async_context(asyncio.timeout(self._settings.start_timeout_s))
             return await probing.probe(
                 loaded.manifest.fingerprint,
-                self._asker(loaded),
-                self._asker(parent) if parent is not None and comparable else None,
+                self._logprob_function(loaded),
+                self._logprob_function(parent) if parent is not None and comparable else None,
                 self._settings.sequences_max,
                 self._settings.probe_tolerance,
             )
@@ -120,10 +120,10 @@ class VllmEngine:
     async def _start(self, folder: Path, version: str) -> Core:
         if len(self._cores) >= self._settings.cores_max:
             limit = f"inference.vllm.cores_max allows {self._settings.cores_max} full versions at a time"
-            raise NoRoom(f"{version}: {limit}, and {' and '.join(sorted(self._cores))} are here")
+            raise NoRoom(f"{version}: {limit}, and {' and '.join(sorted(self._cores))} are loaded")
         future = self._starting.submit(self._library.start, folder)
-        self._begun.add(future)
-        future.add_done_callback(self._begun.discard)
+        self._starts.add(future)
+        future.add_done_callback(self._starts.discard)
         try:
             started = await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
@@ -132,7 +132,7 @@ class VllmEngine:
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:_REASON_LENGTH_MAX]}"
             raise VersionUnusable(
-                f"{version}: vLLM does not start with it: {reason}; the log of this replica may say more"
+                f"{version}: vLLM cannot start with this version: {reason}; see the log of this replica"
             ) from error
         core = self._cores[version] = Core(version, started)
         return core
@@ -143,7 +143,7 @@ class VllmEngine:
             raise VersionUnusable(f"{version}: its base {manifest.base} is not loaded; routing must serve it too")
         if core.adapters >= self._settings.adapters_max:
             limit = f"inference.vllm.adapters_max allows {self._settings.adapters_max} adapters of one version"
-            raise NoRoom(f"{version}: {limit}, and {core.adapters} are here")
+            raise NoRoom(f"{version}: {limit}, and {core.adapters} are loaded")
         try:
             adapters.check(folder, self._settings.adapter_rank_max)
         except VersionUnusable as error:
@@ -153,10 +153,10 @@ class VllmEngine:
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 await core.llm.add_lora(adapter)
-                await core.llm.pin_lora(number)  # or vLLM would read it again from a folder that may be gone
+                await core.llm.pin_lora(number)  # otherwise vLLM may read it again from a folder that is deleted
         except Exception as error:
             self.check()
-            with contextlib.suppress(Exception):  # vLLM may hold half of it
+            with contextlib.suppress(Exception):  # vLLM may have loaded a part of it
                 await core.llm.remove_lora(number)
             reason = str(error)[:_REASON_LENGTH_MAX] or type(error).__name__
             raise VersionUnusable(f"{version}: vLLM refuses the adapter: {reason}") from error
@@ -178,39 +178,41 @@ class VllmEngine:
         context = loaded.core.started.context_tokens
         if len(prompt) + (sampling.max_tokens or 1) > context:
             raise ContextLengthExceeded(len(prompt), sampling.max_tokens, context)
-        refuse_unkept(sampling, starts)
+        refuse_unsupported(sampling, starts)
         check_tokens(prompt, starts, loaded.core.started.vocabulary)
         self.check()
-        room = self._settings.sequences_max + self._settings.waiting_max
-        self._streams.check_room(len(starts), share.tenant, room)
+        sequences_limit = self._settings.sequences_max + self._settings.waiting_max
+        self._streams.check_capacity(len(starts), share.tenant, sequences_limit)
         priority = self._streams.of_tenant(share.tenant) + (_BACKGROUND_PRIORITY if share.background else 0)
         opened = self._streams.open(version, len(starts), share.tenant)
         limit = sampling.max_tokens or context - len(prompt)
         for number, start in enumerate(starts):
-            asked = request_of(sampling, start, limit - len(start.resumed), stream=stream, priority=priority + number)
-            given = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{share.salt}"}
-            reading = _Reading(start, len(prompt), sampling.top_logprobs, stream=stream)
-            task = asyncio.create_task(self._sample(opened, loaded, given, asked, reading))
+            request = request_of(sampling, start, limit - len(start.resumed), stream=stream, priority=priority + number)
+            tokens = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{share.salt}"}
+            converter = _OutputConverter(start, len(prompt), sampling.top_logprobs, stream=stream)
+            task = asyncio.create_task(self._sample(opened, loaded, tokens, request, converter))
             self._tasks.setdefault(opened, set()).add(task)
             task.add_done_callback(lambda done: self._forget(opened, done))
         metrics.RUNNING.labels(version).set(self.in_flight(version))
         return opened
 
-    async def _sample(self, stream: Stream, loaded: _Loaded, prompt: object, asked: Request, reading: _Reading) -> None:
-        """One choice, up to its end."""
+    async def _sample(
+        self, stream: Stream, loaded: _Loaded, prompt: object, request: Request, converter: _OutputConverter
+    ) -> None:
+        """Sample one choice up to its end, and deliver its tokens to the stream."""
         version, core = loaded.version, loaded.core
         try:
             async with (
-                core.apart.ranked(asked.logprobs > 0),
-                contextlib.aclosing(self._outputs(loaded, prompt, asked)) as outputs,
+                core.separation.answering(request.logprobs > 0),
+                contextlib.aclosing(self._outputs(loaded, prompt, request)) as outputs,
             ):
                 async for output in outputs:
-                    piece = reading.read(output)
+                    piece = converter.convert(output)
                     if piece is not None:
                         stream.put(piece)
-                    if reading.finished:
+                    if converter.finished:
                         return
-            raise EngineFailed("vLLM ended a request without saying why")
+            raise EngineFailed("vLLM ended a request without a reason")
         except EngineFailed as error:
             stream.put(EngineFailed(f"{version}: {error}"))
         except Exception as error:
@@ -218,26 +220,28 @@ class VllmEngine:
             log.exception("request_failed", version=version)
             stream.put(EngineFailed(f"{version}: {type(error).__name__} while computing"))
 
-    def _asker(self, loaded: _Loaded) -> probing.Ask:
-        """Asks for one logprob at a time. Nothing that is cached of a prompt is used by two askers."""
+    def _logprob_function(self, loaded: _Loaded) -> probing.LogprobFunction:
+        """Return a function that computes one logprob. Functions do not share cached prompts."""
         salt = f"{loaded.version}/{uuid.uuid4().hex}"
 
-        async def ask(prompt: Sequence[int], token: int) -> float:
-            asked = Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(token,))
-            given = {"prompt_token_ids": list(prompt), "cache_salt": salt}
-            async with contextlib.aclosing(self._outputs(loaded, given, asked)) as outputs:
+        async def logprob(prompt: Sequence[int], token: int) -> float:
+            request = Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(token,))
+            tokens = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+            async with contextlib.aclosing(self._outputs(loaded, tokens, request)) as outputs:
                 async for output in outputs:
                     (sampled,) = output.outputs
                     if sampled.logprobs:
                         return sampled.logprobs[0][token].logprob
-            raise EngineFailed(f"{loaded.version}: vLLM gave no logprobs")
+            raise EngineFailed(f"{loaded.version}: vLLM returned no logprobs")
 
-        return ask
+        return logprob
 
-    def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[RequestPiece, None]:
+    def _outputs(self, loaded: _Loaded, prompt: object, request: Request) -> AsyncGenerator[RequestPiece, None]:
         request_id = f"{loaded.version}/{uuid.uuid4().hex}"
-        given = self._library.parameters(asked)
-        return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter, priority=asked.priority)
+        parameters = self._library.parameters(request)
+        return loaded.core.llm.generate(
+            prompt, parameters, request_id, lora_request=loaded.adapter, priority=request.priority
+        )
 
     def _abort(self, stream: Stream) -> None:
         for task in self._tasks.get(stream, ()):
@@ -245,7 +249,7 @@ class VllmEngine:
                 task.cancel()
 
     def _forget(self, stream: Stream, task: asyncio.Task[None]) -> None:
-        """A choice is over, whichever way."""
+        """Remove the task of a choice that has ended."""
         tasks = self._tasks.get(stream)
         if tasks is not None:
             tasks.discard(task)
@@ -254,7 +258,7 @@ class VllmEngine:
         if stream.version in self._loaded:
             metrics.RUNNING.labels(stream.version).set(self.in_flight(stream.version))
 
-    # What others ask
+    # State
 
     def in_flight(self, version: str | None = None) -> int:
         return self._streams.in_flight(version)
@@ -284,7 +288,7 @@ class VllmEngine:
     async def stop(self) -> None:
         self._stopped = True
         self._streams.fail(EngineFailed("the engine was stopped"))
-        while self._begun:
+        while self._starts:
             await asyncio.to_thread(self._library.abandon)
             await asyncio.sleep(0.05)
         self._starting.shutdown(wait=False)
@@ -297,26 +301,26 @@ class VllmEngine:
         self._loaded.clear()
 
     def _find(self, version: str) -> _Loaded:
-        found = self._loaded.get(version)
-        if found is None:
+        loaded = self._loaded.get(version)
+        if loaded is None:
             raise UnknownVersion(version)
-        return found
+        return loaded
 
 
-class _Reading:
-    """Makes pieces for the stream of what vLLM gives out for one choice."""
+class _OutputConverter:
+    """Converter of vLLM's outputs for one choice to tokens for the stream."""
 
     def __init__(self, start: Start, prompt_length: int, top: int, *, stream: bool) -> None:
         self._start = start
         self._prompt_length = prompt_length
         self._top = top
         self._stream = stream
-        self._whole = Tokens(start.choice)
+        self._all = Tokens(start.choice)
         self._begun = False
         self.finished = False
 
-    def read(self, output: RequestPiece) -> Tokens | None:
-        """None: nothing to deliver yet. Raises `EngineFailed`."""
+    def convert(self, output: RequestPiece) -> Tokens | None:
+        """Return the tokens to deliver; None if there are none yet. Raises `EngineFailed` for an invalid output."""
         tokens = until_stopped(tokens_of(output, self._start.choice, self._prompt_length, self._top), self._start)
         self.finished = tokens.finish is not None
         metrics.SAMPLED_TOKENS.inc(len(tokens.token_ids))
@@ -327,12 +331,12 @@ class _Reading:
             metrics.PROMPT_TOKENS.labels("computed").inc(computed)
         if self._stream:
             return tokens if tokens.token_ids or tokens.finish else None
-        self._whole.add(tokens)
-        return self._whole if self.finished else None
+        self._all.add(tokens)
+        return self._all if self.finished else None
 
 
-def _shut_down(future: Future[Started]) -> None:
-    """Nobody waits for this core any more."""
+def _shut_down(future: Future[StartedCore]) -> None:
+    """Shut down a core whose load was cancelled."""
     if future.cancelled() or future.exception() is not None:
         return
     future.result().llm.shutdown()

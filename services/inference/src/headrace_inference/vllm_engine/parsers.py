@@ -1,7 +1,7 @@
-"""vLLM's own parsers behind our registries: `tool_parser = "vllm:hermes"`, `reasoning_parser = "vllm:deepseek_r1"`.
+"""Adapters of vLLM's parsers: `tool_parser = "vllm:hermes"`, `reasoning_parser = "vllm:deepseek_r1"`.
 
-They get the tokens of an answer one by one, whether it is streamed or not, so that both read the same. Content is given
-out as it comes; calls are what vLLM finds in the whole answer, at its end. They work under every engine.
+The parsers get the tokens of an answer one by one, streamed or not, so that both give the same result. Content is
+returned as it arrives; calls are parsed from the complete answer at its end. They work with every engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from headrace_inference.chat.parsers import Asked, Call, Found, ParserFamily, ReasoningParser, ToolParser
+from headrace_inference.chat.parsers import Call, ParsedText, ParserContext, ParserFamily, ReasoningParser, ToolParser
 from headrace_runtime.logs import get_logger
 from headrace_runtime.registries import PluginError
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class VllmTools:
-    """A `TokenToolReader` over one of vLLM's."""
+    """A `TokenToolReader` over a tool parser of vLLM."""
 
     def __init__(self, make: Callable[[], Any], request: Any) -> None:
         self._make = make
@@ -28,41 +28,43 @@ class VllmTools:
         self._request = request
         self._text = ""
         self._ids: list[int] = []
-        self._said = ""
+        self._content = ""
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> Found:
+    def feed(self, text: str, token_ids: Sequence[int]) -> ParsedText:
+        """Read the next text, and return content that is certain."""
         if not text:
-            return Found()
+            return ParsedText()
         before, ids_before = self._text, self._ids
         self._text, self._ids = before + text, [*ids_before, *token_ids]
         if self._streaming is None:
-            return Found()
+            return ParsedText()
         try:
             delta = self._streaming.extract_tool_calls_streaming(
                 before, self._text, text, ids_before, self._ids, [*token_ids], self._request
             )
-        except Exception as error:  # noqa: BLE001 (whatever its author did not think of)
+        except Exception as error:  # noqa: BLE001 (a parser may raise anything)
             _report(error)
-            self._streaming = None  # it may have left text out: what follows comes at the end
-            return Found()
+            self._streaming = None  # it may have lost text, so the rest of the content is returned at the end
+            return ParsedText()
         content: str = (delta.content if delta is not None else None) or ""
-        self._said += content
-        return Found(content)
+        self._content += content
+        return ParsedText(content)
 
-    def end(self) -> Found:
+    def end(self) -> ParsedText:
+        """Parse the complete answer, and return its calls with the content that was not returned yet."""
         if not self._text:
-            return Found()
-        found = _or_none(partial(self._make().extract_tool_calls, self._text, self._request))
-        whole, calls = self._text, []
-        if found is not None and found.tools_called:
-            whole = found.content or ""
-            calls = [Call(call.function.name, call.function.arguments) for call in found.tool_calls]
-        rest = whole[len(self._said) :] if whole.startswith(self._said) else ""
-        return Found(rest, calls)
+            return ParsedText()
+        extracted = _or_none(partial(self._make().extract_tool_calls, self._text, self._request))
+        content, calls = self._text, []
+        if extracted is not None and extracted.tools_called:
+            content = extracted.content or ""
+            calls = [Call(call.function.name, call.function.arguments) for call in extracted.tool_calls]
+        rest = content[len(self._content) :] if content.startswith(self._content) else ""
+        return ParsedText(rest, calls)
 
 
 class VllmReasoning:
-    """A `TokenReasoningReader` over one of vLLM's."""
+    """A `TokenReasoningReader` over a reasoning parser of vLLM."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
@@ -83,10 +85,10 @@ class VllmReasoning:
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """A parser that stumbles over what a model wrote has found no call in it; the text stays text."""
+    """Return the result of a parser; None if it raises an exception, so that the text remains content."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 (whatever its author did not think of)
+    except Exception as error:  # noqa: BLE001 (a parser may raise anything)
         _report(error)
         return None
 
@@ -98,25 +100,25 @@ def _report(error: Exception) -> None:
 def _tool_parser(name: str) -> ToolParser:
     _installed("tool", name)
 
-    def reader(asked: Asked) -> VllmTools:
+    def reader(context: ParserContext) -> VllmTools:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        tools = [tool.model_dump(mode="json", exclude_none=True) for tool in asked.tools]
+        tools = [tool.model_dump(mode="json", exclude_none=True) for tool in context.tools]
         request = ChatCompletionRequest(model="", messages=[], tools=tools)
-        return VllmTools(lambda: _tool_class(name)(asked.tokenizer, request.tools), request)
+        return VllmTools(lambda: _tool_class(name)(context.tokenizer, request.tools), request)
 
-    return ToolParser(of_tokens=reader, check=partial(_known, _tool_class, name))
+    return ToolParser(of_tokens=reader, check=partial(_check_exists, _tool_class, name))
 
 
 def _reasoning_parser(name: str) -> ReasoningParser:
     _installed("reasoning", name)
     return ReasoningParser(
-        of_tokens=lambda asked: VllmReasoning(_reasoning_class(name)(asked.tokenizer)),
-        check=partial(_known, _reasoning_class, name),
+        of_tokens=lambda context: VllmReasoning(_reasoning_class(name)(context.tokenizer)),
+        check=partial(_check_exists, _reasoning_class, name),
     )
 
 
-def _known(find: Callable[[str], Any], name: str) -> None:
+def _check_exists(find: Callable[[str], Any], name: str) -> None:
     find(name)
 
 

@@ -1,7 +1,7 @@
-"""Compares what a loaded version answers with its fingerprint and with its parent's answer.
+"""Comparison of a loaded version's logprobs with its fingerprint and with its parent's logprobs.
 
-Each token of the fingerprint is asked for by a request of its own, through the path that samples. The logprobs of a
-prompt would come in one request, but not from what serves: and on a CPU, asking a core with adapters for them kills it.
+Each token of the fingerprint is a separate request, which takes the same path as sampled tokens. vLLM can return the
+logprobs of a prompt in one request, but they take another path, and on a CPU they kill a core with adapters.
 """
 
 from __future__ import annotations
@@ -12,36 +12,49 @@ from collections.abc import Awaitable, Callable, Sequence
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Fingerprint
 
-Ask = Callable[[Sequence[int], int], Awaitable[float]]
-"""The logprob at temperature 1 of a token after a prompt."""
+LogprobFunction = Callable[[Sequence[int], int], Awaitable[float]]
+"""Function that returns the logprob at temperature 1 of a token after a prompt."""
 
 
-async def probe(fingerprint: Fingerprint, ours: Ask, parents: Ask | None, together: int, tolerance: float) -> Probe:
-    """`parents` is the loaded parent, where there is one. At most `together` requests at a time."""
+async def probe(
+    fingerprint: Fingerprint,
+    version: LogprobFunction,
+    parent: LogprobFunction | None,
+    concurrency: int,
+    tolerance: float,
+) -> Probe:
+    """Compare a version with its fingerprint, and with its parent if that is loaded.
+
+    Args:
+        version: computes logprobs of the version.
+        parent: computes logprobs of the parent.
+        concurrency: largest number of requests at a time.
+        tolerance: largest accepted difference from the fingerprint.
+    """
     tokens = list(fingerprint.token_ids)
-    answered = await answers(tokens, ours, together)
-    delta = _difference(answered, fingerprint.logprobs)
+    logprobs = await compute_logprobs(tokens, version, concurrency)
+    delta = _difference(logprobs, fingerprint.logprobs)
     parent_delta = None
-    if parents is not None:
-        parent_delta = _difference(answered, await answers(tokens, parents, together))
+    if parent is not None:
+        parent_delta = _difference(logprobs, await compute_logprobs(tokens, parent, concurrency))
     passed = delta <= tolerance and (parent_delta is None or parent_delta > 0)
     return Probe(max_abs_delta=delta, parent_max_abs_delta=parent_delta, passed=passed)
 
 
-async def answers(tokens: Sequence[int], ask: Ask, together: int) -> list[float]:
-    """Logprobs of each of `tokens[1:]`."""
-    places = asyncio.Semaphore(together)
+async def compute_logprobs(tokens: Sequence[int], logprob: LogprobFunction, concurrency: int) -> list[float]:
+    """Return the logprobs of `tokens[1:]`, each after the tokens before it."""
+    slots = asyncio.Semaphore(concurrency)
 
-    async def one(place: int) -> float:
-        async with places:
-            return await ask(tokens[:place], tokens[place])
+    async def compute(position: int) -> float:
+        async with slots:
+            return await logprob(tokens[:position], tokens[position])
 
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(one(place)) for place in range(1, len(tokens))]
-    return [task.result() for task in asked]
+        tasks = [group.create_task(compute(position)) for position in range(1, len(tokens))]
+    return [task.result() for task in tasks]
 
 
-def _difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest; infinite where a logprob is no number."""
-    difference = max(abs(a - b) for a, b in zip(one, other, strict=True))
-    return difference if all(a == a for a in one) else float("inf")
+def _difference(logprobs: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest absolute difference; infinity if a logprob is NaN."""
+    difference = max(abs(a - b) for a, b in zip(logprobs, reference, strict=True))
+    return difference if all(a == a for a in logprobs) else float("inf")

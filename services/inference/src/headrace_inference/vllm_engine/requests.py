@@ -1,4 +1,4 @@
-"""What a choice becomes in vLLM, what vLLM's answers become, and what is refused because vLLM would not keep it."""
+"""Conversion of choices to requests of vLLM and of its outputs to tokens. Unsupported requests are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 _FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
-def refuse_unkept(sampling: Sampling, starts: Sequence[Start]) -> None:
-    """Raises `Refused` for what would be answered otherwise than it was asked for."""
+def refuse_unsupported(sampling: Sampling, starts: Sequence[Start]) -> None:
+    """Raise `Refused` for parameters that vLLM would not apply as requested."""
     if 0 < sampling.temperature < SAMPLED_TEMPERATURE_MIN:
         message = f"temperature: this engine samples at 0 (greedy) or at {SAMPLED_TEMPERATURE_MIN:g} and above"
         raise Refused(400, "unsupported_value", message, "temperature")
@@ -25,14 +25,14 @@ def refuse_unkept(sampling: Sampling, starts: Sequence[Start]) -> None:
         message = "presence_penalty: this engine cannot count tokens that another replica sampled (headrace_resume)"
         raise Refused(400, "unsupported_value", message, "presence_penalty")
     if sampling.grammar and any(start.resumed for start in starts):
-        message = "headrace_resume: this engine begins a grammar at its beginning, not after tokens of another replica"
+        message = "headrace_resume: this engine cannot continue a grammar after tokens of another replica"
         raise Refused(400, "unsupported_value", message, "headrace_resume")
 
 
-def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool, priority: int = 0) -> Request:
-    """`room`: tokens that may still be sampled."""
+def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: bool, priority: int = 0) -> Request:
+    """Return the request of one choice that may sample up to `max_tokens` further tokens."""
     return Request(
-        max_tokens=room,
+        max_tokens=max_tokens,
         delta=stream or start.until is not None,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -43,59 +43,62 @@ def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool, pri
         stop_token_ids=tuple(sorted(sampling.stop_ids)),
         logprobs=sampling.top_logprobs,
         grammar=sampling.grammar,
-        logit_bias=_counted(sampling.frequency_penalty, start.resumed),
+        logit_bias=_penalty_bias(sampling.frequency_penalty, start.resumed),
         priority=priority,
     )
 
 
 def seed_of(seed: int, choice: int, resumed: int) -> int:
-    """The stream of one choice: choices of one request differ, and what is resumed does not draw the same again."""
+    """Return the seed of one choice. It differs for each choice, and for each number of resumed tokens."""
     digest = hashlib.sha256(f"{seed}/{choice}/{resumed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _counted(frequency_penalty: float, resumed: Sequence[int]) -> Mapping[int, float]:
-    """A penalty by frequency adds up, so that a bias can carry what was sampled elsewhere: vLLM takes it for prompt."""
+def _penalty_bias(frequency_penalty: float, resumed: Sequence[int]) -> Mapping[int, float]:
+    """Return a logit bias for the frequency penalty of resumed tokens, which vLLM treats as part of the prompt.
+
+    This is exact, because the penalty is linear in the number of occurrences.
+    """
     if not frequency_penalty:
         return {}
     return {token: -frequency_penalty * count for token, count in Counter(resumed).items()}
 
 
 def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int) -> Tokens:
-    """What one output brought. Raises `EngineFailed` when it is no answer."""
+    """Convert one output to tokens. Raises `EngineFailed` if it is invalid."""
     (sampled,) = output.outputs
     ids = list(sampled.token_ids)
     entries = list(sampled.logprobs or ())
     if len(entries) != len(ids):
-        raise EngineFailed(f"vLLM gave {len(entries)} logprobs for {len(ids)} tokens")
-    found = Tokens(choice, ids, [entry[token].logprob for token, entry in zip(ids, entries, strict=True)])
-    if any(math.isnan(logprob) for logprob in found.logprobs):
-        raise EngineFailed("the logits are no numbers")
+        raise EngineFailed(f"vLLM returned {len(entries)} logprobs for {len(ids)} tokens")
+    tokens = Tokens(choice, ids, [entry[token].logprob for token, entry in zip(ids, entries, strict=True)])
+    if any(math.isnan(logprob) for logprob in tokens.logprobs):
+        raise EngineFailed("the logits are NaN")
     if top:
-        found.top = [_best(entry, top) for entry in entries]
-    found.cached_tokens = min(output.num_cached_tokens or 0, prompt_length)
+        tokens.top = [_most_likely(entry, top) for entry in entries]
+    tokens.cached_tokens = min(output.num_cached_tokens or 0, prompt_length)
     if sampled.finish_reason is not None:
         if sampled.finish_reason not in _FINISHES:
             raise EngineFailed(f"vLLM ended a request with {sampled.finish_reason!r}")
-        found.finish = _FINISHES[sampled.finish_reason]
-    return found
+        tokens.finish = _FINISHES[sampled.finish_reason]
+    return tokens
 
 
-def _best(entry: Mapping[int, LogprobEntry], count: int) -> list[tuple[int, float]]:
-    """The most likely tokens: the sampled one is listed besides, where it is none of them."""
+def _most_likely(entry: Mapping[int, LogprobEntry], count: int) -> list[tuple[int, float]]:
+    """Return the `count` most likely tokens. vLLM's entry may have one more, the sampled token."""
     ranked = sorted(entry.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
     return [(token, scored.logprob) for token, scored in ranked[:count]]
 
 
 def until_stopped(tokens: Tokens, start: Start) -> Tokens:
-    """`tokens` up to the one at which `start.until` says stop; what vLLM sampled behind it was never asked for."""
+    """Return `tokens` up to the first one for which `start.until` is true. vLLM may have sampled further ones."""
     if start.until is None:
         return tokens
-    for place, token in enumerate(tokens.token_ids):
-        if token_ends(tokens, place):
+    for position, token in enumerate(tokens.token_ids):
+        if is_stop_token(tokens, position):
             return tokens
         if start.until(token):
-            end = place + 1
+            end = position + 1
             return Tokens(
                 tokens.choice,
                 tokens.token_ids[:end],
@@ -107,6 +110,6 @@ def until_stopped(tokens: Tokens, start: Start) -> Tokens:
     return tokens
 
 
-def token_ends(tokens: Tokens, place: int) -> bool:
-    """Whether the token at `place` is a stop token: it ends the choice by itself, and no text follows from it."""
-    return tokens.finish == "stop" and place == len(tokens.token_ids) - 1
+def is_stop_token(tokens: Tokens, position: int) -> bool:
+    """Return whether the token at `position` is a stop token, which ends the choice and has no text."""
+    return tokens.finish == "stop" and position == len(tokens.token_ids) - 1

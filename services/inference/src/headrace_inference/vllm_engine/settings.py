@@ -1,4 +1,4 @@
-"""The section `[inference.vllm]`, and the announcement of the engine."""
+"""The section `[inference.vllm]`, and the entry point of the engine."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class VllmSettings(Section):
-    """The `vllm` engine: vLLM's engine cores, one for each full version, with the adapters of that version in it."""
+    """The `vllm` engine: one engine core of vLLM for each full version and its adapters."""
 
     COMMON: ClassVar = ()
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
     graphs: bool = True
-    """Record CUDA graphs when a version is loaded: faster decoding, a slower load. Has no effect on a CPU."""
+    """Whether to record CUDA graphs when a version is loaded: faster decoding, slower loading. No effect on a CPU."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that share one version."""
     prefix_cache: bool = True
-    """Use the KV of a prompt again for prompts that go on with it, of the same version and tenant."""
+    """Whether to reuse the KV of a prompt for longer prompts of the same version and tenant."""
     batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
-    """Tokens computed in one step; a longer prompt is split so that others keep decoding. On a CPU no prompt is split,
-    and a step may be as long as the context."""
+    """Tokens computed in one step. A longer prompt is split so that other sequences keep decoding. On a CPU no prompt
+    is split, and a step may be as long as the context."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
+    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint; about 0.1 suits
+    bfloat16."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Share of a GPU's memory for one full version, its adapters and KV. `cores_max` of them have to fit: a new full
-    version is loaded while the old one serves."""
+    """Share of a GPU's memory for one full version, its adapters and KV. `cores_max` of them must fit, because a new
+    full version is loaded while the old one serves."""
     cpu_kv_gib: Positive = 1
     """GiB of KV of one full version and its adapters, on a CPU."""
     cores_max: Annotated[int, Field(ge=1, le=16)] = 2
-    """Full versions held at a time, each in processes of its own."""
+    """Full versions loaded at a time, each in separate processes."""
     adapters_max: Annotated[int, Field(ge=0, le=64)] = 6
-    """Adapters of one full version held at a time; their memory is reserved. 0 for models that vLLM serves without."""
+    """Adapters of one full version loaded at a time; their memory is reserved. 0 for models without LoRA in vLLM."""
     adapter_rank_max: Annotated[int, Field(ge=1, le=512)] = 32
-    """Largest rank of an adapter; what it takes is reserved `adapters_max` times. `trainer.lora.rank` has to fit."""
+    """Largest rank of an adapter, whose memory is reserved `adapters_max` times. `trainer.lora.rank` must not exceed
+    it."""
     sequences_max: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences of one full version and its adapters that decode together."""
     waiting_max: Annotated[int, Field(ge=0)] = 256
-    """Sequences that may wait for a place, all versions together; more are answered `overloaded`."""
+    """Sequences that may wait, of all versions; further requests get the error `overloaded`."""
     context_tokens_max: Positive = 32_768
-    """Longest prompt plus completion, where the model allows that much."""
+    """Largest length of prompt plus completion, unless the model's own limit is lower."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long an engine core may take to start, and to answer a probe."""
+    """Seconds that an engine core may take to start, and to answer a probe."""
 
 
 def _vllm(settings: VllmSettings) -> Engine:
@@ -70,4 +72,4 @@ def _vllm(settings: VllmSettings) -> Engine:
 
 
 VLLM = EngineKind(_vllm, VllmSettings)
-"""The engine of that name (`headrace.engines`)."""
+"""The engine `vllm` (`headrace.engines`)."""

@@ -1,8 +1,8 @@
-"""Keeps two kinds of requests of one engine core apart.
+"""Separation of probes from requests with `top_logprobs` in one engine core.
 
-Where a step holds a request with `logprob_token_ids`, vLLM (0.32) gives every other row of the step its sampled token
-alone: requests that asked for the most likely tokens would get none of them. So a probe waits until nobody with
-`top_logprobs` is being answered, and whoever comes with them meanwhile waits for the probe, which takes a second.
+If one request of a step has `logprob_token_ids`, vLLM (0.32) returns only the sampled token's logprob for all other
+requests of the step, so requests with `top_logprobs` would get no top logprobs. So a probe waits until no such request
+is running, and such requests wait while a probe runs, which takes about a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 
 class StepSeparation:
-    """Of one engine core. Used in the event loop."""
+    """Lock between probes and requests with `top_logprobs` of one engine core. Used in the event loop."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -22,9 +22,9 @@ class StepSeparation:
         self._probes_waiting = 0
 
     @contextlib.asynccontextmanager
-    async def ranked(self, wanted: bool) -> AsyncIterator[None]:
-        """While a request is answered; `wanted`: it asks for the most likely tokens."""
-        if not wanted:
+    async def answering(self, top_logprobs: bool) -> AsyncIterator[None]:
+        """Enclose the answer to a request. With `top_logprobs`, wait first until no probe runs or waits."""
+        if not top_logprobs:
             yield
             return
         async with self._changed:
@@ -34,11 +34,11 @@ class StepSeparation:
             yield
         finally:
             self._ranked -= 1
-            await self._tell()
+            await self._notify()
 
     @contextlib.asynccontextmanager
     async def probing(self) -> AsyncIterator[None]:
-        """While a version is probed."""
+        """Enclose a probe. Wait first until no request with `top_logprobs` runs."""
         self._probes_waiting += 1
         try:
             async with self._changed:
@@ -50,8 +50,8 @@ class StepSeparation:
             yield
         finally:
             self._probes -= 1
-            await self._tell()
+            await self._notify()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()

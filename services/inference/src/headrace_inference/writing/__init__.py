@@ -1,1 +1,1 @@
-"""Conversations that people wrote become tokens, by the code that makes prompts and reads answers in traffic."""
+"""Tokenization of written conversations, by the same code that builds prompts and parses answers in traffic."""

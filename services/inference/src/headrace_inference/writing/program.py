@@ -1,4 +1,4 @@
-"""The filter: see `headrace_schemas.written`. It reads a tokenizer, no weights, and uses no bus."""
+"""Filter that tokenizes written conversations (`headrace_schemas.written`). It uses no weights and no bus."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_schemas.user_text import read_user_text
 from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
 
-_NOTHING = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
+_PLACEHOLDER = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
 _UNBOUNDED = 1 << 30
 
 
 async def run(_common: Common, settings: InferenceSettings) -> None:
-    """Raises `VersionUnusable` with what is wrong with the base."""
+    """Run the filter on standard input and output. Raises `VersionUnusable` if the base has no usable tokenizer."""
     lines = Lines()
     writer: ConversationWriter | None = None
     async for word, value in lines.read():
         if word == "base":
-            writer = opened(BaseLine.model_validate_json(value), settings)
+            writer = open_writer(BaseLine.model_validate_json(value), settings)
             lines.write("opened", OpenedLine(tokens_max=writer.tokens_max).model_dump_json().encode())
             lines.flush()
             continue
         if writer is None:
-            raise ValueError(f"a line begins with {word!r} before there is a base")
-        answer = written(writer, RowLine.model_validate_json(value))
+            raise ValueError(f"a line begins with {word!r}, but the first line must begin with 'base'")
+        answer = write_row(writer, RowLine.model_validate_json(value))
         lines.write("refused" if isinstance(answer, RefusedLine) else "written", answer.model_dump_json().encode())
     lines.flush()
 
 
-def opened(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
-    """The tokenizer of a folder. Raises `VersionUnusable`."""
+def open_writer(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
+    """Return a writer with the tokenizer of a folder. Raises `VersionUnusable`."""
     folder = Path(line.folder)
     for name in (versions.TOKENIZER_FILE, "config.json"):
         if not (folder / name).is_file():
@@ -53,8 +53,8 @@ def opened(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
     )
 
 
-def written(writer: ConversationWriter, row: RowLine) -> WrittenLine | RefusedLine:
-    """Whatever is wrong with a row is said of that row, and the next one is read."""
+def write_row(writer: ConversationWriter, row: RowLine) -> WrittenLine | RefusedLine:
+    """Return the tokens of a row, or the reason why it cannot be tokenized."""
     try:
         answers = tuple(
             writer.write(row.prompt, answer, row.tools, frozenset(row.untrained), shown=row.shown)
@@ -66,7 +66,7 @@ def written(writer: ConversationWriter, row: RowLine) -> WrittenLine | RefusedLi
 
 
 def _manifest(folder: Path) -> Manifest:
-    """A version in name only: as much as a tokenizer is checked against."""
+    """Return a manifest for the check of the tokenizer. It has no weights, and its fingerprint is a placeholder."""
     paths = [path for path in versions.model_files(folder) if not versions.is_weights(path.name)]
     files = [(path.relative_to(folder).as_posix(), versions.file_digest(path), path.stat().st_size) for path in paths]
     return Manifest(
@@ -74,14 +74,14 @@ def _manifest(folder: Path) -> Manifest:
         lineage="written",
         step=0,
         files=tuple(File(path=name, blob=BlobRef(uri="none", sha256=sha, size=size)) for name, sha, size in files),
-        fingerprint=_NOTHING,
+        fingerprint=_PLACEHOLDER,
         tokenizer_sha256=versions.file_digest(folder / versions.TOKENIZER_FILE),
         template_sha256=versions.template_digest(folder),
     )
 
 
 def _context(folder: Path) -> int:
-    """Tokens that the model takes, by its configuration."""
+    """Return the context length in the model's configuration."""
     try:
         config: Any = json.loads(read_user_text(folder / "config.json"))
         text = config.get("text_config") or config

@@ -1,13 +1,13 @@
-"""From a conversation that somebody wrote to the token sequences that it would have been, had the model said it.
+"""Token sequences of a written conversation, as they would be if the model had sampled its answers.
 
-At serving time a prompt is rendered and tokenized as a whole, the model answers until its end-of-turn token, and the
-next prompt continues these exact tokens (`headrace_inference.chat.exact`). Here the same is done with answers that are
-known: what stands before an answer is tokenized as a prompt is, the answer as the text that the template writes for it,
-and its end-of-turn token belongs to it. A later prompt that does not begin with what was there, because the template
-drops earlier reasoning for example, begins another branch, as it would in traffic.
+When a model serves, a prompt is rendered and tokenized as a whole, the model answers up to its end-of-turn token, and
+the next prompt continues these exact tokens (`headrace_inference.chat.exact`). Here the answers are known. The text
+before an answer is tokenized like a prompt, the answer as the text that the template writes for it, and the end-of-turn
+token is part of the answer. A later prompt that does not begin with the earlier text, for example because the template
+drops earlier reasoning, begins another branch, as in traffic.
 
-An answer is only taken when the service would read from its text what was written: the same content, reasoning and tool
-calls. So a template that drops or changes what it is given is found here, and not in what the model has learned.
+An answer is accepted only if the service would parse its text into the written content, reasoning and tool calls. So a
+template that drops or changes messages is detected here, and not in what the model has learned.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace_runtime.errors import HeadraceError, Refused
 from headrace_schemas import Message, Tool
 from headrace_schemas.written import WrittenBranch, WrittenSpan
 
-_SHOWN_LENGTH = 60
+_TEXT_LENGTH_MAX = 60
 
 
 class Unwritable(HeadraceError):
-    """These messages have no tokens that could be trained. `kind` is a stable word for it."""
+    """The messages have no tokens that could be trained. `kind` is a stable code of the reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class Unwritable(HeadraceError):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A branch that may go on. `text` is what its tokens say, as rendered."""
+    """A branch that a later answer may continue. `text` is the rendered text of its tokens."""
 
     text: str
     token_ids: list[int]
@@ -47,7 +47,7 @@ class _Sequence:
 
 
 class ConversationWriter:
-    """Of one base. `tokens_max`: a longer sequence is refused."""
+    """Tokenizer of written conversations for one base. Sequences longer than `tokens_max` are refused."""
 
     def __init__(self, tokenizer: ChatTokenizer, parsers: Parsers, tokens_max: int) -> None:
         self._tokenizer = tokenizer
@@ -63,147 +63,158 @@ class ConversationWriter:
         *,
         shown: bool = False,
     ) -> tuple[WrittenBranch, ...]:
-        """The branches of `prompt` and `answer`; spans are what the assistant says in the latter. Raises
-        `Unwritable`."""
+        """Return the branches of a conversation. Their spans are the assistant's messages in `answer`.
+
+        Args:
+            untrained: indices of messages that are not trained.
+            shown: whether branches contain their texts.
+
+        Raises:
+            Unwritable: the conversation has no tokens that could be trained.
+        """
         messages = [*prompt, *answer]
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
         sequences: list[_Sequence] = []
-        for place, message in enumerate(messages):
-            if message.role == "assistant" and place >= len(prompt) and place not in untrained:
-                self._add(sequences, messages[: place + 1], offered)
+        for index, message in enumerate(messages):
+            if message.role == "assistant" and index >= len(prompt) and index not in untrained:
+                self._add_answer(sequences, messages[: index + 1], offered)
         if not sequences:
-            raise Unwritable("empty", "nobody says anything that could be trained")
-        return tuple(self._branch(one, shown=shown) for one in sequences)
+            raise Unwritable("empty", "the row has no answer that could be trained")
+        return tuple(self._branch(sequence, shown=shown) for sequence in sequences)
 
-    def _add(self, sequences: list[_Sequence], messages: Sequence[Message], tools: Sequence[Any]) -> None:
-        """Another answer, the last of `messages`: in the last sequence where its prompt continues that one."""
-        place = len(messages) - 1
-        before, said, eos = self._rendered(messages, tools)
-        self._check_shown(messages[:-1], before)
-        self._check_read(messages[-1], before, said, place, tools=bool(tools))
+    def _add_answer(self, sequences: list[_Sequence], messages: Sequence[Message], tools: Sequence[Any]) -> None:
+        """Add the last of `messages` to the last sequence if its prompt continues that one, or else to a new one."""
+        index = len(messages) - 1
+        prompt, answer, eos = self._render(messages, tools)
+        self._check_prompt(messages[:-1], prompt)
+        self._check_answer(messages[-1], prompt, answer, index, tools=bool(tools))
         last = sequences[-1] if sequences else None
-        if last is not None and before.startswith(last.text):
-            last.token_ids += self._tokenizer.encode(before[len(last.text) :])
-            found = last
+        if last is not None and prompt.startswith(last.text):
+            last.token_ids += self._tokenizer.encode(prompt[len(last.text) :])
+            sequence = last
         else:
-            found = _Sequence("", self._tokenizer.encode(before))
-            sequences.append(found)
-        answer = [*self._answer(before, said, place), eos]
-        if not found.token_ids:
-            raise Unwritable("template", f"message {place + 1}: the chat template writes nothing before the answer")
-        found.spans.append(WrittenSpan(start=len(found.token_ids), length=len(answer), message=place))
-        found.token_ids += answer
-        found.text = before + said + self._tokenizer.eos_text
-        if len(found.token_ids) > self.tokens_max:
-            raise Unwritable("too_long", f"{len(found.token_ids)} tokens; at most {self.tokens_max} can be trained")
+            sequence = _Sequence("", self._tokenizer.encode(prompt))
+            sequences.append(sequence)
+        answer_ids = [*self._encode_answer(prompt, answer, index), eos]
+        if not sequence.token_ids:
+            raise Unwritable("template", f"message {index + 1}: the chat template writes nothing before the answer")
+        sequence.spans.append(WrittenSpan(start=len(sequence.token_ids), length=len(answer_ids), message=index))
+        sequence.token_ids += answer_ids
+        sequence.text = prompt + answer + self._tokenizer.eos_text
+        if len(sequence.token_ids) > self.tokens_max:
+            raise Unwritable("too_long", f"{len(sequence.token_ids)} tokens; at most {self.tokens_max} can be trained")
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, str, int]:
-        """The prompt of the last message, that message as the template writes it, and the token that ends it."""
-        place = len(messages) - 1
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, str, int]:
+        """Return the rendered prompt of the last message, the rendered message, and the token that ends it."""
+        index = len(messages) - 1
         tokenizer = self._tokenizer
         if not tokenizer.eos_text or tokenizer.eos_id is None:
-            raise Unwritable("template", "the tokenizer names no eos_token, so no answer would end")
-        given = list(map(template_message, messages))
+            raise Unwritable("template", "the tokenizer has no eos_token, so no answer would end")
+        template_messages = list(map(template_message, messages))
         try:
-            before = tokenizer.render(given[:-1], tools, {})
-            whole = tokenizer.render(given, tools, {}, open_answer=False)
+            prompt = tokenizer.render(template_messages[:-1], tools, {})
+            conversation = tokenizer.render(template_messages, tools, {}, open_answer=False)
         except Refused as error:
-            raise Unwritable("template", f"message {place + 1}: {error}") from None
-        if not whole.startswith(before):
+            raise Unwritable("template", f"message {index + 1}: {error}") from None
+        if not conversation.startswith(prompt):
             raise Unwritable(
                 "template",
-                f"message {place + 1}: with this answer the chat template writes another prompt than without it; "
-                f"{_apart(before, whole)}",
+                f"message {index + 1}: the chat template renders the earlier messages differently once this answer is "
+                f"added; {_difference(prompt, conversation)}",
             )
-        rest = whole[len(before) :]
+        rest = conversation[len(prompt) :]
         end = rest.find(tokenizer.eos_text)
         if end < 0:
             raise Unwritable(
-                "template", f"message {place + 1}: the chat template does not end an answer with {tokenizer.eos_text!r}"
+                "template", f"message {index + 1}: the chat template does not end an answer with {tokenizer.eos_text!r}"
             )
-        return before, rest[:end], tokenizer.eos_id
+        return prompt, rest[:end], tokenizer.eos_id
 
-    def _answer(self, before: str, said: str, place: int) -> list[int]:
-        """Its tokens behind the prompt: as part of the whole text where that leaves the prompt as it is, else alone."""
+    def _encode_answer(self, prompt: str, answer: str, index: int) -> list[int]:
+        """Tokenize an answer together with its prompt if that does not change the prompt's tokens, or else alone."""
         tokenizer = self._tokenizer
-        prompt, whole = tokenizer.encode(before), tokenizer.encode(before + said)
-        found = whole[len(prompt) :] if whole[: len(prompt)] == prompt else tokenizer.encode(said)
-        back, meant = tokenizer.spelled(found), tokenizer.plain(said)
-        if _bare(back) != _bare(meant):
+        prompt_ids, all_ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
+        separable = all_ids[: len(prompt_ids)] == prompt_ids
+        ids = all_ids[len(prompt_ids) :] if separable else tokenizer.encode(answer)
+        decoded, original = tokenizer.spelled(ids), tokenizer.plain(answer)
+        if _without_whitespace(decoded) != _without_whitespace(original):
             raise Unwritable(
                 "tokenizer",
-                f"message {place + 1}: the tokenizer cannot write it; {_apart(meant.strip(), back.strip())}",
+                f"message {index + 1}: the tokenizer cannot represent it; "
+                f"{_difference(original.strip(), decoded.strip())}",
             )
-        return found
+        return ids
 
-    def _check_shown(self, messages: Sequence[Message], before: str) -> None:
-        """What was said before the answer has to be in its prompt; earlier reasoning alone may be left out."""
-        text = self._tokenizer.plain(before)
-        for place, message in enumerate(messages):
+    def _check_prompt(self, messages: Sequence[Message], prompt: str) -> None:
+        """Check that the prompt contains the earlier messages. Only earlier reasoning may be missing."""
+        text = self._tokenizer.plain(prompt)
+        for index, message in enumerate(messages):
             content = message.text
             if message.role == "assistant":
                 content = meaning(self._tokenizer, content, Reading(reasoning=self._parsers.reasoning))[1]
-            if not any(form in text for form in _forms(content.strip())):
+            if not any(form in text for form in _spellings(content.strip())):
                 raise Unwritable(
                     "template",
-                    f"message {place + 1}: the chat template drops or changes what the {message.role} says: "
+                    f"message {index + 1}: the chat template drops or changes the content of the {message.role}: "
                     f"{_short(content)}",
                 )
 
-    def _check_read(self, message: Message, before: str, said: str, place: int, *, tools: bool) -> None:
-        """The service has to read from the text what the row says."""
+    def _check_answer(self, message: Message, prompt: str, answer: str, index: int, *, tools: bool) -> None:
+        """Check that the service would parse the rendered answer into the written message."""
         offered = tools or bool(message.tool_calls)
-        how = Reading.of(self._tokenizer.plain(before), self._parsers, tools=offered)
-        found = meaning(self._tokenizer, self._tokenizer.plain(said), how)
-        wanted = _wanted(self._tokenizer, message, how)
-        if found == wanted:
+        how = Reading.of(self._tokenizer.plain(prompt), self._parsers, tools=offered)
+        parsed = meaning(self._tokenizer, self._tokenizer.plain(answer), how)
+        written = _written_meaning(self._tokenizer, message, how)
+        if parsed == written:
             return
         words = ("reasoning", "content", "tool calls")
-        part = next(number for number in range(3) if found[number] != wanted[number])
+        part = next(number for number in range(3) if parsed[number] != written[number])
         raise Unwritable(
             "template",
-            f"message {place + 1}: its {words[part]} would be read as {_short(found[part])}, and "
-            f"{_short(wanted[part])} was written; the chat template drops or changes it, or inference.tool_parser and "
+            f"message {index + 1}: its {words[part]} would be read as {_short(parsed[part])}, and "
+            f"{_short(written[part])} was written; the chat template drops or changes it, or inference.tool_parser and "
             "inference.reasoning_parser are not those of this model",
         )
 
-    def _branch(self, found: _Sequence, *, shown: bool) -> WrittenBranch:
-        texts = tuple(self._parts(found)) if shown else ()
-        return WrittenBranch(token_ids=tuple(found.token_ids), spans=tuple(found.spans), texts=texts)
+    def _branch(self, sequence: _Sequence, *, shown: bool) -> WrittenBranch:
+        texts = tuple(self._texts(sequence)) if shown else ()
+        return WrittenBranch(token_ids=tuple(sequence.token_ids), spans=tuple(sequence.spans), texts=texts)
 
-    def _parts(self, found: _Sequence) -> Iterator[str]:
-        at = 0
-        for span in found.spans:
-            yield self._tokenizer.spelled(found.token_ids[at : span.start])
-            at = span.start + span.length
-            yield self._tokenizer.spelled(found.token_ids[span.start : at])
+    def _texts(self, sequence: _Sequence) -> Iterator[str]:
+        """Yield the texts before and in each span."""
+        end = 0
+        for span in sequence.spans:
+            yield self._tokenizer.spelled(sequence.token_ids[end : span.start])
+            end = span.start + span.length
+            yield self._tokenizer.spelled(sequence.token_ids[span.start : end])
 
 
-def _wanted(tokenizer: ChatTokenizer, message: Message, how: Reading) -> Meaning:
-    """What the row says, read as an answer where it has tags of reasoning or calls in its content."""
+def _written_meaning(tokenizer: ChatTokenizer, message: Message, how: Reading) -> Meaning:
+    """Return the meaning of a written message. Tags of reasoning or calls in its content are parsed, too."""
     inside = Reading(how.tools, how.reasoning, how.reasoning_opened and "</" in message.text)
     reasoning, content, calls = meaning(tokenizer, message.text, inside)
-    given = [(call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()]
-    return (message.reasoning_content or reasoning).strip(), content, [*calls, *given]
+    written = [(call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()]
+    return (message.reasoning_content or reasoning).strip(), content, [*calls, *written]
 
 
-def _forms(content: str) -> tuple[str, ...]:
-    """As it stands, and inside a JSON string, as some templates write what tools say."""
+def _spellings(content: str) -> tuple[str, ...]:
+    """Return the content as it is and inside a JSON string, as some templates write tool results."""
     return content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]
 
 
-def _bare(text: str) -> str:
-    """Without whitespace, which tokenizers add and drop at edges."""
+def _without_whitespace(text: str) -> str:
+    """Return the text without whitespace, which tokenizers add and drop at the edges."""
     return "".join(text.split())
 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}…"
+    return text if len(text) <= _TEXT_LENGTH_MAX else f"{text[:_TEXT_LENGTH_MAX]}…"
 
 
-def _apart(one: str, other: str) -> str:
-    """Where two texts begin to differ."""
-    at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _difference(original: str, changed: str) -> str:
+    """Describe the first difference between two texts."""
+    pairs = enumerate(zip(original, changed, strict=False))
+    at = next((n for n, (a, b) in pairs if a != b), min(len(original), len(changed)))
     begin = max(0, at - 10)
-    return f"{_short(one[begin : at + 20])} becomes {_short(other[begin : at + 20])}"
+    return f"{_short(original[begin : at + 20])} becomes {_short(changed[begin : at + 20])}"
